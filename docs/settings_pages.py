@@ -1,22 +1,22 @@
-"""Makes docs/flags.md (python -m docs.settings_pages > docs/flags.md) and the table of docs/flags-of-others.md."""
+"""Makes docs/flags.md (python -m docs.settings_pages > docs/flags.md), and the table of docs/flags-of-others.md."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 import typing
 from collections.abc import Iterator
 
+from vlmserve.config.aliases import ALIASES, ANY
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
-from vlmserve.config.other_engines import ANY, FOREIGN, ForeignSetting
 from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
 
 _HEAD = """\
 # Settings
 
-All settings of `vlmserve serve`. `make docs` makes this page from the settings themselves, and a test checks it.
+All settings of `vlmserve serve`: first [those that people change](#common-settings), which `--help` shows, then
+[the rest](#other-settings), which `--help-all` adds. `make docs` makes this page from the settings themselves.
 
 Each setting is a flag, an environment variable, and a key of the YAML file that `--config` (or `VLMSERVE_CONFIG`)
 names. The flag wins over the variable, the variable over the file, the file over the default.
@@ -37,16 +37,19 @@ _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
 
 
 def make_page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     return "\n".join(_lines()) + "\n"
 
 
 def _lines() -> Iterator[str]:
     yield _HEAD.rstrip()
-    for group, settings in itertools.groupby(iter_settings(), key=lambda setting: setting.group):
-        yield from ("", f"## {group[0].upper()}{group[1:]}", "")
-        yield from ("| Flag | Variable | Type | Default | `LLM` | Meaning |", "|---|---|---|---|---|---|")
-        yield from map(_row, settings)
+    for title, common in (("Common settings", True), ("Other settings", False)):
+        yield from ("", f"## {title}")
+        level = [setting for setting in iter_settings() if setting.common == common]
+        for group, settings in itertools.groupby(level, key=lambda setting: setting.group):
+            yield from ("", f"### {group[0].upper()}{group[1:]}", "")
+            yield from ("| Flag | Variable | Type | Default | `LLM` | Meaning |", "|---|---|---|---|---|---|")
+            yield from map(_row, settings)
 
 
 def _row(setting: Setting) -> str:
@@ -73,28 +76,25 @@ def _default(value: object) -> str:
 
 
 def make_table() -> str:
-    """The table for people, as docs/flags-of-others.md has it."""
-    lines = ["| vLLM | SGLang | here |", "|---|---|---|"]
-    for setting in FOREIGN:
-        vllm, sglang = (", ".join(map(_as_flag, names)) for names in (setting.vllm, setting.sglang))
-        lines.append(f"| {vllm} | {sglang} | {_in_words(setting)} |")
-    return "\n".join(lines) + "\n"
+    """Return the table of other engines' settings, as docs/flags-of-others.md has it."""
+    rows: dict[str, list[str]] = {}
+    for name, alias in ALIASES.items():
+        words = " or ".join(f"`{word}`" for word in alias.taken)
+        if alias.sets or alias.instead:
+            values = alias.convert(True) if alias.switch and alias.convert else {}
+            ours = [f"no_{one}" if values.get(one) is False else one for one in alias.sets or alias.instead]
+            here = ("" if alias.sets else "refused; use ") + ", ".join(map(_as_flag, ours))
+        else:
+            here = "taken, without effect" if ANY in alias.taken else f"only {words} is taken, without effect"
+            here = "only the `--no-` form is taken, without effect" if alias.taken == ("false",) else here
+            here = "a number up to 20 is taken, without effect" if name == "max_logprobs" else here
+        rows.setdefault(here, []).append(_as_flag(name))
+    lines = [f"| {', '.join(names)} | {here} |" for here, names in rows.items()]
+    return "\n".join(["| vLLM, SGLang | here |", "|---|---|", *lines]) + "\n"
 
 
 def _as_flag(name: str) -> str:
     return f"`-{name}`" if len(name) == 1 else f"`{flag(name)}`"
-
-
-def _in_words(setting: ForeignSetting) -> str:
-    answer = re.sub(r"--[a-z0-9-]+( cuda:N| MODEL)?", r"`\g<0>`", setting.answer)
-    if setting.sets:
-        flags = ", ".join(map(_as_flag, setting.sets))
-        return flags + (", the other way round" if setting.negated else "") + (f" ({answer})" if answer else "")
-    if ANY in setting.fine:
-        return f"taken, without effect: {answer}"
-    fine = () if setting.switch else setting.fine
-    taken = f"{' or '.join(f'`{value}`' for value in fine)} is taken; else: " if fine else ""
-    return f"{taken}{answer}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 
 T = TypeVar("T")
@@ -23,8 +24,8 @@ class Together:
         self._meet = threading.Barrier(size)
         self._given: list = [None] * size
 
-    def of(self, rank: int) -> Shard:
-        return Shard(rank, self.size, _Rank(self, rank))
+    def of(self, rank: int) -> Communicator:
+        return Communicator(Shard(rank, self.size), _Rank(self, rank))
 
     def exchange(self, rank: int, given: object) -> list:
         self._meet.wait(WAIT_S)
@@ -62,7 +63,7 @@ class _Rank:
         return torch.cat(parts)
 
 
-def at_all(size: int, work: Callable[[Shard], T]) -> list[T]:
+def at_all(size: int, work: Callable[[Communicator], T]) -> list[T]:
     """What `work` returns at each of so many ranks, which do it at the same time."""
     together = Together(size)
 

@@ -1,26 +1,137 @@
-"""vlmserve: a serving engine for Qwen-VL models. `from vlmserve import LLM, SamplingOverrides` is the offline form."""
+"""vlmserve: a serving engine for Qwen-VL models. `from vlmserve import LLM, SamplingParams` runs it in this process.
+
+Every name here is imported when it is first asked for, so that `import vlmserve` stays light.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from vlmserve_common.version import __version__
 
-__all__ = ["LLM", "SamplingOverrides", "__version__"]
-
 if TYPE_CHECKING:
-    from vlmserve.commands.offline.llm import LLM
+    from processors.fetch.limits import FetchSettings
+    from vlmserve.commands.client.boxes import Box, Marks, Point, parse_boxes
+    from vlmserve.commands.offline.async_llm import AsyncLLM
+    from vlmserve.commands.offline.llm import LLM, Completion
+    from vlmserve.config.checks import SettingsError
+    from vlmserve.config.engine_args import EngineArgs
+    from vlmserve.frontend.chat_messages import EmbedsRef, ImageRef, MediaCounts, VideoRef
+    from vlmserve.frontend.input_embeds import read_input_embeds
+    from vlmserve.frontend.live_requests import RequestAbortedError
+    from vlmserve.frontend.request_builder import (
+        ChatPrompt,
+        EmbedsPrompt,
+        GenerateReqInput,
+        TextPrompt,
+        TokensPrompt,
+    )
     from vlmserve.frontend.sampling import SamplingOverrides
+    from vlmserve.frontend.sampling import SamplingOverrides as SamplingParams
+    from vlmserve.frontend.scores import LabelScore
+    from vlmserve.frontend.stage import StageLimits
+    from vlmserve.frontend.tokenizer_manager import ChoiceOutput, EngineUnavailableError
+    from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions
+    from vlmserve_common.errors import BadRequestError, CheckpointError, EngineError, VlmserveError
+
+_EXPORTS = {
+    "processors.fetch.limits": "FetchSettings",
+    "vlmserve.commands.client.boxes": "Box Marks Point parse_boxes",
+    "vlmserve.commands.offline.async_llm": "AsyncLLM",
+    "vlmserve.commands.offline.llm": "Completion LLM",
+    "vlmserve.config.checks": "SettingsError",
+    "vlmserve.config.engine_args": "EngineArgs",
+    "vlmserve.frontend.chat_messages": "EmbedsRef ImageRef MediaCounts VideoRef",
+    "vlmserve.frontend.input_embeds": "read_input_embeds",
+    "vlmserve.frontend.live_requests": "RequestAbortedError",
+    "vlmserve.frontend.request_builder": "ChatPrompt EmbedsPrompt GenerateReqInput TextPrompt TokensPrompt",
+    "vlmserve.frontend.sampling": "SamplingOverrides",
+    "vlmserve.frontend.scores": "LabelScore",
+    "vlmserve.frontend.stage": "StageLimits",
+    "vlmserve.frontend.tokenizer_manager": "ChoiceOutput EngineUnavailableError",
+    "vlmserve.ipc.messages": "GrammarSpec LogitsProcessorCall ReturnOptions",
+    "vlmserve_common.errors": "BadRequestError CheckpointError EngineError VlmserveError",
+}
+_PLACES = {name: (module, name) for module, names in _EXPORTS.items() for name in names.split()}
+_PLACES["SamplingParams"] = ("vlmserve.frontend.sampling", "SamplingOverrides")  # the field's name for it
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BadRequestError",
+    "Box",
+    "ChatPrompt",
+    "CheckpointError",
+    "ChoiceOutput",
+    "Completion",
+    "EmbedsPrompt",
+    "EmbedsRef",
+    "EngineArgs",
+    "EngineError",
+    "EngineUnavailableError",
+    "FetchSettings",
+    "GenerateReqInput",
+    "GrammarSpec",
+    "ImageRef",
+    "LabelScore",
+    "LogitsProcessorCall",
+    "Marks",
+    "MediaCounts",
+    "Point",
+    "RequestAbortedError",
+    "ReturnOptions",
+    "SamplingOverrides",
+    "SamplingParams",
+    "SettingsError",
+    "StageLimits",
+    "TextPrompt",
+    "TokensPrompt",
+    "VideoRef",
+    "VlmserveError",
+    "__version__",
+    "parse_boxes",
+    "read_input_embeds",
+]
 
 
-def __getattr__(name: str) -> object:
-    """Import the engine only when it is asked for, so that `import vlmserve` stays light."""
-    if name == "LLM":
-        from vlmserve.commands.offline.llm import LLM
+def __getattr__(name: str) -> Any:
+    """Import what a name stands for."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, inner = _PLACES[name]
+    value = globals()[name] = getattr(importlib.import_module(module), inner)
+    return value
 
-        return LLM
-    if name == "SamplingOverrides":
-        from vlmserve.frontend.sampling import SamplingOverrides
 
-        return SamplingOverrides
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _FormerModules(MetaPathFinder, Loader):
+    """Imports modules by names that the documentation of version 0.1 had. They have all names of this package."""
+
+    _names = frozenset(
+        f"vlmserve.{name}"
+        for name in (
+            *("client", "client.boxes", "messages", "offline", "offline.async_llm"),
+            *("tokenizer", "tokenizer.chat_messages", "tokenizer.input_embeds"),
+            *("tokenizer.request_builder", "tokenizer.stage"),
+        )
+    )
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = __getattr__
+
+
+sys.meta_path.append(_FormerModules())  # behind the finders of modules that exist

@@ -18,7 +18,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.models.config import read_model_config
-from vlmserve.models.qwen3 import QWEN3_MOE_DEFAULTS, Qwen3Decoder
+from vlmserve.models.qwen import QWEN3_MOE_DEFAULTS, Qwen3Decoder
 from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
 
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

@@ -18,8 +18,7 @@ from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import position_and_store
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, position_and_store
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import PackedTransfers
 from vlmserve_common.kernels.attention import HeadNorms

@@ -13,9 +13,8 @@ from tests.gpu.attention_steps import Heads, Step, off
 from vision.towers.attention import segment_attention
 from vision.towers.grids import Segments
 from vision.towers.pieces import UNLIMITED, finish
-from vlmserve.models.attention.base import AttentionBackend
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
-from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve_common.compute.rotary import rotation
 
 BACKENDS = ("torch", "triton", "flashinfer")

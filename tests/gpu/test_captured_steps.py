@@ -11,7 +11,7 @@ from tests.gpu.test_answers import TOLERANCE, engine
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import Reference, assert_equal_answers, conversations
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.commands.bench.gpu_shapes import SHAPES, small, write_folder
+from vlmserve.commands.bench.gpu.shapes import SHAPES, small, write_folder
 from vlmserve.engine.build import build_loop
 from vlmserve.ipc.messages import SamplingParams, TokenizedGenerateReqInput
 

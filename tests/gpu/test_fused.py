@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.gpu.attention_steps import Heads, Step, off
-from vlmserve.executor.gumbel import choose
-from vlmserve.models.attention.positioning import position_and_store
+from vlmserve.executor.sampler import choose
+from vlmserve.models.attention.base import position_and_store
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm

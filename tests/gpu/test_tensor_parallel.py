@@ -29,7 +29,7 @@ def two_gpus(cuda: torch.device) -> str:
 def tokens(folder: Path, device: str, **settings: object) -> tuple[list[list[int]], int, int]:
     """Answers, steps, and sums of ranks as they were computed."""
     with LLM(str(folder), device=device, **SETTINGS, **settings) as llm:
-        group = None if llm.engine.ranks is None else llm.engine.ranks.group
+        group = None if llm.engine.rank_processes is None else llm.engine.rank_processes.group
         before = 0 if group is None else group.counts["all_reduce"]
         found = [list(done.token_ids) for done in llm.chat_batch(conversations(), GREEDY)]
         stats = llm.stats()

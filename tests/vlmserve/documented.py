@@ -1,4 +1,4 @@
-"""Whether answers are what the table of operations says: all fields that it has, and no other."""
+"""Checks that answers are what the declared operations say: all their fields, and no other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter
 
-from vlmserve.api.openapi.answers.operators import Error
-from vlmserve.api.openapi.operations import OPERATIONS, Operation
+from vlmserve.api.app import all_operations
+from vlmserve.api.errors import Error
+from vlmserve.api.openapi.operation import Operation
 
-BY_ID = {operation.id: operation for operation in OPERATIONS}
+BY_ID = {operation.id: operation for operation in all_operations()}
 
 
 def ask(client: httpx.Client, operation_id: str, *, place: str = "", **fields: Any) -> Any:

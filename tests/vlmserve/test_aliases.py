@@ -10,9 +10,9 @@ import pytest
 from docs.settings_pages import make_table
 from vlmserve import cli
 from vlmserve.api import launch
+from vlmserve.config.aliases import ALIASES, ANY
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
-from vlmserve.config.other_engines import ANY, BY_NAME, FOREIGN
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags-of-others.md"
@@ -92,16 +92,13 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (
-            "--distributed-executor-backend ray",
-            "--distributed-executor-backend is 'ray': the engine starts its processes itself",
-        ),
-        ("--cpu-offload-gb 4", "--cpu-offload-gb is '4': weights stay on one device"),
+        ("--distributed-executor-backend ray", "is 'ray'; only mp, uni, none is supported"),
+        ("--cpu-offload-gb 4", "--cpu-offload-gb is '4'; only 0 is supported"),
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
-        ("--enable-lora", "--enable-lora: LoRA adapters are not supported yet"),
+        ("--enable-lora", "--enable-lora is not supported"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is 'fp8'; it must be 'auto', 'fp8_e4m3' or 'int8'"),
         ("--attention-backend flashmla", "it must be 'auto', 'native', 'torch', 'triton' or 'flashinfer'"),
-        ("--decode-attention-backend fa3", "one backend does both: --attention-backend"),
+        ("--decode-attention-backend fa3", "--decode-attention-backend is not supported; use --attention-backend"),
         ("--limit-mm-per-prompt x", "--limit-mm-per-prompt is 'x': it must be a JSON object such as"),
         ("--limit-mm-per-prompt audio=2", "there is no 'audio' here"),
         ('--mm-processor-kwargs {"size":1}', "'size' belongs into a request's mm_processor_kwargs"),
@@ -178,8 +175,8 @@ def test_files_and_variables_take_the_same_names(tmp_path: Path, monkeypatch: py
     ("content", "complaint"),
     [
         ("max-num-seqs: 5\nmax-running-requests: 6\n", "max_num_seqs and {file}: max_running_requests set the same"),
-        ("cpu-offload-gb: 2\n", "{file}: cpu_offload_gb is 2: weights stay on one device"),
-        ("enable-lora: true\n", "{file}: enable_lora: LoRA adapters"),
+        ("cpu-offload-gb: 2\n", "{file}: cpu_offload_gb is 2; only 0 is supported"),
+        ("enable-lora: true\n", "{file}: enable_lora is not supported"),
         ("enable-prefix-caching: perhaps\n", "{file}: enable_prefix_caching is 'perhaps'; it must be true or false"),
         ("max-num-seqs: many\n", "{file}: max_num_seqs is 'many'; it must be a whole number"),
         ("page-sise: 5\n", "{file}: page_sise: no such setting; did you mean page_size?"),
@@ -214,28 +211,27 @@ def test_the_port_that_kubernetes_sets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_is_sound() -> None:
     ours = {setting.name for setting in iter_settings()}
-    assert set(BY_NAME) & ours == set()  # a name of our own means what it means here
-    assert len(BY_NAME) == sum(len(setting.names) for setting in FOREIGN)
-    for setting in FOREIGN:
-        assert setting.names
-        assert set(setting.sets) <= ours
-        assert bool(setting.sets) or bool(setting.answer)
-        assert not (setting.fine and setting.sets)
+    assert set(ALIASES) & ours == set()  # a name of our own means what it means here
+    for alias in ALIASES.values():
+        assert {*alias.sets, *alias.instead} <= ours
+        assert bool(alias.sets) + bool(alias.taken or alias.instead) == 1
 
 
-@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("name", sorted(ALIASES))
 def test_every_flag_of_the_table(name: str, launched: list[ServerSettings], capsys: pytest.CaptureFixture[str]) -> None:
-    setting = BY_NAME[name]
-    value = [] if setting.switch else ["999"] if name == "max_logprobs" else ["no-such-value"]
+    alias = ALIASES[name]
     word = flag(name) if len(name) > 1 else f"-{name}"
-    status = _status(["serve", word, *value])
+    if alias.switch:
+        assert _status(["serve", flag(f"no_{name}")]) == 0
+    for value in alias.taken if not alias.switch else ():
+        assert _status(["serve", word, value]) == 0
+    status = _status(["serve", word, *([] if alias.switch else ["no-such-value"])])
     text = capsys.readouterr().err
     assert "Traceback" not in text
     if status == 0:
-        assert setting.switch or ANY in setting.fine or setting.sets in (("model",), ("log_level",))
+        assert alias.sets in (("model",),) or alias.switch or ANY in alias.taken
     else:
         assert word in text
-        assert setting.sets or setting.answer in text
 
 
 def test_the_documentation_has_the_table() -> None:

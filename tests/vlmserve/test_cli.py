@@ -13,8 +13,11 @@ import pytest
 
 from vlmserve import __version__, cli
 from vlmserve.api import launch
+from vlmserve.config.fields import flag
 from vlmserve.config.settings import ServerSettings, iter_settings
 from vlmserve_common.errors import CheckpointError, EngineError
+
+_EXAMPLES = ("--page-size", "--disable-radix-cache", "--no-disable-radix-cache")  # of the text before the flags
 
 
 @pytest.fixture
@@ -71,14 +74,6 @@ def test_wrong_settings_end_with_2(
     assert launched == []
 
 
-@pytest.mark.parametrize("words", [[], ["serv"], ["serve", "--page-siz", "1"], ["serve", "a", "b"], ["bench"]])
-def test_a_wrong_command_line_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(words)
-    assert caught.value.code == 2
-    assert "error:" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("error", [CheckpointError("no config.json in /x"), OSError("port 1 is taken")])
 def test_a_failure_is_one_line_and_1(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -100,17 +95,21 @@ def test_debug_shows_where_a_failure_came_from(monkeypatch: pytest.MonkeyPatch) 
         cli.main(["serve", "--log-level", "debug"])
 
 
-def test_help_names_every_setting_once_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["--help", "--help-all"])
+def test_help_shows_settings_in_two_levels(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["serve", "--help"])
+        cli.main(["serve", word])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    flags = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
-    listed = {flag for flag in flags if not flag.startswith("--no-")}
-    assert listed >= {"--" + setting.name.replace("_", "-") for setting in iter_settings()}
+    listed = [line.split()[0].rstrip(",") for line in text.splitlines() if line.startswith("  --")]
+    common = {flag(setting.name) for setting in iter_settings() if setting.common or word == "--help-all"}
+    assert sorted(listed) == sorted([*common, "--config", "--help-all", *_EXAMPLES])
     assert "[default: 8000]" in text
-    assert "VLMSERVE_PAGE_SIZE=16" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_about_thirty_settings_are_common() -> None:
+    assert 25 <= sum(setting.common for setting in iter_settings()) <= 40
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,19 +133,24 @@ def test_sampling_together() -> None:
         ({"page_size": "16"}, "--page-size is '16'; it must be a whole number"),
         ({"page_size": True}, "--page-size is True; it must be a whole number"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be one of auto, float32"),
-        ({"cpu_offload_gb": 2}, "cpu_offload_gb is 2: weights stay on one device"),
+        ({"cpu_offload_gb": 2}, "cpu_offload_gb is 2; only 0 is supported"),
         ({"limit_mm_per_prompt": {"image": "many"}}, "--max-images-per-request is 'many'; it must be a whole number"),
-        ({"enable_lora": True}, "enable_lora: LoRA adapters are not supported yet"),
+        ({"enable_lora": True}, "enable_lora is not supported"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        read_settings("", settings)
+        read_settings("", None, settings)
     assert complaint in str(caught.value)
 
 
 def test_settings_by_other_names(tmp_path: Path) -> None:
     given = {"gpu_memory_utilization": 0.5, "limit_mm_per_prompt": {"image": 2}, "trust_remote_code": True}
-    args, counts = read_settings(tmp_path, {**given, "embedding_cache_dir": tmp_path / "cache"})
-    assert (args.model, args.mem_fraction_static, counts.images, counts.videos) == (str(tmp_path), 0.5, 2, 8)
+    args, limits = read_settings(tmp_path, None, {**given, "embedding_cache_dir": tmp_path / "cache"})
+    assert (args.model, args.mem_fraction_static, limits.counts.images, limits.counts.videos) == (
+        str(tmp_path),
+        0.5,
+        2,
+        8,
+    )
     assert args.embedding_cache_dir == str(tmp_path / "cache")

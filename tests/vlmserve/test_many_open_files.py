@@ -12,7 +12,7 @@ import pytest
 from tests.vision.fake_backend import FakeBackend, make_pool
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
-from vlmserve.commands.warmup.encoder_loop import EncoderLoop
+from vlmserve.commands.warmup.local import EncoderLoop
 from vlmserve_common.process.wake_up import WakeUp
 
 PATIENCE_S = 20.0

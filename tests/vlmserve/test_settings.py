@@ -127,10 +127,8 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
     [
         ({"page_size": "0"}, "--page-size is 0; it must be 1 or more"),
         ({"page_size": "x"}, "--page-size is 'x'; it must be a whole number"),
-        ({"page_size": "1.5"}, "--page-size is '1.5'; it must be a whole number"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be 'auto', 'float32', 'bfloat16' or 'float16'"),
         ({"chunked_prefill_size": "0"}, "--chunked-prefill-size is 0; it must be -1 (whole prompts), or a positive"),
-        ({"chunked_prefill_size": "-2"}, "--chunked-prefill-size is -2; it must be -1"),
         (
             {"chunked_prefill_size": "24"},
             "or a positive multiple of --page-size, which is 16",
@@ -138,13 +136,10 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"max_total_tokens": "8"}, "--max-total-tokens is 8; it must be at least two pages (--page-size is 16)"),
         ({"mem_fraction_static": "1.5"}, "--mem-fraction-static is 1.5; it must be above 0 and at most 1"),
         ({"mem_fraction_static": "nan"}, "--mem-fraction-static is nan; it must be above 0 and at most 1"),
-        ({"mem_fraction_static": "lots"}, "--mem-fraction-static is 'lots'; it must be a number"),
         ({"enable_mixed_chunk": "perhaps"}, "--enable-mixed-chunk is 'perhaps'; it must be true or false"),
-        ({"max_running_requests": "0"}, "--max-running-requests is 0; it must be 1 or more"),
         ({"max_model_len": "0"}, "--max-model-len is 0; it must be 1 or more, or left out"),
         ({"port": "65536"}, "--port is 65536; it must be between 0 and 65535"),
         ({"media_timeout_s": "0"}, "--media-timeout-s is 0.0; it must be above 0 and at most 2000000"),
-        ({"max_image_decode_s": "0"}, "--max-image-decode-s is 0.0; it must be above 0 and at most 2000000"),
         (
             {"allowed_media_domains": "a.example,,b"},
             "--allowed-media-domains is 'a.example,,b'; it must be host names such as example.com or",
@@ -152,15 +147,10 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"startup_timeout_s": "3e6"}, "--startup-timeout-s is 3000000.0; it must be above 0 and at most 2000000"),
         ({"shutdown_timeout_s": "inf"}, "--shutdown-timeout-s is inf; it must be 0 or more, at most 2000000"),
         ({"max_body_mib": "inf"}, "--max-body-mib is inf; it must be above 0, and finite"),
-        ({"embedding_cache_gib": "inf"}, "--embedding-cache-gib is inf; it must be above 0, and finite"),
         ({"cpu_kv_cache_gib": "nan"}, "--cpu-kv-cache-gib is nan; it must be above 0, and finite"),
         ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path is '/no/such'; it must be an existing"),
         ({"file_store_dir": "/no/such"}, "--file-store-dir is '/no/such'; it must be an existing folder that can be"),
-        ({"file_expire_after_s": "0"}, "--file-expire-after-s is 0.0; it must be above 0, and finite"),
-        ({"body_timeout_s": "0"}, "--body-timeout-s is 0.0; it must be above 0 and at most 2000000"),
         ({"max_files": "-1"}, "--max-files is -1; it must be 0 or more"),
-        ({"max_file_bytes": "0"}, "--max-file-bytes is 0; it must be 1 or more"),
-        ({"max_pixels": "0"}, "--max-pixels is 0; it must be auto, checkpoint, or a whole number of 1 or more"),
         ({"max_pixels": "all"}, "--max-pixels is 'all'; it must be auto, checkpoint, or a whole number of 1 or more"),
         ({"max_pixels": 1.5}, "--max-pixels is 1.5; it must be"),
         ({"log_level": "loud"}, "--log-level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'"),
@@ -184,7 +174,7 @@ def test_all_wrong_values_are_told_at_once_each_with_its_place(tmp_path: Path, m
         "VLMSERVE_NUM_THREADS is 'few'; it must be a whole number",
         f"{file}: max_queued_requests is 'many'; it must be a whole number",
         f"{file}: page_sise: no such setting; did you mean page_size?",
-        f"{file}: nonsense: no such setting; `vlmserve serve --help` lists all",
+        f"{file}: nonsense: no such setting; `vlmserve serve --help-all` lists all",
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from tests.fake_graphs import Recorder
 from tests.rank_threads import at_all
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.expert_exchange import Slots, dispatch, moves_less_dispatched
 from vlmserve_common.compute.expert_part import first_placement, part_of_experts
 from vlmserve_common.compute.expert_placement import imbalance, move, place
@@ -70,8 +73,8 @@ def whole_mlp() -> SparseMLP:
     return mlp
 
 
-def part_of(whole: SparseMLP, shard: Shard) -> SparseMLP:
-    mlp = SparseMLP(SIZE, INNER, COUNT, CHOSEN, activation("silu"), shard)
+def part_of(whole: SparseMLP, comm: Communicator) -> SparseMLP:
+    mlp = SparseMLP(SIZE, INNER, COUNT, CHOSEN, activation("silu"), comm)
     fill(mlp.experts, whole.experts)
     mlp.gate.weight.copy_(whole.gate.weight)
     return mlp
@@ -97,15 +100,15 @@ def test_ranks_make_what_one_makes_also_after_a_move(size: int, ep_size: int, a2
     wanted = whole(x)
     redundant = 0 if ep_size == 1 else ep_size * 1
 
-    def work(shard: Shard) -> list[torch.Tensor]:
+    def work(comm: Communicator) -> list[torch.Tensor]:
         sharing = ExpertSharing(ep_size=ep_size, a2a=a2a, redundant=redundant, counted=True)
-        shard = Shard(shard.rank, shard.size, shard.collectives, sharing)
-        mlp = part_of(whole, shard)
+        comm = replace(comm, shard=replace(comm.shard, experts=sharing))
+        mlp = part_of(whole, comm)
         found = [mlp(x.clone())]
         loads = [50, 1, 2, 40, 3, 30]
-        moved = move(mlp.experts, mlp.slots, place(loads, mlp.slots.placement, ep_size), shard)
+        moved = move(mlp.experts, mlp.slots, place(loads, mlp.slots.placement, ep_size), comm)
         assert moved > 0 or ep_size == 1
-        again = part_of_experts(COUNT, INNER, shard)
+        again = part_of_experts(COUNT, INNER, comm.shard)
         assert (mlp.experts.part.own != again.own) == (moved > 0) or ep_size > 2
         found.append(mlp(x.clone()))
         assert mlp.slots.take_counts().sum() == 2 * tokens * CHOSEN
@@ -151,12 +154,12 @@ def test_tokens_of_their_own_also_none():
     whole = whole_mlp()
     tokens = [torch.randn(count, SIZE, generator=torch.Generator().manual_seed(count)) for count in (5, 0, 2)]
 
-    def work(shard: Shard) -> torch.Tensor:
-        shard = Shard(shard.rank, shard.size, shard.collectives, ExpertSharing(ep_size=3))
-        mlp, own = part_of(whole, shard), tokens[shard.rank]
+    def work(comm: Communicator) -> torch.Tensor:
+        comm = replace(comm, shard=replace(comm.shard, experts=ExpertSharing(ep_size=3)))
+        mlp, own = part_of(whole, comm), tokens[comm.shard.rank]
         ids, scores = mlp.gate.choose(own)
-        slots = Slots(COUNT, shard)
-        return dispatch(own, (slots.of(ids), scores), mlp.experts, slots, 3, shard.collectives)
+        slots = Slots(COUNT, comm.shard)
+        return dispatch(own, (slots.of(ids), scores), mlp.experts, slots, 3, comm.collectives)
 
     for rank, out in enumerate(at_all(3, work)):
         torch.testing.assert_close(out, whole(tokens[rank]), rtol=1e-5, atol=1e-5)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError, RankLostError
 from vlmserve_common.parallel.group import ProcessGroup
 from vlmserve_common.parallel.meeting import MeetingPlace, meet, split_address
@@ -46,7 +47,7 @@ def test_two_meet_add_up_hand_on_and_gather(tmp_path: Path, by_address: bool):
     long = bytes(range(256)) * 100
 
     def run(rank: int):
-        with closing(Ranks(there, rank, CPU, {"version": "1"})) as ranks:
+        with closing(Ranks(there, Shard(rank, 2), CPU, {"version": "1"})) as ranks:
             return exchanged(ranks)
 
     def exchanged(ranks: Ranks):

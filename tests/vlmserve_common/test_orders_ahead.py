@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from vlmserve_common.errors import RankLostError
-from vlmserve_common.parallel.ahead import TakenAhead
-from vlmserve_common.parallel.group import Orders
+from vlmserve_common.parallel.group import Orders, TakenAhead
 
 
 @pytest.mark.parametrize("error", [RankLostError("rank 1 of 2 lost another one"), MemoryError("no room")], ids=repr)

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmserve_common.compute.shard import AttentionGroup, Shard
+from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.token_exchange import TokenExchange, TokenLayout, layout_of, rows_moved
 
 WIDTH = 3
@@ -65,7 +66,7 @@ class World:
         self._peers = [Together(groups) for _ in range(members)]
         self._own = [Together(members) for _ in range(groups)]
 
-    def shard(self, rank: int) -> Shard:
+    def comm(self, rank: int) -> Communicator:
         group, member = divmod(rank, self.members)
         own = self._own[group].of(member) if self.members > 1 else None
         everybody = self._everybody.of(rank)
@@ -77,8 +78,8 @@ class World:
             num_members=self.members,
             everybody=everybody,
         )
-        attention = AttentionGroup(rank=member, size=self.members, collectives=own, tokens=tokens)
-        return Shard(rank, self.groups * self.members, everybody, group=attention)
+        shard = Shard(rank, self.groups * self.members, groups=self.groups)
+        return Communicator(shard, everybody, own, tokens)
 
     @property
     def moved(self) -> float:
@@ -105,12 +106,10 @@ def test_a_shared_mlp_of_all_tokens_is_that_of_each_group_alone(members: int, si
     weights = torch.randint(-9, 9, (size, WIDTH, WIDTH), generator=made).double()
 
     def work(rank: int) -> torch.Tensor:
-        shard = world.shard(rank)
-        assert shard.group is not None
-        assert shard.group.tokens is not None
-        with shard.group.tokens.among(sizes):
-            together = shard.all_tokens(tokens[rank // members])
-            return shard.all_reduce(together @ weights[rank])
+        comm = world.comm(rank)
+        with comm.tokens.among(sizes):
+            together = comm.all_tokens(tokens[rank // members])
+            return comm.all_reduce(together @ weights[rank])
 
     for rank, found in enumerate(world.run(work)):
         assert torch.equal(found, tokens[rank // members] @ weights.sum(0))
@@ -143,13 +142,12 @@ def test_without_a_word_all_groups_have_as_many():
     world = World(3, 1)
 
     def work(rank: int) -> torch.Tensor:
-        shard = world.shard(rank)
-        return shard.all_reduce(shard.all_tokens(torch.full((2, 1), float(rank))))
+        comm = world.comm(rank)
+        return comm.all_reduce(comm.all_tokens(torch.full((2, 1), float(rank))))
 
     assert [found.tolist() for found in world.run(work)] == [[[3.0 * rank]] * 2 for rank in range(3)]
 
 
 def test_attention_is_cut_among_those_who_have_the_same_tokens():
-    world = World(2, 2)
-    assert [world.shard(rank).attention.cut(8, "heads").start for rank in range(4)] == [0, 4, 0, 4]
-    assert World(2, 1).shard(1).attention.is_whole
+    assert [Shard(rank, 4, groups=2).attention.cut(8, "heads").start for rank in range(4)] == [0, 4, 0, 4]
+    assert Shard(1, 2, groups=2).attention.is_whole

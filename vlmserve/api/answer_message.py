@@ -1,4 +1,4 @@
-"""An answer's pieces as OpenAI's message, whole and in deltas."""
+"""OpenAI's message of an answer, whole and in deltas, made of the pieces that the parsers find."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, Re
 
 
 def delta_of(piece: Piece) -> dict[str, Any]:
-    """The delta that a stream's chunk has for a piece."""
+    """Return the delta that a stream's chunk has for a piece."""
     match piece:
         case Text():
             return {"content": piece.text}
@@ -26,7 +26,7 @@ def delta_of(piece: Piece) -> dict[str, Any]:
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """The whole message: what its deltas come to."""
+    """Return the whole message: the sum of its deltas."""
     content, reasoning = "", ""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
@@ -50,8 +50,8 @@ def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
 
 
 class ThoughtTokens:
-    """Counts the tokens of one choice's thoughts, those of their tags included. opened, closed: ids of these tags.
-    thinking: the prompt has begun the thoughts."""
+    """Counts the tokens of one choice's thoughts and of their tags. opened, closed: the ids of these tags. thinking:
+    the prompt has begun the thoughts."""
 
     def __init__(self, opened: int | None, closed: int | None, *, thinking: bool) -> None:
         self.count = 0
@@ -60,7 +60,7 @@ class ThoughtTokens:
         self._thinking = thinking
 
     def add(self, ids: Sequence[int]) -> None:
-        """The next tokens."""
+        """Count the next tokens."""
         for token in ids:
             self._thinking |= token == self._opened
             self.count += self._thinking
@@ -68,8 +68,8 @@ class ThoughtTokens:
 
 
 class ChoiceText:
-    """One choice's text, and what is in it. thinking: its prompt has begun the thoughts. called: whether a tool was
-    called. Where it may call one only, more are left out, with a warning."""
+    """Reads one choice's text. thinking: the prompt has begun the thoughts. called: the text calls a tool. If the
+    request allows one call only, later calls are left out, with a warning."""
 
     def __init__(self, reading: AnswerReading, *, thinking: bool) -> None:
         self.called = False
@@ -78,7 +78,7 @@ class ChoiceText:
         self._only_one = reading.calls is not None and not reading.calls.parallel
 
     def feed(self, text: str, *, final: bool) -> list[Piece]:
-        """The pieces that are certain by now. final: nothing comes after this text."""
+        """Return the pieces that are certain by now. final: this text is the last one."""
         if self._parser is None:
             return [Text(text)] if text else []
         return [piece for piece in self._parser.feed(text, final=final) if self._is_wanted(piece)]

@@ -1,4 +1,4 @@
-"""OpenAI's chat completion objects, whole and in chunks, from the engine's outputs."""
+"""OpenAI's chat completion objects, whole and in chunks, made of the engine's outputs."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerHead:
-    """What all objects of an answer repeat. created: Unix time in seconds."""
+    """The fields that all objects of an answer repeat. created: Unix time in seconds."""
 
     id: str
     created: int
     model: str
 
     def object(self, kind: str, **rest: Any) -> dict[str, Any]:
-        """An object of this answer."""
+        """Return an object of this answer."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
 
 
 class AnswerWriter:
-    """Writes one request's answer of n choices. logprobs, mm_report, include_usage: whether they were asked for;
-    timings, those of choice 0, come with mm_report. usage_details: whether usage tells what the prompt's tokens are of,
-    and where the time went. reading: what is to be found in its text.
+    """Writes one request's answer of n choices.
 
-    Where something could not be done as the request has it, the answer has `warnings`, asked for or not.
+    logprobs, mm_report, include_usage: the request asks for them. The timings of choice 0 come with mm_report.
+    usage_details: usage has the kinds of the prompt's tokens, and the timings. reading: how tool calls and thoughts are
+    found in the text. An answer has `warnings` if a part of the request had no effect.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AnswerWriter:
         self._timings: Timings | None = None
 
     async def whole(self, outputs: AsyncIterator[ChoiceOutput]) -> dict[str, Any]:
-        """The chat.completion of all outputs."""
+        """Return the chat.completion of all outputs."""
         texts: list[list[str]] = [[] for _ in range(self._n)]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self._n)]
         finishes: list[FinishReason | None] = [None] * self._n
@@ -108,15 +108,15 @@ class AnswerWriter:
         return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about(), **about)
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
-        """The next chat.completion.chunks as events: per choice its role first and its finish_reason last.
+        """Return the next chat.completion.chunks as events: the role of each choice first, its finish_reason last.
 
-        The last chunk of all, which may be that of `usage_event`, has what is to be said about the media. Empty while
-        the outputs' text is held back.
+        The last chunk, or that of `usage_event`, has the remarks on the media. The events are empty while the text of
+        the outputs is held back.
         """
         return b"".join([event for item in items for event in self._events_of(item)])
 
     def usage_event(self) -> bytes:
-        """What follows when all choices have ended: the usage, if it was asked for."""
+        """Return the event with the usage, which follows all choices if the request asks for it."""
         if not self._include_usage:
             return b""
         return sse_event(self._head.object("chat.completion.chunk", choices=[], usage=self._usage(), **self._about()))
@@ -143,16 +143,16 @@ class AnswerWriter:
             yield sse_event(chunk if self._left or self._include_usage else chunk | self._about())
 
     def _text(self, index: int) -> ChoiceText:
-        """What reads the choice's text; asked for when its first output has come."""
+        """Return the reader of a choice's text, made when the choice's first output has come."""
         text = self._texts[index]
         if text is None:
             text = self._texts[index] = ChoiceText(self._reading, thinking=self._notes.thinking)
         return text
 
     def _text_frame(self, index: int) -> tuple[bytes, bytes]:
-        """What stands around the text in a choice's chunks: all of them repeat it, so it is written once.
+        """Return the bytes before and after the text in a choice's chunks, which all of them repeat.
 
-        It is the event of an empty text, cut where the text goes; nothing behind that is an empty string.
+        The frame is the event of an empty text, cut where the text goes. No other empty string follows there.
         """
         before, _, after = sse_event(self._chunk(index, {"content": ""})).rpartition(b'""')
         return before, after
@@ -172,7 +172,7 @@ class AnswerWriter:
             self._thoughts[item.index].add(item.output.token_ids)
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens of the whole request: the prompt once, the answers of all choices."""
+        """Return the tokens of the whole request: the prompt once, and the answers of all choices."""
         completion = sum(self._completions)
         usage: dict[str, Any] = {
             "prompt_tokens": self._prompt,
@@ -212,7 +212,7 @@ class AnswerWriter:
         }
         if finish is not None:
             choice["stop_reason"] = _stop_reason(finish)
-        # With include_usage every chunk has the field, null but in the last one.
+        # With include_usage every chunk has the field, which is null except in the last one.
         extra = {"usage": None} if self._include_usage else {}
         return self._head.object("chat.completion.chunk", choices=[choice], **extra)
 
@@ -222,7 +222,7 @@ class AnswerWriter:
         return "tool_calls" if finish.type == "stop" and self._text(index).called else finish.type
 
     def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:
-        """Log-probabilities of an output's tokens; the token that ended the answer is not part of it."""
+        """Return the logprobs of an output's tokens, without the token that ended the answer."""
         listed = output.logprobs or ()
         finish = output.finish_reason
         if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
@@ -251,7 +251,7 @@ class AnswerWriter:
 
 
 def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:
-    """What a prompt's tokens are of."""
+    """Return how many tokens of a prompt are text, pictures and videos."""
     of = {kind: sum(medium.tokens for medium in media if medium.kind == kind) for kind in ("image", "video")}
     return {
         "text_tokens": tokens - sum(of.values()),
@@ -261,5 +261,5 @@ def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]
 
 
 def _stop_reason(finish: FinishReason | None) -> str | None:
-    """The stop string that was found, as other servers tell it."""
+    """Return the stop string that was found, as other servers do."""
     return finish.matched if finish is not None and isinstance(finish.matched, str) else None

@@ -1,4 +1,4 @@
-"""API keys: who a request is of. Keys are kept as SHA-256 digests, and compared in constant time."""
+"""API keys and their holders. Keys are kept as SHA-256 digests, and compared in constant time."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyHolder:
-    """Who has a key. name: in --api-key-file; "" for --api-key. owner: a digest, to whom files and sessions belong."""
+    """The holder of a key. name: the name in --api-key-file; "" for --api-key. owner: a digest, which files and
+    sessions belong to."""
 
     name: str
     owner: str
 
 
 class ApiKeys:
-    """Digests of keys, and whose they are."""
+    """The digests of keys, and their holders."""
 
     def __init__(self, entries: Sequence[tuple[bytes, KeyHolder]]) -> None:
         self._entries = tuple(entries)
 
     def holder(self, key: bytes) -> KeyHolder | None:
-        """Whose key that is; None for one that nobody has. It takes as long for any key."""
+        """Return the holder of a key, or None for an unknown key. The time is the same for every key."""
         digest, found = hashlib.sha256(key).digest(), None
         for known, holder in self._entries:
             if hmac.compare_digest(digest, known):
@@ -44,8 +45,7 @@ class ApiKeys:
 
 
 def read_api_keys(settings: ServerSettings) -> ApiKeys | None:
-    """The keys that the settings name; None: no key is needed. Raises SettingsError for a file that is not as it must
-    be."""
+    """Read the keys that the settings name. None means that no key is needed. Raises SettingsError for a bad file."""
     entries = []
     if settings.api_key is not None:
         key = settings.api_key.encode()
@@ -80,7 +80,7 @@ def _entries_of(path: Path) -> list[tuple[bytes, KeyHolder]]:
 
 
 def _pairs(path: Path, lines: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Names and keys, with the place of each for errors, which must not show keys."""
+    """Yield names and keys, with the place of each for errors, which must not show keys."""
     for number, line in enumerate(lines, 1):
         words, place = line.split(), f"--api-key-file {path}, line {number}"
         if not words or words[0].startswith("#"):

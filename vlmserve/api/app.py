@@ -1,21 +1,23 @@
-"""The HTTP application: OpenAI's routes over a TokenizerManager, and what operators need."""
+"""The HTTP application: OpenAI's endpoints over a TokenizerManager, and those of operators."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.auth import ApiKeyMiddleware
 from vlmserve.api.batches.api import BatchesApi
-from vlmserve.api.batches.endpoints import batch_endpoints
-from vlmserve.api.batches.runner import make_runner
+from vlmserve.api.batches.journal import BatchJournal
+from vlmserve.api.batches.runner import batch_endpoints, make_runner
 from vlmserve.api.body_budget import BodyBudget, BodyBudgetMiddleware
 from vlmserve.api.chat import complete_chat
 from vlmserve.api.completions import complete
@@ -24,14 +26,14 @@ from vlmserve.api.errors import error_body, install_error_handlers
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
-from vlmserve.api.openapi.pages import add_pages
-from vlmserve.api.outermost import OutermostMiddleware
+from vlmserve.api.openapi.document import add_pages
+from vlmserve.api.openapi.operation import ID_ERRORS, Operation, add_operations, endpoints_of, operation
+from vlmserve.api.outermost import OutermostMiddleware, log_request
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
-from vlmserve.api.request_log import log_request
 from vlmserve.api.responses.api import ResponsesApi
+from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.score import score_labels
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.stores import Stores
 from vlmserve.api.tokenization import detokenize, tokenize
 from vlmserve.api.tracing import RequestTracer
 from vlmserve.api.warmup import warm_up
@@ -45,6 +47,102 @@ from vlmserve_common.version import __version__
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
 
 
+_MODEL_ENDPOINTS = (complete_chat, complete, score_labels, warm_up, tokenize, detokenize)
+
+
+class ModelObject(TypedDict):
+    """The served model. max_model_len: the context length in tokens."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+class Health(TypedDict):
+    status: Literal["ok", "paused"]
+
+
+class Version(TypedDict):
+    version: str
+
+
+class ServerApi:
+    """The endpoints that describe the model and the server."""
+
+    def __init__(self, served: ServedModel, operators: ControlApi, metrics: ServerMetrics) -> None:
+        self._served = served
+        self._operators = operators
+        self._metrics = metrics
+        self._model = ModelObject(
+            id=served.name,
+            object="model",
+            created=int(time.time()),
+            owned_by="vlmserve",
+            max_model_len=served.manager.builder.limits.max_model_len,
+        )
+
+    @operation("GET", "/v1/models", "listModels", "Models", answer=ModelList)
+    async def list_models(self) -> ModelList:
+        """List the model that is served."""
+        return {"object": "list", "data": [self._model]}
+
+    @operation("GET", "/v1/models/{model_id:path}", "getModel", "Models", answer=ModelObject, errors=ID_ERRORS)
+    async def get_model(self, model_id: str) -> ModelObject:
+        """Describe the model of a name."""
+        self._served.check_name(model_id)
+        return self._model
+
+    @operation("GET", "/health", "getHealth", "Server", answer=Health, errors=(503,))
+    async def health(self) -> Response:
+        """Tell whether the model is loaded and the engine lives."""
+        unavailable = self._served.manager.unavailable
+        if unavailable is not None:
+            return JSONResponse(error_body(503, unavailable, code="engine_unavailable"), 503)
+        return JSONResponse({"status": "paused" if self._operators.paused else "ok"})
+
+    @operation("GET", "/version", "getVersion", "Server", answer=Version)
+    async def version(self) -> Version:
+        """Return the version of vlmserve."""
+        return {"version": __version__}
+
+    @operation("GET", "/metrics", "getMetrics", "Server", answer="text/plain")
+    async def show_metrics(self) -> Response:
+        """Return figures for Prometheus."""
+        stats = await self._served.manager.scheduler_stats(_STATS_TIMEOUT_S)
+        return Response(self._metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
+
+
+def all_operations() -> list[Operation]:
+    """Return all operations that the API can have."""
+    kinds = (ServerApi, FilesApi, ResponsesApi, BatchesApi, ControlApi)
+    return [endpoint.operation for endpoint in (*_MODEL_ENDPOINTS, *(e for kind in kinds for e in endpoints_of(kind)))]  # type: ignore[attr-defined]
+
+
+def _of_model(
+    endpoint: Callable[[ServedModel, Request], Awaitable[Response]], served: ServedModel
+) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return await endpoint(served, request)
+
+    answer.operation = endpoint.operation  # type: ignore[attr-defined]
+    return answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stores:
+    """The stores of requests besides uploaded files. batches: unfinished batches, and their finished lines."""
+
+    responses: ResponseStore
+    batches: BatchJournal
+
+
 def build_app(
     manager: TokenizerManager,
     model_name: str,
@@ -54,9 +152,12 @@ def build_app(
     tracer: RequestTracer | None = None,
     stores: Stores | None = None,
 ) -> FastAPI:
-    """The application. model_name: what clients call the model. control: asks the engine what operators want. tracer:
-    gets ended chat requests. stores: of responses and batches, whose endpoints are not there without;
-    app.state.batches is what answers the latter."""
+    """Build the application.
+
+    model_name: the model's name for clients. control: sends the requests of operators to the engine. tracer: gets ended
+    chat requests. stores: keep responses and batches; without them these endpoints are missing. app.state.batches
+    answers batches.
+    """
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
     app.state.bodies = BodyBudget(settings)
@@ -68,72 +169,15 @@ def build_app(
     operators = ControlApi(manager, control or no_engine, settings, model_name)
     formats = choose_formats(settings.tool_call_parser, settings.reasoning_parser, manager.builder.template.text)
     served = ServedModel(name=model_name, manager=manager, files=files, settings=settings, formats=formats)
-    model = {
-        "id": model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "vlmserve",
-        "max_model_len": manager.builder.limits.max_model_len,
-    }
-
-    async def chat_completions(request: Request) -> Response:
-        return await complete_chat(served, request)
-
-    async def completions(request: Request) -> Response:
-        return await complete(served, request)
-
-    async def score(request: Request) -> Response:
-        return await score_labels(served, request)
-
-    async def tokenize_prompt(request: Request) -> Response:
-        return await tokenize(served, request)
-
-    async def detokenize_ids(request: Request) -> Response:
-        return await detokenize(served, request)
-
-    async def warmup(request: Request) -> Response:
-        return await warm_up(served, request)
-
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
-
-    async def get_model(model_id: str) -> dict[str, Any]:
-        served.check_name(model_id)
-        return model
-
-    async def health() -> Response:
-        if manager.unavailable is not None:
-            return JSONResponse(error_body(503, manager.unavailable, code="engine_unavailable"), 503)
-        return JSONResponse({"status": "paused" if operators.paused else "ok"})
-
-    async def show_metrics() -> Response:
-        stats = await manager.scheduler_stats(_STATS_TIMEOUT_S)
-        return Response(metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
-
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
-
-    for path, endpoint in (
-        ("/v1/chat/completions", chat_completions),
-        ("/v1/completions", completions),
-        ("/v1/score", score),
-        ("/v1/warmup", warmup),
-        ("/tokenize", tokenize_prompt),
-        ("/detokenize", detokenize_ids),
-    ):
-        app.add_api_route(path, endpoint, methods=["POST"])
-    app.add_api_route("/v1/models", list_models, methods=["GET"])
-    app.add_api_route("/v1/models/{model_id:path}", get_model, methods=["GET"])
-    FilesApi(files, settings).add_routes(app)
+    add_operations(app, (_of_model(endpoint, served) for endpoint in _MODEL_ENDPOINTS))
+    add_operations(app, endpoints_of(ServerApi(served, operators, metrics)))
+    add_operations(app, endpoints_of(FilesApi(files, settings)))
     if stores is not None:
         responses = ResponsesApi(served, stores.responses)
-        responses.add_routes(app)
         app.state.batches = make_runner(served, stores.batches, batch_endpoints(served, responses))
-        BatchesApi(stores.batches, app.state.batches, files, settings).add_routes(app)
-    operators.add_routes(app)
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/metrics", show_metrics, methods=["GET"])
-    app.add_api_route("/version", version, methods=["GET"])
+        batches = BatchesApi(stores.batches, app.state.batches, files, settings)
+        add_operations(app, [*endpoints_of(responses), *endpoints_of(batches)])
+    add_operations(app, endpoints_of(operators))
     app.add_middleware(BodyBudgetMiddleware, budget=app.state.bodies)
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)

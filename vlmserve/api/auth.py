@@ -1,17 +1,20 @@
-"""API keys: `Authorization: Bearer KEY`."""
+"""API keys (`Authorization: Bearer KEY`), and the callers that they stand for."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from starlette.requests import Request
+from fastapi import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.api.api_keys import ApiKeys
 from vlmserve.api.errors import error_body
-from vlmserve.api.openapi.paths import DESCRIPTION_PATHS
+from vlmserve.api.web_pages import DESCRIPTION_PATHS
+from vlmserve.frontend.request_stats import RequestStats
 
 # What operators do to the engine; with a key of their own, if there is one.
 CONTROL_PATHS = frozenset(
@@ -27,15 +30,16 @@ CONTROL_PATHS = frozenset(
 )
 # What operators read: with the operators' key, if there is one, and without any otherwise.
 METRICS_PATH = "/metrics"
-# Load balancers have no key, nor has who reads the API's description; none of it tells anything about requests.
+# Load balancers and readers of the API's description have no key. These paths tell nothing about requests.
 OPEN_PATHS = frozenset(("/health", "/version", *DESCRIPTION_PATHS))
 
 
 class ApiKeyMiddleware:
-    """Answers 401 unless a key comes with the request, compared in constant time.
+    """Answers 401 unless a valid key comes with the request. Keys are compared in constant time.
 
-    keys: of all paths but the open ones; None: they need none. admin_key: of `CONTROL_PATHS`, in place of these, and of
-    /metrics; None: control needs one of the others, and /metrics none. scoped: caches are not shared between names.
+    keys: the keys of all paths except the open ones; None: these paths need no key. admin_key: the key of
+    `CONTROL_PATHS` and of /metrics; None: control paths take one of the other keys, and /metrics needs no key. scoped:
+    caches are not shared between names.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None, admin_key: str | None, *, scoped: bool) -> None:
@@ -81,16 +85,43 @@ def _given_key(scope: Scope) -> bytes:
 
 
 def owner_of(request: Request) -> str:
-    """Whose files a request sees: a digest of its key's name, or of --api-key; without API keys all are the same."""
+    """Return the owner of the files that a request sees: a digest of its key's name, or of --api-key. Without API keys
+    all requests have the same owner."""
     return getattr(request.state, "owner", "")
 
 
 def client_of(request: Request) -> str:
-    """With whom a request takes turns: its key's name, or without one its API key and the address it comes from."""
+    """Return the client whose requests take turns with others: the key's name, or the API key and the address."""
     name = getattr(request.state, "client_name", "")
     return f"name {name}" if name else f"{owner_of(request)} {request.client.host if request.client else ''}"
 
 
 def tenant_of(request: Request) -> str:
-    """Within whose requests a request may find cached prefixes and media; "": within those of all that have none."""
+    """Return the tenant, which shares cached prefixes and media with no other one; "" for requests without one."""
     return getattr(request.state, "tenant", "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """The caller of an endpoint: a client, or a batch that a client left here.
+
+    client: takes turns with other clients. owner: files, sessions and stored answers belong to it. tenant: see
+    `GenerateReqInput`. ended: gets the statistics of each choice. priority: the priority of requests that have none;
+    lower goes first.
+    """
+
+    client: str = ""
+    owner: str = ""
+    tenant: str = ""
+    ended: Callable[[RequestStats], None] | None = None
+    priority: int = 0
+
+
+def caller_of(request: Request) -> Caller:
+    """Return the caller of an HTTP request."""
+    return Caller(
+        client=client_of(request),
+        owner=owner_of(request),
+        tenant=tenant_of(request),
+        ended=request.state.answers.add,
+    )

@@ -1,4 +1,4 @@
-"""A request's body as it comes; a JSON body within its limits, and of its shape."""
+"""The body of a request as it arrives, and as a checked JSON object."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pydantic_core
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
-from vlmserve.api.body_budget import HeldBody
-from vlmserve.api.body_counts import check_items, check_values
+from vlmserve.api.body_budget import HeldBody, check_items, check_values
 from vlmserve.api.errors import refuse_invalid
 from vlmserve.api.protocol import FIELDS_INSIDE
 from vlmserve.config.settings import ServerSettings
@@ -27,7 +26,7 @@ _INLINE_COMMAS = 2000
 async def read_body(
     request: Request, model: type[_Model], settings: ServerSettings, *, if_empty: bytes = b""
 ) -> _Model:
-    """The body, checked. if_empty: what it is if there is none. Raises BadRequestError."""
+    """Return the body as a checked model. if_empty: stands for an empty body. Raises BadRequestError."""
     data = await _receive(request, settings) or if_empty
     if len(data) <= _INLINE_BYTES and data.count(b",") <= _INLINE_COMMAS:
         return _parse(data, model, settings)
@@ -36,9 +35,9 @@ async def read_body(
 
 
 async def body_parts(request: Request, settings: ServerSettings) -> AsyncIterator[bytes]:
-    """A body as it comes. Raises BadRequestError (408) when it stalls, or comes too slowly.
+    """Yield the parts of a body as they arrive. Raises BadRequestError (408) if the body stalls, or is too slow.
 
-    Only time that is spent waiting counts, so slow work on what came does not.
+    Only the time spent waiting counts. Slow work on the parts does not count.
     """
     stream, loop = request.stream(), asyncio.get_running_loop()
     patience_s = settings.body_timeout_s
@@ -82,7 +81,7 @@ async def _receive(request: Request, settings: ServerSettings) -> bytearray:
         if len(body.data) + len(part) > limit:
             raise too_large
         body.add(part)
-    data, body.data = body.data, bytearray()  # its memory remains taken: what is made of it is as large
+    data, body.data = body.data, bytearray()  # the room stays taken: the parsed body is as large
     return data
 
 
@@ -92,13 +91,13 @@ def _parse(body: bytes | bytearray, model: type[_Model], settings: ServerSetting
 
 
 def checked_within(raw: dict[str, Any], model: type[_Model], settings: ServerSettings) -> _Model:
-    """As `checked`, of an object that has few enough items."""
+    """Check the number of an object's items, then the object as `checked` does."""
     check_items(raw, settings)
     return checked(raw, model)
 
 
 def json_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
-    """The object that some JSON is. what: its name in errors. Raises BadRequestError."""
+    """Parse a JSON object. what: its name in errors. Raises BadRequestError."""
     if not text or text.isspace():
         raise BadRequestError(f"the {what} is empty; it must be a JSON object", code="invalid_json")
     try:
@@ -112,7 +111,7 @@ def json_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
 
 
 def checked(raw: dict[str, Any], model: type[_Model]) -> _Model:
-    """An object as the model that it is to be. Raises BadRequestError."""
+    """Return an object as a model. Raises BadRequestError."""
     try:
         return model.model_validate(raw)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, and its answers for whoever asks in this process."""
+"""POST /v1/chat/completions, and the same answers for callers in this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
 from vlmserve.api.answers import AnswerHead, AnswerWriter
+from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.convert import to_generate_request
-from vlmserve.api.errors import describe
+from vlmserve.api.errors import Error, describe
+from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
@@ -27,8 +29,17 @@ from vlmserve.frontend.parsers.answer import AnswerReading
 from vlmserve.frontend.request_builder import GenerateReqInput
 
 
+@operation(
+    *("POST", "/v1/chat/completions", "createChatCompletion", "Answers"),
+    request=ChatCompletionRequest,
+    example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64},
+    answer=ChatCompletion,
+    events=ChatCompletionChunk | Error,
+    ends_with_done=True,
+    errors=MODEL_ERRORS,
+)
 async def complete_chat(served: ServedModel, request: Request) -> Response:
-    """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+    """Answer a conversation, whole or as a stream. Raises the errors of `errors` before anything has been sent."""
     chat = await read_body(request, ChatCompletionRequest, served.settings)
     served.check_name(chat.model)
     own_id = name_answer(request, "chatcmpl", chat.rid)
@@ -43,7 +54,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
 
 
 async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
-    """The chat.completion. own_id: unlike that of any other. Raises what `errors` describes."""
+    """Return the chat.completion. own_id: an id that no other request has. Raises the errors of `errors`."""
     wanted, writer = _prepare(served, chat, own_id, caller)
     async with aclosing(served.manager.generate(wanted)) as outputs:
         return await writer.whole(outputs)
@@ -52,8 +63,11 @@ async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: s
 async def chat_events(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's events. What fails before the first output is raised, while a status can still be sent; what fails
-    later is told in an event of its own, as OpenAI does."""
+    """Yield the events of the stream.
+
+    An error before the first output is raised, while a status can still be sent. A later error becomes an event, as
+    OpenAI's API has it.
+    """
     wanted, writer = _prepare(served, chat, own_id, caller)
     async with aclosing(served.manager.stream(wanted)) as batches:
         yield writer.events(await anext(batches))

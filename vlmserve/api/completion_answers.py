@@ -1,4 +1,4 @@
-"""OpenAI's text completion objects, whole and in chunks, from the engine's outputs."""
+"""OpenAI's text completion objects, whole and in chunks, made of the engine's outputs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class _LogprobColumns:
-    """Logprobs of one choice in the old shape: a list for each kind of thing. text_offset counts characters of the
+    """The logprobs of one choice in the old shape: a list for each kind of value. text_offset counts characters of the
     choice's own text, up to the first byte of the token."""
 
     def __init__(self, tokenizer: TextTokenizer, hidden_ids: frozenset[int]) -> None:
-        """hidden_ids: tokens of the answer that are no part of its text."""
+        """hidden_ids: tokens of the answer that do not show in its text."""
         self._tokenizer = tokenizer
         self._hidden = hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def of_prompt(self, found: PromptLogprobs, most: int) -> dict[str, list[Any]]:
-        """Of all tokens of the prompt, with so many of the likeliest; null for the first, which comes after none."""
+        """Return the columns of the prompt's tokens, with so many of the likeliest. The first token has null."""
         columns = (found.token_ids, found.logprobs, found.top_ids, found.top_logprobs)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return self._columns(
@@ -39,7 +39,7 @@ class _LogprobColumns:
         )
 
     def of_answer(self, output: TextOutput) -> dict[str, list[Any]]:
-        """Of an output's tokens; the token that ended the answer is not part of it."""
+        """Return the columns of an output's tokens, without the token that ended the answer."""
         listed, finish = output.logprobs or (), output.finish_reason
         if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
             listed = listed[:-1]
@@ -70,7 +70,7 @@ class _LogprobColumns:
         return {name: [row[place] for row in listed] for place, name in enumerate(_COLUMNS)}
 
     def _text(self, token: int) -> str:
-        """As OpenAI writes tokens; those that are parts of a character are told apart by their bytes."""
+        """Return a token as OpenAI writes it. Parts of a character are shown by their bytes."""
         raw = self._tokenizer.token_bytes(token)
         try:
             return raw.decode()
@@ -79,10 +79,10 @@ class _LogprobColumns:
 
 
 class CompletionWriter:
-    """Writes the answers to several prompts, n of each. echo: the texts of the prompts where they shall be repeated.
+    """Writes the answers to several prompts, n for each.
 
-    logprobs: how many of the likeliest tokens are named; None: no logprobs. prompt_logprobs, include_usage: whether
-    they were asked for. hidden_ids: see `_LogprobColumns`.
+    echo: the texts of the prompts, if they are to be repeated. logprobs: how many of the likeliest tokens are named;
+    None: no logprobs. prompt_logprobs, include_usage: the request asks for them. hidden_ids: see `_LogprobColumns`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CompletionWriter:
         self._prompts, self._cached = [0] * prompts, [0] * prompts
 
     async def whole(self, batches: AsyncIterator[Sequence[ChoiceOutput]]) -> dict[str, Any]:
-        """The text_completion of all outputs."""
+        """Return the text_completion of all outputs."""
         collected: list[list[TextOutput]] = [[] for _ in self._columns]
         async for items in batches:
             for item in items:
@@ -121,11 +121,11 @@ class CompletionWriter:
         return self._head.object("text_completion", choices=choices, usage=self._usage())
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
-        """The next chunks as events; empty while the outputs' text is held back."""
+        """Return the next chunks as events. They are empty while the text of the outputs is held back."""
         return b"".join(map(self._event, items))
 
     def usage_event(self) -> bytes:
-        """What follows when all choices have ended: the usage, if it was asked for."""
+        """Return the event with the usage, which follows all choices if the request asks for it."""
         if not self._include_usage:
             return b""
         return sse_event(self._head.object("text_completion", choices=[], usage=self._usage()))
@@ -157,7 +157,7 @@ class CompletionWriter:
     def _piece(
         self, index: int, output: TextOutput, of_prompt: PromptLogprobs | None
     ) -> tuple[str, dict[str, list[Any]] | None]:
-        """Text and logprobs of a choice's next output; before its first what is repeated of the prompt."""
+        """Return the text and logprobs of a choice's next output. The first one begins with the repeated prompt."""
         columns, text, found = self._columns[index], output.text, list[dict[str, list[Any]]]()
         if self._echo is not None and not self._began[index]:
             text = self._echo[index // self._n] + text
@@ -182,7 +182,7 @@ class CompletionWriter:
             self._cached[prompt] = item.output.cached_tokens
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens of all prompts, each once, and of all answers."""
+        """Return the tokens of all prompts, each once, and of all answers."""
         prompt, completion = sum(self._prompts), sum(self._completions)
         return {
             "prompt_tokens": prompt,

@@ -1,4 +1,4 @@
-"""The shape of OpenAI's (legacy) completion requests, as strictly typed as those of chats."""
+"""The shape of OpenAI's (legacy) completion requests, as strict as the shape of chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts and token ids to go on from, without a chat template."""
+"""POST /v1/completions: answers to texts and token ids, without a chat template."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from vlmserve.api.answer_types import TextCompletion, TextCompletionChunk
 from vlmserve.api.answers import AnswerHead
+from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.completion_answers import CompletionWriter
 from vlmserve.api.completion_protocol import CompletionRequest
 from vlmserve.api.convert import named, sampling_of
-from vlmserve.api.errors import describe
+from vlmserve.api.errors import Error, describe, invalid_value
+from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import DONE, EventStream, sse_event, while_connected
@@ -30,8 +32,17 @@ _MAX_TOKENS = 16  # OpenAI's, where a request does not say
 _MAX_N = 128
 
 
+@operation(
+    *("POST", "/v1/completions", "createCompletion", "Answers"),
+    request=CompletionRequest,
+    example={"prompt": "Hello", "max_tokens": 16},
+    answer=TextCompletion,
+    events=TextCompletionChunk | Error,
+    ends_with_done=True,
+    errors=MODEL_ERRORS,
+)
 async def complete(served: ServedModel, request: Request) -> Response:
-    """The answer, or its stream. Raises what `errors` describes; nothing has been sent then."""
+    """Go on from a text, or from token ids. Raises the errors of `errors` before anything has been sent."""
     body = await read_body(request, CompletionRequest, served.settings)
     served.check_name(body.model)
     own_id = name_answer(request, "cmpl", body.rid)
@@ -44,7 +55,7 @@ async def complete(served: ServedModel, request: Request) -> Response:
 
 
 async def whole_completion(served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
-    """The text_completion. own_id: unlike that of any other. Raises what `errors` describes."""
+    """Return the text_completion. own_id: an id that no other request has. Raises the errors of `errors`."""
     wanted, writer = _prepare(served, body, own_id, caller)
     try:
         async with aclosing(served.manager.stream(*wanted)) as batches:
@@ -56,7 +67,7 @@ async def whole_completion(served: ServedModel, body: CompletionRequest, own_id:
 async def _events(
     served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
-    """As `chat.chat_events`."""
+    """Yield the events of the stream, as `chat.chat_events` does."""
     wanted, writer = _prepare(served, body, own_id, caller)
     async with aclosing(served.manager.stream(*wanted)) as batches:
         try:
@@ -74,7 +85,8 @@ async def _events(
 
 
 def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -> list[GenerateReqInput]:
-    """One for each prompt. Raises BadRequestError for fields that contradict each other or are not supported."""
+    """Return one request for each prompt. Raises BadRequestError for fields that contradict each other or are not
+    supported."""
     _check(body)
     asked = (body.prompt_logprobs, body.logprobs if body.echo else None)
     k = max((count for count in asked if count is not None), default=None)
@@ -102,7 +114,7 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts, each a text or token ids."""
+    """Return the prompts, each a text or token ids."""
     prompt: Any = body.prompt
     return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
 
@@ -132,7 +144,7 @@ def _prepare(
 def _check(body: CompletionRequest) -> None:
     n = 1 if body.n is None else body.n
     if not 1 <= n <= _MAX_N:
-        raise _invalid("n", f"n is {n}; it must be between 1 and {_MAX_N}")
+        raise invalid_value("n", f"n is {n}; it must be between 1 and {_MAX_N}")
     if body.logprobs is not None:
         check_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
     if body.best_of not in (None, n):
@@ -140,22 +152,18 @@ def _check(body: CompletionRequest) -> None:
     if body.suffix:
         raise _unsupported("suffix", "suffix: Qwen-VL models go on from a text, they do not fill gaps")
     if body.stream_options is not None and not body.stream:
-        raise _invalid("stream_options", "stream_options needs stream: true")
+        raise invalid_value("stream_options", "stream_options needs stream: true")
     if body.stream and body.prompt_logprobs is not None:
-        raise _invalid("prompt_logprobs", "prompt_logprobs comes with a whole answer only: leave stream out")
+        raise invalid_value("prompt_logprobs", "prompt_logprobs comes with a whole answer only: leave stream out")
     if body.stream and body.echo and body.logprobs is not None and n > 1:
-        raise _invalid("echo", "echo with logprobs and n above 1 comes with a whole answer only: leave stream out")
+        raise invalid_value("echo", "echo with logprobs and n above 1 comes with a whole answer only: leave stream out")
 
 
 def _named(error: BadRequestError) -> BadRequestError:
-    """What is wrong with a prompt, under the name that it has here."""
+    """Give an error about a prompt the name that the prompt has in this API."""
     if error.param == "messages":
         error.param = "prompt"
     return error
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

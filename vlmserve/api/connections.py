@@ -1,7 +1,8 @@
-"""Which connections of a server wait for a request, for how long they may, and which of them has to go for a new one.
+"""The connections of a server: which of them wait for a request, and which one makes room for a new one.
 
-A connection waits until a request's headers have come whole, and works until its answer was sent. One that waits costs
-its client nothing and may be ended at any time; so when there are too many, the one that has waited longest makes room.
+A connection waits until the headers of a request have arrived, and works until the answer was sent. A waiting
+connection costs its client nothing and may be ended at any time. If there are too many connections, the one that has
+waited longest is ended.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SPARE = 32
-"""Connections above the limit that are taken, so that they can say what they want: /health is always answered."""
+"""Connections that are taken above the limit, since /health is always answered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectionLimits:
-    """Of a server. most: connections at a time. The rest are seconds: for a request's headers to come, and for a client
-    to take what was sent to it."""
+    """Limits of a server. most: connections at a time. header_timeout_s: seconds until a request's headers have
+    arrived. send_timeout_s: seconds until a client takes the bytes that were sent to it."""
 
     most: int
     header_timeout_s: float
@@ -27,26 +28,26 @@ class ConnectionLimits:
 
 
 class Connection(Protocol):
-    """What can be done about a connection."""
+    """A connection, with the ways to end it."""
 
     def drop(self) -> None:
-        """End it at once: it waits, and another one needs its place."""
+        """End the connection at once: it waits, and another one needs its place."""
 
     def give_up(self) -> None:
-        """End it: its headers did not come in time."""
+        """End the connection: its headers did not arrive in time."""
 
     @property
     def stuck(self) -> bool:
-        """Whether there is something to send that the client does not take."""
+        """Return True if there are bytes to send that the client does not take."""
 
     def cut(self) -> None:
-        """End it, whatever there is to send."""
+        """End the connection, whatever there is to send."""
 
 
 class Connections:
     """All connections of one server, in one event loop.
 
-    open: they, as the HTTP server counts them. clock: in seconds.
+    open: the connections as the HTTP server counts them. clock: in seconds.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class Connections:
 
     @property
     def crowded(self) -> bool:
-        """Whether more than there may be are at work."""
+        """Return True if more connections work than the limit."""
         return len(self._open) - len(self._waiting) > self._limits.most
 
     def admit(self, new: Connection) -> bool:
-        """Take a new connection, which is among the open ones already; False: there is no room for it at all."""
+        """Take a new connection, which is in `open` already. Returns False if there is no room for it at all."""
         if len(self._open) > self._limits.most + SPARE:
             if not self._waiting:
                 return False
@@ -73,37 +74,37 @@ class Connections:
         return True
 
     def idles(self, connection: Connection) -> None:
-        """It was answered; how long it is kept is the HTTP server's matter."""
+        """Note that a connection was answered. The HTTP server decides how long it is kept."""
         self._waiting[connection] = math.inf
 
     def reads_headers(self, connection: Connection) -> None:
-        """From now on it has to send a request."""
+        """Note that a connection has to send a request from now on."""
         self._waiting.pop(connection, None)
         self._waiting[connection] = self._clock() + self._limits.header_timeout_s
 
     def works(self, connection: Connection) -> None:
-        """Its request is there."""
+        """Note that the request of a connection is there."""
         self._waiting.pop(connection, None)
 
     def idle(self, connection: Connection) -> bool:
-        """Whether it was answered, and has sent nothing since."""
+        """Return True if the connection was answered, and has sent nothing since."""
         return self._waiting.get(connection) == math.inf
 
     def waits(self, connection: Connection) -> bool:
-        """Whether it has no request in work."""
+        """Return True if the connection has no request in work."""
         return connection in self._waiting
 
     def moves(self, connection: Connection) -> None:
-        """Its client has taken something of what was sent."""
+        """Note that a client has taken some of the bytes sent to it."""
         self._stuck.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
-        """It has ended."""
+        """Forget a connection that has ended."""
         self._waiting.pop(connection, None)
         self._stuck.pop(connection, None)
 
     def sweep(self) -> None:
-        """End those whose time is over; to be called every now and then."""
+        """End the connections whose time is over. Call this every now and then."""
         now = self._clock()
         for connection in [each for each, until in self._waiting.items() if until <= now]:
             self._waiting.pop(connection, None)

@@ -1,4 +1,4 @@
-"""What operators ask of a running server, under the names that SGLang gave these endpoints."""
+"""Endpoints with which operators control a running server, under SGLang's names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from vlmserve.api.body import read_body
-from vlmserve.api.errors import error_body
+from vlmserve.api.errors import Error, error_body
+from vlmserve.api.openapi.operation import BODY_ERRORS, ENGINE_ERRORS, ID_ERRORS, operation
 from vlmserve.api.protocol import StrictModel
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
@@ -46,7 +48,7 @@ AskEngine: TypeAlias = Callable[[ControlRequest], Awaitable[ControlResult]]
 
 
 async def no_engine(_: ControlRequest) -> ControlResult:
-    """What answers where no engine takes control messages."""
+    """Refuse every control message: there is no engine that takes them."""
     return ControlRefused(message="this server's engine takes no control messages", status=501)
 
 
@@ -58,7 +60,7 @@ _T = TypeVar("_T")
 
 
 class AbortBody(StrictModel):
-    """POST /abort_request."""
+    """The body of POST /abort_request."""
 
     rid: str | None = None
     abort_all: bool | None = None
@@ -71,14 +73,62 @@ class AbortBody(StrictModel):
 
 
 class ProfileBody(StrictModel):
-    """POST /start_profile."""
+    """The body of POST /start_profile."""
 
     num_steps: Annotated[int | None, Field(ge=1, le=_MOST_STEPS)] = None
     activities: list[Activity] | None = None
 
 
+class ServerState(TypedDict):
+    """The state of a server. settings: without secrets. scheduler: the scheduler's figures."""
+
+    version: str
+    model: str
+    max_model_len: int
+    device: str
+    dtype: str
+    uptime_s: float
+    paused: bool
+    profiling: bool
+    num_pending: int
+    scheduler: dict[str, Any]
+    replicas: NotRequired[list[dict[str, Any]]]
+    settings: dict[str, Any]
+
+
+class FlushedCache(TypedDict):
+    flushed_tokens: int
+
+
+class CacheInUse(Error):
+    """The answer while requests keep their part of the cache. tokens: how many were forgotten."""
+
+    tokens: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+
+
+class PauseState(TypedDict):
+    paused: bool
+    num_running_reqs: int
+    num_waiting_reqs: int
+
+
+class ProfileTrace(TypedDict):
+    """A recording. path: the file of the trace. num_steps: null if the recording lasts until /stop_profile."""
+
+    path: str
+    num_steps: int | None
+
+
+class AbortedRequests(TypedDict):
+    """The ended requests. aborted: their ids."""
+
+    aborted: list[str]
+
+
 class ControlApi:
-    """The endpoints. paused: whether the engine begins no step, as far as this process was told."""
+    """The endpoints of operators. paused: the engine begins no step, as far as this process knows."""
 
     def __init__(self, manager: TokenizerManager, ask: AskEngine, settings: ServerSettings, model_name: str) -> None:
         self.paused = False
@@ -88,21 +138,14 @@ class ControlApi:
         self._model_name = model_name
         self._started = time.monotonic()
 
-    def add_routes(self, app: FastAPI) -> None:
-        """To the application."""
-        app.add_api_route("/server_info", self.server_info, methods=["GET"])
-        for path, endpoint in (
-            ("/flush_cache", self.flush_cache),
-            ("/pause_generation", self.pause),
-            ("/continue_generation", self.go_on),
-            ("/start_profile", self.start_profile),
-            ("/stop_profile", self.stop_profile),
-            ("/abort_request", self.abort),
-        ):
-            app.add_api_route(path, endpoint, methods=["POST"])
-
+    @operation(
+        *("POST", "/flush_cache", "flushCache", "Operators"),
+        answer=FlushedCache,
+        errors=(409, *ENGINE_ERRORS),
+        conflict=CacheInUse,
+    )
     async def flush_cache(self) -> Response:
-        """Forget cached prefixes; 409 while requests are there, which keep theirs."""
+        """Forget the cached prefixes that no request uses. The answer is 409 while there are requests."""
         result = await self._ask(FlushCacheReq(), FlushCacheResult)
         there = result.num_running_reqs + result.num_waiting_reqs
         if not there:
@@ -114,14 +157,15 @@ class ControlApi:
         body = error_body(409, message, code="requests_running")
         return JSONResponse(body | asdict(result), 409)
 
-    async def server_info(self) -> dict[str, Any]:
-        """Version, model, settings without secrets, sizes, and what is going on."""
+    @operation(*("GET", "/server_info", "getServerInfo", "Operators"), answer=ServerState, errors=ENGINE_ERRORS)
+    async def server_info(self) -> ServerState:
+        """Describe the server: version, model, settings, sizes, and current work."""
         info = await self._ask(GetServerInfoReq(), ServerInfo)
         settings = asdict(self._settings)
         settings |= settings.pop("engine")
         settings |= {name: "set" for name in _SECRETS if settings[name] is not None}
         replicas = replicas_of(info.stats)
-        return {
+        state: ServerState = {
             "version": __version__,
             "model": self._model_name,
             "max_model_len": self._manager.builder.limits.max_model_len,
@@ -132,20 +176,38 @@ class ControlApi:
             "profiling": info.profiling,
             "num_pending": self._manager.num_pending,
             "scheduler": _figures(info.stats),
-            **({"replicas": [_figures(stats) for stats in replicas]} if replicas else {}),
             "settings": dict(sorted(settings.items())),
         }
+        if replicas:
+            state["replicas"] = [_figures(stats) for stats in replicas]
+        return state
 
-    async def pause(self) -> dict[str, Any]:
-        """Begin no further step; 409 if that is so already."""
+    @operation(
+        *("POST", "/pause_generation", "pauseGeneration", "Operators"), answer=PauseState, errors=(409, *ENGINE_ERRORS)
+    )
+    async def pause(self) -> PauseState:
+        """Begin no further step. The answer is 409 if the engine is paused already."""
         return await self._set_paused(PauseReq())
 
-    async def go_on(self) -> dict[str, Any]:
-        """End the pause; 409 if there is none."""
+    @operation(
+        *("POST", "/continue_generation", "continueGeneration", "Operators"),
+        answer=PauseState,
+        errors=(409, *ENGINE_ERRORS),
+    )
+    async def go_on(self) -> PauseState:
+        """End the pause. The answer is 409 if there is none."""
         return await self._set_paused(ContinueReq())
 
-    async def start_profile(self, request: Request) -> dict[str, Any]:
-        """Record what the engine does, for so many steps or until it is told to stop."""
+    @operation(
+        *("POST", "/start_profile", "startProfile", "Operators"),
+        request=ProfileBody,
+        example={"num_steps": 10},
+        needs_body=False,
+        answer=ProfileTrace,
+        errors=(*BODY_ERRORS, 409, *ENGINE_ERRORS),
+    )
+    async def start_profile(self, request: Request) -> ProfileTrace:
+        """Record steps with torch's profiler, so many of them or until /stop_profile."""
         body = await self._body(request, ProfileBody)
         if self._settings.profile_dir is None:
             raise BadRequestError("profiling is off: there is no folder for traces (setting --profile-dir)", status=409)
@@ -156,13 +218,23 @@ class ControlApi:
         )
         return {"path": (await self._ask(question, ProfileResult)).path, "num_steps": body.num_steps}
 
-    async def stop_profile(self) -> dict[str, Any]:
-        """End the recording; answers when the trace is written."""
+    @operation(
+        *("POST", "/stop_profile", "stopProfile", "Operators"), answer=ProfileTrace, errors=(409, *ENGINE_ERRORS)
+    )
+    async def stop_profile(self) -> ProfileTrace:
+        """End the recording. The answer comes when the trace is written."""
         result = await self._ask(StopProfileReq(), ProfileResult)
         return {"path": result.path, "num_steps": result.steps}
 
-    async def abort(self, request: Request) -> dict[str, Any]:
-        """End a request, or all; answers when nothing is left of them. 404 for an id that is not there."""
+    @operation(
+        *("POST", "/abort_request", "abortRequest", "Operators"),
+        request=AbortBody,
+        example={"abort_all": True},
+        answer=AbortedRequests,
+        errors=(*BODY_ERRORS, *ID_ERRORS, *ENGINE_ERRORS),
+    )
+    async def abort(self, request: Request) -> AbortedRequests:
+        """End a request, or all. The answer comes when nothing is left of them, and is 404 for an unknown id."""
         body = await self._body(request, AbortBody)
         ended = self._manager.abort(body.rid)
         if body.rid is not None and not ended:
@@ -173,17 +245,22 @@ class ControlApi:
         await self._ask(AbortRequestsReq(rids=rids), AbortRequestsResult)
         return {"aborted": [one.request_id for one in ended]}
 
-    async def _set_paused(self, question: PauseReq | ContinueReq) -> dict[str, Any]:
+    async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
         result = await self._ask(question, PauseResult)
         self.paused = result.paused
-        return asdict(result)
+        return {
+            "paused": result.paused,
+            "num_running_reqs": result.num_running_reqs,
+            "num_waiting_reqs": result.num_waiting_reqs,
+        }
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
-        """A small JSON object; no body at all is an empty one."""
+        """Read a small JSON object. An empty body stands for an empty object."""
         return await read_body(request, model, self._settings, if_empty=b"{}")  # type: ignore[type-var]
 
     async def _ask(self, question: ControlRequest, kind: type[_T]) -> _T:
-        """The engine's result. Raises BadRequestError with its reason, EngineUnavailableError if it does not answer."""
+        """Return the engine's result. Raises BadRequestError with the engine's reason, or EngineUnavailableError if the
+        engine does not answer."""
         reason = self._manager.unavailable
         if reason is not None:
             raise EngineUnavailableError(reason)
@@ -201,5 +278,5 @@ class ControlApi:
 
 
 def _figures(stats: SchedulerStats) -> dict[str, Any]:
-    """Without those of the encoder, which are many, and of single replicas."""
+    """Return the figures, without those of the encoder and of single replicas."""
     return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replica", "replicas")}

@@ -1,4 +1,4 @@
-"""A chat completion request as the engine takes it, or the reason why it cannot be served."""
+"""Chat completion requests in the engine's form, or the reason why they cannot be served."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vlmserve.api.completion_protocol import CompletionRequest
+from vlmserve.api.errors import invalid_value
 from vlmserve.api.protocol import ChatCompletionRequest, NamedRequest
 from vlmserve.api.tools import check_tools, tool_use
 from vlmserve.frontend.file_parts import FindFile
@@ -35,17 +36,17 @@ def to_generate_request(
     tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
-    """Raises BadRequestError for fields that contradict each other or are not supported yet.
+    """Convert a chat completion request.
 
-    formats: how the model writes. max_n: most choices of a request. find_file: finds the uploaded files that the client
-    may use. client, owner: who it is, and whose sessions are its own. tenant: see `GenerateReqInput`. ended: is told
-    what became of each choice.
+    formats: how the model writes calls and thoughts. max_n: most choices of a request. find_file: finds the uploaded
+    files that the client may use. client, owner, tenant, ended: see `GenerateReqInput`. Raises BadRequestError for
+    fields that contradict each other or are not supported yet.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
     n = 1 if request.n is None else request.n
     if not 1 <= n <= max_n:
-        raise _invalid("n", f"n is {n}; it must be between 1 and {max_n}")
+        raise invalid_value("n", f"n is {n}; it must be between 1 and {max_n}")
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     return GenerateReqInput(
@@ -76,7 +77,7 @@ def to_generate_request(
 
 
 def named(request: NamedRequest) -> dict[str, Any]:
-    """The fields of a `GenerateReqInput` that all requests have."""
+    """Return the fields of a `GenerateReqInput` that all requests have."""
     return {
         "cache_salt": request.cache_salt or "",
         "priority": request.priority or 0,
@@ -99,7 +100,7 @@ def _returns(request: ChatCompletionRequest) -> ReturnOptions:
 
 
 def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingOverrides:
-    """What a request says about sampling. Raises BadRequestError."""
+    """Return the request's fields about sampling. Raises BadRequestError."""
     limit = getattr(request, "max_completion_tokens", None)
     limit = request.max_tokens if limit is None else limit
     given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
@@ -113,20 +114,20 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingO
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
-            raise _invalid("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
+            raise invalid_value("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
     return {int(key): bias for key, bias in given.items()}
 
 
 def _check_combinations(request: ChatCompletionRequest) -> None:
     if request.top_logprobs is not None and not request.logprobs:
-        raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
+        raise invalid_value("top_logprobs", "top_logprobs needs logprobs: true")
     if request.token_ids_logprob and not request.logprobs and request.prompt_logprobs is None:
-        raise _invalid("token_ids_logprob", "token_ids_logprob needs logprobs: true, or prompt_logprobs")
+        raise invalid_value("token_ids_logprob", "token_ids_logprob needs logprobs: true, or prompt_logprobs")
     for name in ("prompt_logprobs", "return_hidden_states"):
         if request.stream and getattr(request, name) not in (None, False):
-            raise _invalid(name, f"{name} comes with a whole answer only: leave stream out")
+            raise invalid_value(name, f"{name} comes with a whole answer only: leave stream out")
     if request.stream_options is not None and not request.stream:
-        raise _invalid("stream_options", "stream_options needs stream: true")
+        raise invalid_value("stream_options", "stream_options needs stream: true")
     check_tools(request)
 
 
@@ -141,10 +142,6 @@ def _refuse_unsupported(request: ChatCompletionRequest) -> None:
             raise BadRequestError(
                 f"{name} is not taken: send {newer}, its later name", param=name, code="unsupported_parameter"
             )
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

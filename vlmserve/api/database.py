@@ -1,4 +1,4 @@
-"""SQLite files of the server: a transaction is on disk as a whole or not at all, whatever ends the process."""
+"""SQLite files of the server. A transaction is on disk as a whole or not at all, whatever ends the process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the disk, or a quota of it, is why something could not be written."""
+    """Return True if a full disk or quota is the reason of an error."""
     code = getattr(error, "sqlite_errorcode", None)
     return code == sqlite3.SQLITE_FULL or (isinstance(error, OSError) and error.errno in NO_SPACE)
 
 
 def open_database(path: Path, schema: str) -> sqlite3.Connection:
-    """For any thread, one at a time. schema: statements that do nothing where all is there. The folder's owner sees to
-    it that nobody else opens it. Raises EngineError."""
+    """Open a database that any thread may use, one at a time.
+
+    schema: statements that change nothing if the tables exist. The caller makes sure that no other process opens the
+    file. Raises EngineError.
+    """
     try:
         path.touch(mode=0o600)
         database = sqlite3.connect(path, check_same_thread=False)

@@ -1,20 +1,20 @@
-"""OpenAI's error bodies for everything that can go wrong, and nothing of our insides in them."""
+"""OpenAI's error bodies for everything that can go wrong, without internals of the server."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from vlmserve.api.database import is_full
-from vlmserve.config.plain_problems import sentence
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean, sentence
 from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -26,14 +26,36 @@ CLIENT_CLOSED_REQUEST = 499
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class ErrorDetail(TypedDict):
+    """An error. param: the field that is wrong. code: a word for programs."""
+
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "not_found_error", "rate_limit_error", "server_error"
+    ]
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """The body of every answer with a status from 400 on."""
+
+    error: ErrorDetail
+
+
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """{"error": {message, type, param, code}}; type follows from the HTTP status."""
+    """Return {"error": {message, type, param, code}}. The type follows from the HTTP status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def invalid_value(param: str, what: str) -> BadRequestError:
+    """Return the error of a field whose value is not allowed."""
+    return BadRequestError(what, param=param, code="invalid_value")
+
+
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The HTTP status and body for an exception. Unexpected ones are logged and answered without details."""
+    """Return the HTTP status and body of an exception. Unexpected ones are logged and answered without details."""
     if isinstance(error, BadRequestError):
         return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
     if isinstance(error, EngineUnavailableError):
@@ -52,11 +74,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None = None) -> Response:
-    """`describe` as a response, with Retry-After where trying again makes sense.
+    """Return the response to an exception, with Retry-After if another try makes sense.
 
-    retry_after_s: estimates it for what was refused because of a limit (429).
-
-    Who was too slow gets no further request on the same connection, as the rest of this one may still come on it.
+    retry_after_s: estimates the seconds for a status of 429. A client that was too slow gets no further request on the
+    same connection, since the rest of this one may still arrive on it.
     """
     status, body = describe(error)
     extra: dict[str, str] = {}
@@ -69,9 +90,9 @@ def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None 
 
 
 def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[str] = ()) -> BadRequestError:
-    """The first problem of a request body, with the path of the field in it as the client wrote it.
+    """Return the error for the first problem of a request body, with the path of its field.
 
-    known_fields: those that may have been meant by one that nobody knows.
+    The path is as the client wrote it. known_fields: candidates for "did you mean" if the field is unknown.
     """
     problem = error.errors(include_url=False)[0]
     path = _path_in(raw, problem["loc"], absent=problem["type"] == "missing")
@@ -107,9 +128,9 @@ def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> No
 
 
 def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
-    """A pydantic location as a path like messages[0].content[1].text, without the tags of unions in it.
+    """Return a pydantic location as a path like messages[0].content[1].text, without the tags of unions.
 
-    absent: its last step is a field that is not there.
+    absent: the last step of the location is a missing field.
     """
     path, value = "", raw
     for place, step in enumerate(loc):

@@ -1,8 +1,9 @@
 """Uploaded files: on disk, under names of our own, each found by its owner only.
 
-A file is two: FILE_ID.bin, its bytes, and FILE_ID.json, what is known of it. Order of an upload: bytes grow in a file
-with another ending -> flushed to disk and renamed -> the description is written the same way. The description is what
-makes a file exist: whatever lacks one was not finished, and is removed at the next start. A deletion goes backwards.
+A file is two: FILE_ID.bin with its bytes, and FILE_ID.json with its description. An upload is written in this order:
+bytes grow in a file with another ending -> the file is flushed to disk and renamed -> the description is written the
+same way. A file exists once it has a description. Bytes without one are unfinished, and removed at the next start. A
+deletion goes backwards.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _OURS = re.compile(r"(file-[0-9a-f]{32})\.(bin|json|part)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What is known of a file. owner: who may use it. created_at, expires_at: seconds since 1970. sequence: its order
-    among all. filename: the client's word, of no meaning here. modality: told by the first bytes at every start."""
+    """The description of a file. owner: who may use it. created_at, expires_at: seconds since 1970. sequence: its place
+    in the order of uploads. filename: the client's name for it, without a meaning here. modality: found in the first
+    bytes at every start."""
 
     id: str
     owner: str
@@ -50,9 +52,9 @@ class FileRecord:
 
 
 class FileStore:
-    """Thread-safe. One store at a time uses a folder, which must exist: EngineError otherwise.
+    """A thread-safe store. One store at a time uses a folder, which must exist; EngineError otherwise.
 
-    settings: its limits, in which uploads under way count. clock: seconds since 1970.
+    settings: the limits, in which unfinished uploads count. clock: seconds since 1970.
     """
 
     def __init__(self, folder: Path, settings: ServerSettings, *, clock: Callable[[], float] = time.time) -> None:
@@ -68,16 +70,16 @@ class FileStore:
 
     @property
     def folder(self) -> Path:
-        """Where the files are: this store's alone."""
+        """Return the folder of the files, which belongs to this store alone."""
         return self._folder
 
     @property
     def bytes(self) -> int:
-        """Taken by files and uploads under way."""
+        """Return the bytes of files and unfinished uploads."""
         return self._bytes
 
     def begin(self, owner: str) -> Upload:
-        """A new file, to be written; close it in any case. Raises BadRequestError when the store has too many."""
+        """Begin an upload, which must be closed in any case. Raises BadRequestError if the store has too many files."""
         limit = self._settings.max_files
         with self._lock:
             self._drop_expired()
@@ -96,13 +98,13 @@ class FileStore:
             raise
 
     def files(self, owner: str) -> list[FileRecord]:
-        """An owner's files, the oldest first."""
+        """Return an owner's files, the oldest first."""
         with self._lock:
             self._drop_expired()
             return sorted((r for r in self._records.values() if r.owner == owner), key=lambda r: r.sequence)
 
     def find(self, owner: str, file_id: str) -> FileRecord:
-        """Raises BadRequestError (404) for a file that is not there, or not this owner's, which looks the same."""
+        """Return a file. Raises BadRequestError (404) for an unknown file and for a file of another owner alike."""
         with self._lock:
             self._drop_expired()
             record = self._records.get(file_id)
@@ -111,7 +113,7 @@ class FileStore:
         return record
 
     def open(self, owner: str, file_id: str) -> tuple[FileRecord, BinaryIO]:
-        """A file's record and bytes, which stay readable while they are open. Raises BadRequestError (404)."""
+        """Return a file's record and bytes, which stay readable while they are open. Raises BadRequestError (404)."""
         record = self.find(owner, file_id)
         try:
             return record, (self._folder / f"{file_id}.bin").open("rb")
@@ -119,7 +121,7 @@ class FileStore:
             raise _not_found(file_id) from None
 
     def delete(self, owner: str, file_id: str) -> None:
-        """Raises BadRequestError (404)."""
+        """Delete a file. Raises BadRequestError (404)."""
         record = self.find(owner, file_id)
         with self._lock:
             if self._records.pop(file_id, None) is None:
@@ -127,15 +129,15 @@ class FileStore:
             self._remove(record)
 
     def for_owner(self, owner: str) -> Callable[[str], StoredFile]:
-        """What finds an owner's files by their ids, as media. It raises BadRequestError (404)."""
+        """Return a function that finds an owner's files by their ids, as media. It raises BadRequestError (404)."""
         return lambda file_id: StoredFile(self, self.find(owner, file_id))
 
     def close(self) -> None:
-        """Let go of the folder. Files stay."""
+        """Let another store use the folder. Files stay."""
         os.close(self._folder_fd)
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` bytes more of an upload. Raises BadRequestError when there is none."""
+        """Make room for `count` more bytes of an upload. Raises BadRequestError if there is none."""
         limit = self._settings.max_file_store_bytes
         with self._lock:
             if self._bytes + count > limit:
@@ -182,7 +184,7 @@ class FileStore:
         self._release(upload.bytes)
 
     def check_size(self, size: int) -> None:
-        """Raises BadRequestError (413) for a file of more bytes than one may have."""
+        """Raise BadRequestError (413) for a file of more bytes than one may have."""
         if size > self._settings.max_file_bytes:
             raise BadRequestError(
                 f"the file is larger than {self._settings.max_file_bytes} bytes (setting --max-file-bytes)",
@@ -203,7 +205,7 @@ class FileStore:
             self._remove(record)
 
     def _remove(self, record: FileRecord) -> None:
-        """From disk; it was in the records until now."""
+        """Remove a file from disk, which has left the records."""
         for ending in ("json", "bin"):  # in this order: see above
             (self._folder / f"{record.id}.{ending}").unlink(missing_ok=True)
         self._bytes -= record.bytes
@@ -227,7 +229,7 @@ class FileStore:
         self._drop_expired()
 
     def _read(self, file_id: str) -> FileRecord | None:
-        """The record of a file found on disk; None for one that is not whole."""
+        """Return the record of a file found on disk, or None if the file is not whole."""
         try:
             with (self._folder / f"{file_id}.bin").open("rb") as file:
                 modality, size = modality_of(file.read(HEAD_BYTES)), os.fstat(file.fileno()).st_size
@@ -241,7 +243,7 @@ class FileStore:
 class Upload(AbstractContextManager["Upload"]):
     """A file being written; a context manager that leaves nothing behind unless it was committed.
 
-    Its methods may be called in different threads, also while another one is still at work.
+    Its methods may be called in different threads, even while one of them is still at work.
     """
 
     def __init__(self, store: FileStore, file_id: str, owner: str, file: BinaryIO) -> None:
@@ -254,7 +256,7 @@ class Upload(AbstractContextManager["Upload"]):
         self._open = True
 
     def write(self, data: bytes) -> None:
-        """Append. Raises BadRequestError at a limit."""
+        """Append bytes. Raises BadRequestError at a limit."""
         with self._lock:
             if not self._open:
                 raise ValueError("the upload is closed")
@@ -264,7 +266,7 @@ class Upload(AbstractContextManager["Upload"]):
             self._file.write(data)
 
     def commit(self, *, filename: str, purpose: str, expire_after_s: float | None = None) -> FileRecord:
-        """Everything is written: make it a file. expire_after_s: seconds to keep it; None: as the settings say."""
+        """Make the upload a file. expire_after_s: seconds to keep it; None: as the settings say."""
         with self._lock:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -274,13 +276,13 @@ class Upload(AbstractContextManager["Upload"]):
             return record
 
     def close(self) -> None:
-        """Forget what was written, if it was not committed."""
+        """Forget the bytes, unless the upload was committed."""
         with self._lock:
             if self._open:
                 self._open = False
                 try:
                     self._file.close()
-                except OSError as error:  # what was written last does not fit on the disk
+                except OSError as error:  # the last bytes do not fit on the disk
                     logger.debug("closing an upload: %s", error)
                 finally:
                     self._store.abandon(self)
@@ -298,7 +300,7 @@ class StoredFile(MediaFile):
         self._store = store
 
     def read(self, limit: ByteLimit) -> bytes:
-        """See `MediaFile.read`."""
+        """Return the bytes, as `MediaFile.read` does."""
         record = self.record
         if record.bytes > limit.bytes:
             raise BadRequestError(
@@ -311,7 +313,7 @@ class StoredFile(MediaFile):
 
 
 def _lock_folder(folder: Path) -> int:
-    """An open descriptor of the folder that keeps other stores out of it."""
+    """Return an open descriptor of the folder, which keeps other stores out of it."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -327,7 +329,7 @@ def _lock_folder(folder: Path) -> int:
 
 
 def _create(path: Path) -> BinaryIO:
-    """A new file that only this user can read."""
+    """Create a file that only this user can read."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
 

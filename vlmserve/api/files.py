@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 from urllib.parse import quote
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from vlmserve.api.auth import owner_of
 from vlmserve.api.body import body_parts
 from vlmserve.api.database import NO_SPACE
+from vlmserve.api.errors import invalid_value
 from vlmserve.api.file_store import FileRecord, FileStore, Upload
+from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.paging import Page, PageRequest, page_query
 from vlmserve.api.upload_form import UploadForm
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -26,25 +30,61 @@ _FORM_BYTES = 2**16
 # OpenAI's limits of both.
 _LIST_LIMIT = 10_000
 EXPIRY_S = (3600, 30 * 24 * 3600)
+_UPLOAD: dict[str, Any] = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": EXPIRY_S[0], "maximum": EXPIRY_S[1]},
+    },
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
+}
+
+
+class FileObject(TypedDict):
+    """An uploaded file. Times are Unix seconds. bytes: its size."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+
+
+class FileList(Page):
+    data: list[FileObject]
+
+
+class DeletedFile(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: bool
 
 
 class FilesApi:
-    """The routes under /v1/files. What is found belongs to the API key that asks. settings: how slow uploads may be."""
+    """The endpoints under /v1/files. A file belongs to the API key that uploaded it."""
 
     def __init__(self, store: FileStore, settings: ServerSettings) -> None:
         self._store = store
         self._settings = settings
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Register them."""
-        app.add_api_route("/v1/files", self.create, methods=["POST"])
-        app.add_api_route("/v1/files", self.list, methods=["GET"])
-        app.add_api_route("/v1/files/{file_id}", self.retrieve, methods=["GET"])
-        app.add_api_route("/v1/files/{file_id}", self.delete, methods=["DELETE"])
-        app.add_api_route("/v1/files/{file_id}/content", self.content, methods=["GET"])
-
+    @operation(
+        *("POST", "/v1/files", "createFile", "Files"),
+        form=_UPLOAD,
+        answer=FileObject,
+        errors=(*BODY_ERRORS, 429, 500, 507),
+    )
     async def create(self, request: Request) -> Response:
-        """Store an upload. Whatever goes wrong, or if the client leaves, nothing of it stays."""
+        """Upload a file. If anything goes wrong, or the client leaves, nothing of it stays."""
         declared = request.headers.get("content-length", "")
         if declared.isdecimal():
             self._store.check_size(int(declared) - _FORM_BYTES)
@@ -60,39 +100,40 @@ class FilesApi:
             raise EngineError(f"the file could not be stored: {error.strerror}") from error
         return JSONResponse(_describe(record))
 
+    @operation(
+        *("GET", "/v1/files", "listFiles", "Files"),
+        query=page_query(_LIST_LIMIT, _LIST_LIMIT) | {"purpose": {"type": "string"}},
+        answer=FileList,
+        errors=(400,),
+    )
     async def list(self, request: Request) -> Response:
-        """A page of the caller's files, the newest first unless order=asc."""
-        query = request.query_params
-        limit, order = query.get("limit", str(_LIST_LIMIT)), query.get("order", "desc")
-        if not (limit.isdecimal() and 1 <= int(limit) <= _LIST_LIMIT):
-            raise _invalid("limit", limit, f"between 1 and {_LIST_LIMIT}")
-        if order not in ("asc", "desc"):
-            raise _invalid("order", order, "asc or desc")
+        """List uploaded files."""
+        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=_LIST_LIMIT)
         records = await asyncio.to_thread(self._store.files, owner_of(request))
-        if order == "desc":
-            records.reverse()
-        if "purpose" in query:
-            records = [record for record in records if record.purpose == query["purpose"]]
-        if "after" in query:
-            places = [place for place, record in enumerate(records) if record.id == query["after"]]
-            if not places:
-                raise _invalid("after", query["after"], "the id of a file in the list")
-            records = records[places[0] + 1 :]
-        page = [_describe(record) for record in records[: int(limit)]]
-        ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return JSONResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(records)})
+        purpose = request.query_params.get("purpose")
+        if purpose is not None:
+            records = [record for record in records if record.purpose == purpose]
+        records, page = asked.cut(records, lambda record: record.id)
+        return JSONResponse(page | {"data": [_describe(record) for record in records]})
 
+    @operation("GET", "/v1/files/{file_id}", "getFile", "Files", answer=FileObject, errors=ID_ERRORS)
     async def retrieve(self, request: Request, file_id: str) -> Response:
-        """What is known of a file."""
+        """Describe a file."""
         return JSONResponse(_describe(await asyncio.to_thread(self._store.find, owner_of(request), file_id)))
 
+    @operation("DELETE", "/v1/files/{file_id}", "deleteFile", "Files", answer=DeletedFile, errors=ID_ERRORS)
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget a file. Requests that read it already go on."""
         await asyncio.to_thread(self._store.delete, owner_of(request), file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
+    @operation(
+        *("GET", "/v1/files/{file_id}/content", "getFileContent", "Files"),
+        answer="application/octet-stream",
+        errors=ID_ERRORS,
+    )
     async def content(self, request: Request, file_id: str) -> Response:
-        """A file's bytes, for saving: browsers shall not take them for a page of ours."""
+        """Return the bytes of a file. Browsers save them, and do not take them for a page of this server."""
         record, file = await asyncio.to_thread(self._store.open, owner_of(request), file_id)
         headers = {
             "Content-Length": str(record.bytes),
@@ -123,7 +164,7 @@ class FilesApi:
 
 
 def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
-    """The purpose, and the seconds until the file expires."""
+    """Return the purpose, and the seconds until the file expires."""
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
         raise _invalid("purpose", purpose, " or ".join(PURPOSES))
@@ -138,8 +179,7 @@ def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
     return purpose, int(seconds)
 
 
-def _describe(record: FileRecord) -> dict[str, Any]:
-    """OpenAI's file object."""
+def _describe(record: FileRecord) -> FileObject:
     return {
         "id": record.id,
         "object": "file",
@@ -165,4 +205,4 @@ def _no_space(error: OSError) -> BadRequestError:
 
 def _invalid(param: str, value: str | None, allowed: str) -> BadRequestError:
     shown = "missing" if value is None else repr(value[:80])
-    return BadRequestError(f"{param} is {shown}; it must be {allowed}", param=param, code="invalid_value")
+    return invalid_value(param, f"{param} is {shown}; it must be {allowed}")

@@ -1,4 +1,4 @@
-"""Puts the API process together: tokenizer, template, processors, TokenizerManager and the HTTP application."""
+"""Builds the API process: tokenizer, template, processors, TokenizerManager and the HTTP application."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from vlmserve.api.app import build_app
+from vlmserve.api.app import Stores, build_app
+from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.control import AskEngine
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.outermost import access
-from vlmserve.api.request_log import requests
-from vlmserve.api.stores import open_stores
+from vlmserve.api.outermost import access, requests
+from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.tracing import RequestTracer, otlp_processor
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
@@ -28,7 +28,7 @@ from vlmserve.ipc.private_dir import PrivateDirectory
 
 
 class ApiFrontend:
-    """The API process's half of a server. `app` is the ASGI application; the rest is the launcher's."""
+    """The API process's half of a server. `app` is the ASGI application; the launcher calls the rest."""
 
     def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI, stack: ExitStack) -> None:
         self.app = app
@@ -71,12 +71,12 @@ def make_frontend(
     control: AskEngine | None = None,
     start: StartSettings | None = None,
 ) -> ApiFrontend:
-    """Call it in the running event loop. settings.engine.model: the checkpoint folder; max_model_len: in tokens.
-    auto_pixels: what `--max-pixels auto` comes to. control: asks the engine what operators want. start: what media
-    processes need.
+    """Build the API process's half of a server. Call this in the running event loop.
 
-    Raises CheckpointError for a folder that lacks a tokenizer, a chat template or a processor, EngineError for a folder
-    of uploaded files that another server uses.
+    settings.engine.model: the checkpoint folder. max_model_len: in tokens. auto_pixels: the value that `--max-pixels
+    auto` stands for. control: sends the requests of operators to the engine. start: for media processes. Raises
+    CheckpointError if the folder lacks a tokenizer, a chat template or a processor, and EngineError if another server
+    uses the folder of uploaded files.
     """
     engine = settings.engine
     if settings.access_log:
@@ -105,12 +105,12 @@ def make_frontend(
         if settings.otlp_traces_endpoint is not None:
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
-        app = build_app(manager, model_name, settings, files, control, tracer, open_stores(files, settings, stack))
+        app = build_app(manager, model_name, settings, files, control, tracer, _open_stores(files, settings, stack))
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 
 def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
-    """The uploaded files, to be closed by `stack`; those in a private folder go with it."""
+    """Open the store of uploaded files, which `stack` closes. A private folder is removed with the server."""
     if settings.file_store_dir is None:
         folder = stack.enter_context(PrivateDirectory(Path(tempfile.gettempdir()), "vlmserve-files")).path / "files"
         folder.mkdir()
@@ -119,3 +119,14 @@ def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
     files = FileStore(folder, settings)
     stack.callback(files.close)
     return files
+
+
+def _open_stores(files: FileStore, settings: ServerSettings, stack: ExitStack) -> Stores:
+    """Open the stores of responses and batches, which `stack` closes. Raises EngineError for unusable files."""
+    responses = ResponseStore(
+        files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
+    )
+    stack.callback(responses.close)
+    batches = BatchJournal(files.folder)
+    stack.callback(batches.close)
+    return Stores(responses=responses, batches=batches)

@@ -1,8 +1,8 @@
-"""uvicorn, with what it lacks against clients that hold connections without using them (docs/security.md).
+"""uvicorn, with limits on clients that hold connections without using them (docs/security.md).
 
-uvicorn bounds how long a connection idles between two requests. Here are the bounds on the rest: on connections, on
-the time and the size of headers, on what is sent while an answer is refused or over, and on clients that do not read.
-Bodies that come too slowly are refused where they are read (`server.body`).
+uvicorn limits how long a connection idles between two requests. This module limits the rest: connections, the time and
+size of headers, bytes sent after an answer is refused or over, and clients that do not read. Slow bodies are refused
+where they are read (`api.body`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +23,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vlmserve.api.connections import ConnectionLimits, Connections
 from vlmserve.api.errors import RETRY_AFTER_S, error_body
-from vlmserve.api.repeated_lines import OnceInAWhile
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.process.open_files import open_files_limit
 
@@ -39,9 +39,9 @@ _OTHER_FILES = 512
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an application until `should_exit`. Signals are left alone.
+    """Serves an application until `should_exit`, without touching signals.
 
-    backlog: connections that wait in the kernel to be accepted. started: called when they are taken.
+    backlog: connections that wait in the kernel to be accepted. started: called when connections are taken.
     """
 
     def __init__(self, app: Any, settings: ServerSettings, *, backlog: int, started: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the launcher's: uvicorn would raise them again before anything is cleaned up."""
+        """Leave signals to the launcher: uvicorn would raise them again before anything is cleaned up."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -96,14 +96,14 @@ class HttpServer(uvicorn.Server):
                 logging.getLogger(name).removeFilter(self._quiet)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's turn, every 0.1 s."""
+        """Take uvicorn's turn, every 0.1 s."""
         if counter % _SWEEP_TICKS == 0:
             self.guard.sweep()
         return await super().on_tick(counter)
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection: tells `Connections` what it does, and does as it is told."""
+    """One connection, which reports its state to `Connections` and ends when that says so."""
 
     def __init__(self, *, server: HttpServer, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
@@ -113,18 +113,18 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_body = False  # also of a request that was answered before its end
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It is open."""
+        """Report the open connection."""
         super().connection_made(transport)
         if not self._guard.admit(self):
             self._end_with(503, self._refuse.message, "too_many_connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
+        """Report that the connection has ended."""
         self._guard.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Something came."""
+        """Count the bytes of headers."""
         if self._guard.idle(self):
             self._guard.reads_headers(self)
         if not self._in_body:
@@ -134,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end_with(431, f"the request's headers are longer than {_MAX_HEADER_BYTES} bytes", "headers_too_large")
 
     def on_headers_complete(self) -> None:
-        """A request is there."""
+        """Report the request, or refuse it if the server is crowded."""
         self._guard.works(self)
         self._header_bytes, self._in_body = 0, True
         crowded = self._guard.crowded and self.url.partition(b"?")[0] != b"/health"
@@ -142,24 +142,24 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """All of the request is there."""
+        """Note that the whole request is there."""
         self._in_body = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer was written."""
+        """Report that the answer was written."""
         more = bool(self.pipeline)
         super().on_response_complete()
         if not more and not self.transport.is_closing():
             self._guard.idles(self)
 
     def resume_writing(self) -> None:
-        """The client takes what was sent."""
+        """Report that the client takes the bytes sent to it."""
         self._guard.moves(self)
         super().resume_writing()
 
     def drop(self) -> None:
-        """See `Connection`. Who was answered before may just ask again on another one."""
+        """End the waiting connection. A client that was answered before may just ask again on another one."""
         if self._guard.idle(self):
             self._guard.works(self)  # it is not to be dropped again
             self.transport.close()
@@ -167,7 +167,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end_with(503, self._refuse.message, "too_many_connections")
 
     def give_up(self) -> None:
-        """See `Connection`. Who sent nothing is told nothing: its answer would be taken for that of a later request."""
+        """End the connection. A client that sent nothing gets no answer: it would take the answer for that of a later
+        request."""
         if self._header_bytes:
             self._end_with(408, "the request's headers did not come in time (setting --header-timeout-s)", "timeout")
         else:
@@ -175,12 +176,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def stuck(self) -> bool:
-        """See `Connection`: an answer is over or cannot go on, and some of it was not taken."""
+        """Return True if an answer is over or cannot go on, and some of it was not taken."""
         over = self.cycle is None or self.cycle.response_complete or self.transport.is_closing()
         return (over or self.flow.write_paused) and self.transport.get_write_buffer_size() > 0
 
     def cut(self) -> None:
-        """See `Connection`. The kernel is not to go on sending what it has, either."""
+        """End the connection, and keep the kernel from sending the rest."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
@@ -191,8 +192,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class _Refusal:
-    """The application that answers in place of the real one when there are too many connections. setting: as it was
-    given; limit: as the system allows it."""
+    """The application that answers while there are too many connections. setting: the limit as given. limit: the limit
+    as the system allows it."""
 
     def __init__(self, setting: int, limit: int) -> None:
         why = (
@@ -239,3 +240,29 @@ def _answer(status: int, message: str, code: str) -> bytes:
     body = _body(status, message, code)
     lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(status, body).items())]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class OnceInAWhile(logging.Filter):
+    """Lets a message through once in `interval_s` seconds; the next one tells how many were left out. clock: in
+    seconds.
+
+    Messages with the same text before values are put in count as the same.
+    """
+
+    def __init__(self, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._clock = clock
+        self._seen: dict[str, tuple[float, int]] = {}  # when it came last, and how many were held back since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return True if the message goes through."""
+        text, now = str(record.msg).partition("\n")[0], self._clock()  # asyncio's goes on with what differs
+        last, held = self._seen.get(text, (None, 0))
+        if last is not None and now - last < self._interval_s:
+            self._seen[text] = (last, held + 1)
+            return False
+        self._seen[text] = (now, 0)
+        if held:
+            record.msg = f"{record.msg} ({held} more such lines were left out)"
+        return True

@@ -1,9 +1,12 @@
-"""The composition root: makes the processes of a server, ties them together, and takes them down again.
+"""The composition root: starts the processes of a server, connects them, and stops them again.
 
-Order, undone backwards whatever happens: listening socket (a taken port is known before a model is loaded) -> private
-directories -> the process that all children are forks of -> child processes -> their readiness -> HTTP. The three
-processes are this one (HTTP, TokenizerManager, media, unless those have processes of their own), the scheduler (models,
-GPU) and the detokenizer; each replica (`--dp-size`) has the latter two, and its other ranks.
+These are made in order, and undone backwards whatever happens: the listening socket (so that a taken port is known
+before a model is loaded), private directories, the process that all children are forks of, the children, their
+readiness, HTTP.
+
+A server has three processes. This one has HTTP, the TokenizerManager, and media unless these have processes of their
+own. The scheduler has the model. The detokenizer makes text. Each replica (`--dp-size`) has its own scheduler,
+detokenizer and ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
 
 from vlmserve.api.api_keys import read_api_keys
-from vlmserve.api.launch_children import Child, make_directories, prepare_children, start_children
-from vlmserve.api.launch_ranks import rank_mains, serve_node
+from vlmserve.api.launch_children import (
+    Child,
+    make_directories,
+    prepare_children,
+    rank_mains,
+    serve_node,
+    start_children,
+)
 from vlmserve.api.listening import listen
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
@@ -61,10 +70,10 @@ _STACKS_S = 1.0
 class Frontend(Protocol):
     """The API process's half of the engine, as the launcher needs it.
 
-    app: the ASGI application. start: work that no request asks for may begin. handle: takes a message from the
-    detokenizer. fail_all: answers every pending request, and every later one, with 503 and the message; /health too;
-    may be called again. suspend: while the engine can do nothing, later requests and /health are answered so, but
-    pending ones go on waiting; None ends that. close: frees threads and connections.
+    app: the ASGI application. start: begins work that no request asks for. handle: takes a message from the
+    detokenizer. fail_all: answers all pending and later requests, and /health, with 503 and the message; may be called
+    again. suspend: answers later requests and /health so until it is called with None; pending requests wait. close:
+    frees threads and connections.
     """
 
     app: Any
@@ -85,14 +94,14 @@ MakeFrontend: TypeAlias = Callable[..., Frontend]
 
 
 def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """The scheduler process."""
+    """Run the scheduler process."""
     from vlmserve.engine.process import run_scheduler
 
     run_scheduler(args, channels, start, ready)
 
 
 def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """The detokenizer process."""
+    """Run the detokenizer process."""
     from vlmserve.frontend.detokenizer_process import run_detokenizer
 
     run_detokenizer(args, channels, start, ready)
@@ -117,10 +126,10 @@ def launch_server(
         from vlmserve.api.tracing import check_extra
 
         check_extra()  # before minutes go by with the model
-    read_api_keys(settings)  # so that what is wrong with them shows now
+    read_api_keys(settings)  # so that errors in them show now
     raise_open_files()
     if settings.port_file:
-        Path(settings.port_file).unlink(missing_ok=True)  # whoever waits for it must not read an older server's
+        Path(settings.port_file).unlink(missing_ok=True)  # a waiting reader must not see an older server's port
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:
@@ -142,7 +151,7 @@ def launch_server(
             children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
             for child in children:  # all at once, for each may have something to finish
                 stack.callback(child.process.tell_to_stop)
-            # an encoder process, or a rank, that does not come is what those who wait for it have to tell
+            # processes that wait for an encoder or a rank have the better error if that does not come
             args = settings.engine
             grace_s = LAST_WORDS_S if args.num_encoders or args.world_size > 1 else 0.0
             reports = wait_until_ready([child.process for child in children], start, grace_s=grace_s)
@@ -165,10 +174,10 @@ def launch_server(
 
 @dataclass(kw_only=True)
 class _Serving:
-    """The time between readiness and the end: HTTP, the way back from the detokenizer, and a watch on the children.
+    """The server from its readiness to its end: HTTP, the messages from the detokenizer, and a watch on the children.
 
-    api: the address that answers come to. engines: the channels of each replica. failure: why it ends, if it has to.
-    watchdog: once there is something to watch.
+    api: the address of messages from the engine. engines: the channels of each replica. failure: why the server ends,
+    if it has to. watchdog: None until there are children to watch.
     """
 
     settings: ServerSettings
@@ -201,7 +210,7 @@ class _Serving:
             )
             stack.push_async_callback(frontend.close)
             server = HttpServer(frontend.app, self.settings, backlog=_BACKLOG, started=self._announce)
-            gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
+            gc.freeze()  # these objects stay: looking through them would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
             processes = [child.process for child in self.children]
@@ -236,7 +245,7 @@ class _Serving:
         logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
 
     async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
-        """Look after the children for as long as there is a server."""
+        """Watch the children for as long as there is a server."""
         children = {child.process.pid: child.process for child in self.children}
 
         def suspend(problem: str | None) -> None:
@@ -308,11 +317,11 @@ class _Serving:
             frontend.handle(message)
         except Exception:
             logger.exception("a message from the engine could not be handled")
-        engines.came(message)  # last, for what it ended may have to be taken back where it was
+        engines.came(message)  # last, since an ended request may have to be taken back
 
 
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
-    """Settings whose model is a folder on this machine, and the model's name for clients."""
+    """Return settings whose model is a folder on this machine, and the model's name for clients."""
     from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
 
     model = settings.engine.model

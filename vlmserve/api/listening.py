@@ -1,4 +1,4 @@
-"""A listening socket, or why there cannot be one."""
+"""Listening sockets, with errors that name the settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket that does not accept yet. Raises OSError naming --host and --port."""
+    """Return a bound socket that does not accept yet. Raises OSError naming --host and --port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

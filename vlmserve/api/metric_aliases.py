@@ -1,7 +1,7 @@
-"""Our figures under the names that vLLM's and SGLang's dashboards ask for (`--metrics-prefixes`).
+"""Our figures under the names of vLLM's and SGLang's dashboards (`--metrics-prefixes`).
 
-A name is here only where the figure means the same there. It is made of what our own families have at that moment, so
-the two cannot differ.
+A name is here only if the figure means the same there. Its value is made of our own families at that moment, so the two
+cannot differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _WINDOW_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """ours: the family, without prefix and `_total`. only: the `finished_reason` to take; over: sum over all of it."""
+    """Another name of a family. ours: our name, without prefix and `_total`. only: the `finished_reason` to take. over:
+    the label to sum over."""
 
     ours: str
     only: str | None = None
@@ -75,7 +76,7 @@ _LABELS: Mapping[str, Mapping[str, str]] = {"vllm": {"engine": "0"}, "sglang": {
 
 
 class Aliases:
-    """prefixes: of `ALIASES`. clock: in seconds, for SGLang's two rates."""
+    """Makes the families under other names. prefixes: of `ALIASES`. clock: in seconds, for SGLang's two rates."""
 
     def __init__(self, prefixes: Sequence[str], model_name: str, *, clock: Callable[[], float]) -> None:
         self._prefixes = prefixes
@@ -83,7 +84,7 @@ class Aliases:
         self._recent = _Recent(clock)
 
     def of(self, ours: Sequence[Metric], scheduler: SchedulerStats | None) -> Iterator[Metric]:
-        """The families under other names, of all our own."""
+        """Return the families under other names, made of all our own."""
         known = {metric.name.removeprefix(PREFIX): metric for metric in ours}
         for prefix in self._prefixes:
             for name, alias in ALIASES[prefix].items():
@@ -117,14 +118,14 @@ def _renamed(metric: Metric, name: str, alias: _Alias, labels: Mapping[str, str]
 
 
 class _Recent:
-    """Rates since the scrape before, or the one before that where they come close together."""
+    """Rates since the last scrape, or since the one before if the last one was just now."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._marks: list[tuple[float, SchedulerStats]] = []
 
     def rates(self, now: SchedulerStats) -> tuple[float, float]:
-        """Tokens generated a second, and the part of prompts that was found; 0 while nothing is known."""
+        """Return the tokens generated a second, and the cached part of prompts; 0 while nothing is known."""
         at = self._clock()
         if not self._marks or at - self._marks[-1][0] >= _WINDOW_S:
             self._marks = [*self._marks[-1:], (at, now)]

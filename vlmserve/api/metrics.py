@@ -1,6 +1,6 @@
-"""Prometheus figures: plain statistics in (`RequestStats`, `SchedulerStats`), text format out.
+"""Prometheus figures: plain statistics (`RequestStats`, `SchedulerStats`) become the text format.
 
-Names are vLLM's where the figure means the same, behind our own prefix (docs/metrics.md).
+Names are vLLM's if the figure means the same, behind our own prefix (docs/metrics.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SECONDS_PER_TOKEN = (
 )
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _TIMEOUTS = (408, 504)
-# the stages of `Timings`, but for encode
+# the stages of `Timings`, except encode
 _STAGES = {
     "queue": "Ready to be computed, and waiting for it",
     "fetch": "Until the last of a request's media was fetched",
@@ -56,9 +56,9 @@ _STAGES = {
 
 
 class ServerMetrics:
-    """The figures of one server, in a registry of its own. model_name is a label of every figure.
+    """The figures of one server, in a registry of its own. Every figure has the label model_name.
 
-    prefixes: whose names to show the figures under as well ("vllm", "sglang"). clock: in seconds.
+    prefixes: engines whose names the figures have as well ("vllm", "sglang"). clock: in seconds.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ServerMetrics:
         self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
 
     def observe_request(self, stats: RequestStats) -> None:
-        """An answer has ended."""
+        """Count an answer that has ended."""
         self._finished.labels(**self._label, finished_reason=stats.finish).inc()
         if stats.status in _TIMEOUTS:
             self._timeouts.inc()
@@ -133,22 +133,22 @@ class ServerMetrics:
             )
 
     def observe_tokens(self, count: int, gap_s: float | None) -> None:
-        """New tokens of an answer came; gap_s: since those before, None for the first."""
+        """Count new tokens of an answer. gap_s: seconds since the tokens before; None for the first."""
         self._generation_tokens.inc(count)
         if gap_s is not None:
             for _ in range(count):
                 self._itl.observe(gap_s / count)
 
     def observe_http(self, path: str, status: int) -> None:
-        """An HTTP request was answered. path: the route's, not the client's: there are only so many of them."""
+        """Count an answered HTTP request. path: the route's path, since clients can make up any number of paths."""
         self._http.labels(**self._label, path=path, status=str(status)).inc()
 
     def observe_refusal(self, reason: str) -> None:
-        """An HTTP request was turned away. reason: the code of its error; there are only so many of them, too."""
+        """Count an HTTP request that was turned away. reason: the code of its error."""
         self._refused.labels(**self._label, reason=reason).inc()
 
     def render(self, scheduler: SchedulerStats | None) -> bytes:
-        """Everything in the Prometheus text format; without the scheduler's part where it did not answer."""
+        """Return all figures in the Prometheus text format, without the scheduler's if it did not answer."""
         self._scheduler.stats = scheduler
         ours = list(self._registry.collect())
         return generate_latest(_Collected([*ours, *self._aliases.of(ours, scheduler)]))
@@ -161,7 +161,7 @@ class ServerMetrics:
 
 
 class _Collected(Collector):
-    """What was collected already."""
+    """Families that were collected already."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics

@@ -1,5 +1,4 @@
-"""What happens to every HTTP request, whatever becomes of it: an id, a figure in the metrics, a line in the log, and a
-trace."""
+"""The outermost layer of every HTTP request: its id, its figure in the metrics, its line in the log, and its trace."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from vlmserve.api.errors import CLIENT_CLOSED_REQUEST, error_response
 from vlmserve.api.metrics import ServerMetrics
 from vlmserve.api.request_id import HEADER, given_id, new_id
 from vlmserve.api.tracing import TRACED_ROUTES, EndedAnswers, EndedRequest, RequestTracer
+from vlmserve.frontend.request_stats import RequestStats
 from vlmserve_common.logs import request_id
 
 access = logging.getLogger("vlmserve.access")
@@ -23,11 +23,10 @@ _REASONS = {401: "invalid_api_key", 404: "not_found", 405: "not_found", 408: "ti
 
 
 class OutermostMiddleware:
-    """Counts requests by route and status, gives every answer a request id that has none, and answers what nobody else
-    caught with OpenAI's 500.
+    """Counts requests by route and status, names every answer, and answers unexpected errors with OpenAI's 500.
 
-    access_log: log a line for each request when it has ended: client, method, path, status, duration, request id.
-    tracer: gets each chat request when it has ended.
+    access_log: log a line for each ended request: client, method, path, status, duration, request id. tracer: gets each
+    ended chat request.
     """
 
     def __init__(
@@ -94,9 +93,37 @@ def _ended(scope: Scope, route: str, status: int, began_ns: int, state: dict[str
 
 
 def _log(scope: Scope, status: int, seconds: float, name: str) -> None:
-    """Paths as they came, in percent-encoding, so that none can break a line; without the query, which may tell
-    secrets."""
+    """Log a request. The path stays percent-encoded, so that it cannot break the line. The query, which may be secret,
+    is left out."""
     host, port = scope.get("client") or ("-", 0)
     raw = scope.get("raw_path") or quote(scope["path"]).encode()
     path = quote(raw.decode("latin-1"), safe="/%:@!$&'()*+,;=-._~")
     access.info("%s:%d %s %s %d %.3f s %s", host, port, scope["method"], path, status, seconds, name)
+
+
+requests = logging.getLogger("vlmserve.requests")
+_STAGES = ("fetch", "preprocess", "encode", "queue", "prefill", "decode")
+
+
+def log_request(stats: RequestStats) -> None:
+    """Log a line for an answer that has ended (`--log-requests`): its length and the time of each stage."""
+    requests.info("%s", describe(stats))
+
+
+def describe(stats: RequestStats) -> str:
+    """Return the line."""
+    timings, media = stats.timings, stats.media
+    counts = [f"{stats.prompt_tokens} prompt tokens ({stats.cached_tokens} cached)"] if stats.prompt_tokens else []
+    counts += [f"{count} {word}" for count, word in ((media.images, "pictures"), (media.videos, "videos")) if count]
+    counts.append(f"{stats.completion_tokens} tokens")
+    if timings.retractions:
+        counts.append(f"retracted {timings.retractions} times")
+    stages = []
+    for name in _STAGES:
+        seconds = getattr(timings, f"{name}_s")
+        if seconds is not None:
+            found = " (cached)" if name == "encode" and timings.encode_cached else ""
+            stages.append(f"{name} {seconds:.3f}{found}")
+    stages.append(f"total {timings.total_s:.3f} s")
+    status = "" if stats.status is None else f" {stats.status}"
+    return f"{stats.rid} {stats.finish}{status}: {', '.join(counts)}; {', '.join(stages)}"

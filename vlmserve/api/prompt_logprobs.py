@@ -1,4 +1,4 @@
-"""Logprobs as JSON has them: those of a prompt as vLLM writes them."""
+"""Logprobs as JSON can have them, and those of a prompt in vLLM's form."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ _LEAST_LOGPROB = -9999.0
 
 
 def finite(logprob: float) -> float:
-    """A logprob that JSON can have."""
+    """Return a logprob that JSON can have."""
     return max(logprob, _LEAST_LOGPROB)
 
 
 def prompt_json(found: PromptLogprobs, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Fields of an answer: prompt_logprobs, for each position {token id: {logprob, rank, decoded_token}} of the
-    prompt's token and the likeliest; prompt_token_ids_logprobs, if any were asked for. Null for the first token."""
+    """Return the fields of an answer about its prompt.
+
+    prompt_logprobs has {token id: {logprob, rank, decoded_token}} for each position: the prompt's token and the
+    likeliest. prompt_token_ids_logprobs comes if the request asks for it. The first token has null.
+    """
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         text = tokenizer.token_bytes(token).decode("utf-8", "replace")

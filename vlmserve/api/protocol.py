@@ -1,8 +1,8 @@
-"""The shapes of OpenAI's chat completion requests, strictly typed: what is misspelt or malformed is refused.
+"""The shapes of OpenAI's chat completion requests. Unknown fields and wrong types are refused.
 
-Shapes only: whether a value makes sense for the model is decided by `vlmserve.frontend`, what is not supported yet by
-`vlmserve.api.convert`. Messages and tools are validated here but kept as the client wrote them (plain dicts, keys in
-their order), since chat templates print them.
+`vlmserve.frontend` decides if a value makes sense for the model, `vlmserve.api.convert` if it is supported. Messages
+and tools are validated here but kept as the client wrote them (plain dicts, keys in their order), since chat templates
+print them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vlmserve.config.fields import MOST_SECONDS
 
 
 class StrictModel(BaseModel):
-    """No unknown fields, no conversions between types."""
+    """A model without unknown fields and without conversions between types."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
@@ -88,7 +88,7 @@ class ImageUrl(MediaSource):
 
 
 class _ImageFields(StrictModel):
-    """What Qwen's own code takes beside a picture; see `processors.knobs.ImageKnobs`."""
+    """The fields of Qwen's own code beside a picture; see `processors.knobs.ImageKnobs`."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -139,7 +139,7 @@ class ImageEmbedsPart(StrictModel):
 
 
 class _VideoFields(StrictModel):
-    """What Qwen's own code takes beside a video; see `processors.video.options.VideoKnobs`."""
+    """The fields of Qwen's own code beside a video; see `processors.video.options.VideoKnobs`."""
 
     fps: float | None = None
     sample_fps: float | None = None
@@ -177,7 +177,7 @@ Frame = Annotated[Annotated[str, Tag("url")] | Annotated[FrameFile, Tag("file")]
 
 
 class VideoPart(_VideoFields):
-    """Qwen's own form: a URL, or the frames', of which some may be uploaded files."""
+    """Qwen's own form: a URL, or the URLs of frames, some of which may be uploaded files."""
 
     type: Literal["video"]
     video: Annotated[list[Frame], BeforeValidator(_list_of_one, json_schema_input_type=str | list[Frame])]
@@ -240,7 +240,7 @@ class UserMessage(StrictModel):
 
 
 class AssistantMessage(StrictModel):
-    """What an answer's message looks like when it is sent back, its empty fields included."""
+    """The message of an answer that is sent back, its empty fields included."""
 
     role: Literal["assistant"]
     content: AssistantContent | None = None
@@ -300,7 +300,7 @@ class StreamOptions(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """schema: by another name, which `BaseModel` has taken."""
+    """A JSON schema of an answer. The field `schema` has another name here, since `BaseModel` has taken its own."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     description: str | None = None
@@ -309,7 +309,7 @@ class JsonSchema(StrictModel):
 
 
 class ResponseFormat(StrictModel):
-    """format; structures and triggers: of a structural tag, in xgrammar's form, and in its older one."""
+    """The form of an answer. format; structures, triggers: of a structural tag, in xgrammar's newer and older form."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -319,7 +319,7 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputs(StrictModel):
-    """vLLM's: one of these."""
+    """vLLM's field for the form of an answer: one of these."""
 
     json_: Annotated[str | dict[str, Any] | bool | None, Field(alias="json")] = None
     regex: str | None = None
@@ -347,7 +347,7 @@ Messages = Annotated[list[Annotated[Message, WrapValidator(_keep_raw)]], Field(m
 
 
 class WarmupRequest(StrictModel):
-    """POST /v1/warmup: of a chat completion request what concerns its media. pin: never evict their embeddings."""
+    """POST /v1/warmup: the fields of a chat completion request about media. pin: never evict their embeddings."""
 
     messages: Messages
     mm_processor_kwargs: dict[str, Any] | None = None
@@ -359,7 +359,7 @@ Stop = Annotated[list[str] | None, BeforeValidator(_list_of_one, json_schema_inp
 
 
 class LogitsProcessorName(StrictModel):
-    """params: what the processor is told."""
+    """A logits processor. params: values for the processor."""
 
     name: str
     params: dict[str, Any] | None = None
@@ -405,7 +405,7 @@ Items = Annotated[list[Item] | None, BeforeValidator(_list_of_one, json_schema_i
 
 
 class NamedRequest(StrictModel):
-    """What all requests that are computed have in common: how they are called, scheduled and cached."""
+    """Fields of all requests that are computed: their name, scheduling and caching."""
 
     rid: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$")] = None
     timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
@@ -415,8 +415,8 @@ class NamedRequest(StrictModel):
 
 
 class FormedRequest(NamedRequest):
-    """What says of which form answers must be: OpenAI's field, then vLLM's and SGLang's. One of them (see
-    `tokenizer.structured_output`)."""
+    """Fields about the form of answers: OpenAI's, then vLLM's and SGLang's. A request may have one of them (see
+    `frontend.structured_output`)."""
 
     response_format: Annotated[ResponseFormat | None, WrapValidator(_keep_raw)] = None
     structured_outputs: Annotated[StructuredOutputs | None, WrapValidator(_keep_raw)] = None
@@ -430,7 +430,7 @@ class FormedRequest(NamedRequest):
 
 
 class ScoreRequest(NamedRequest):
-    """POST /v1/score: SGLang's fields; then what is ours. A query may be a conversation, media and all."""
+    """POST /v1/score: SGLang's fields, then ours. A query may be a conversation with media."""
 
     model: str
     query: Query
@@ -445,7 +445,7 @@ class ScoreRequest(NamedRequest):
 
 
 class ChatCompletionRequest(FormedRequest):
-    """POST /v1/chat/completions: OpenAI's fields, then the extensions that vLLM and SGLang users know."""
+    """POST /v1/chat/completions: OpenAI's fields, then the extensions of vLLM and SGLang."""
 
     model: str
     messages: Messages

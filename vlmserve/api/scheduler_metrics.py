@@ -70,7 +70,7 @@ _TIER_COUNTERS = {
     "embedding_cache_evictions": ("Embeddings that gave way to others", "evictions"),
 }
 
-# of each of several replicas; all else is of all together
+# for each of several replicas; all other figures are sums
 _REPLICA_GAUGES = {
     "replica_requests_running": ("Requests being computed by a replica", "num_running_reqs"),
     "replica_requests_waiting": ("Requests waiting at a replica", "num_waiting_reqs"),
@@ -84,14 +84,14 @@ _REPLICA_COUNTERS = {
 
 
 class SchedulerCollector(Collector):
-    """Shows `stats`, or nothing where there are none."""
+    """Shows `stats`, or nothing if there are none."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.stats: SchedulerStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`."""
+        """Yield the families of the scheduler's figures."""
         stats = self.stats
         if stats is None:
             return
@@ -135,6 +135,6 @@ class SchedulerCollector(Collector):
 
 
 def _buckets(stats: HistogramStats) -> list[tuple[str, float]]:
-    """As Prometheus has them: each counts all values up to its bound."""
+    """Return the buckets of Prometheus: each counts all values up to its bound."""
     bounds = [*(str(float(bound)) for bound in stats.bounds), "+Inf"]
     return list(zip(bounds, accumulate(map(float, stats.counts)), strict=True))

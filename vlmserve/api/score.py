@@ -7,14 +7,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
+from vlmserve.api.answer_types import PromptTokensDetails
+from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import Caller, caller_of
 from vlmserve.api.convert import named
+from vlmserve.api.errors import invalid_value
+from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.prompt_logprobs import finite
 from vlmserve.api.protocol import ScoreRequest
 from vlmserve.api.request_id import name_answer
@@ -26,21 +30,46 @@ from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.frontend.scores import label_scores, softmax
 from vlmserve.ipc.messages import ReturnOptions, TextOutput
-from vlmserve_common.errors import BadRequestError
+
+
+class ScoreUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Scores(TypedDict):
+    """The score and the logprob of each label, for each item."""
+
+    id: str
+    object: Literal["scoring"]
+    created: int
+    model: str
+    scores: list[list[float]]
+    logprobs: list[list[float]]
+    usage: ScoreUsage
+
 
 _ONE_TOKEN = SamplingOverrides(max_new_tokens=1, temperature=0.0)
 
 
+@operation(
+    *("POST", "/v1/score", "createScore", "Answers"),
+    request=ScoreRequest,
+    example={"query": "Is the sky blue?", "labels": ["yes", "no"]},
+    answer=Scores,
+    errors=MODEL_ERRORS,
+)
 async def score_labels(served: ServedModel, request: Request) -> Response:
-    """The answer: a row of scores for each item. Raises what `errors` describes."""
+    """Score how likely labels are behind a query and each of some items. Raises the errors of `errors`."""
     body = await read_body(request, ScoreRequest, served.settings)
     served.check_name(body.model)
     name = name_answer(request, "score", body.rid)
     return JSONResponse(await while_connected(request.receive, whole_scores(served, body, name, caller_of(request))))
 
 
-async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> dict[str, Any]:
-    """The answer's body. name: its id, unlike that of any other. Raises what `errors` describes."""
+async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> Scores:
+    """Return the body of the answer. name: an id that no other request has. Raises the errors of `errors`."""
     find_file = served.files.for_owner(caller.owner)
     wanted = to_score_requests(
         body, name, find_file=find_file, client=caller.client, tenant=caller.tenant, ended=caller.ended
@@ -74,12 +103,12 @@ def to_score_requests(
     tenant: str = "",
     ended: Callable[[RequestStats], None] | None = None,
 ) -> list[GenerateReqInput]:
-    """One for each item: the next token's logprobs at the labels' ids, or the labels' texts as continuations. Raises
-    BadRequestError for fields that contradict each other."""
+    """Return a request for each item: the next token's logprobs at the labels' ids, or the labels' texts as
+    continuations. Raises BadRequestError for fields that contradict each other."""
     if (body.label_token_ids is None) == (body.labels is None):
-        raise _invalid("label_token_ids", "give label_token_ids, or labels as texts: one of them")
+        raise invalid_value("label_token_ids", "give label_token_ids, or labels as texts: one of them")
     if body.items is not None and not body.items:
-        raise _invalid("items", "items is an empty list; it must have an item, or be left out")
+        raise invalid_value("items", "items is an empty list; it must have an item, or be left out")
     return [
         GenerateReqInput(
             request_id=f"{request_id}-{index}",
@@ -101,19 +130,19 @@ def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_f
     query, first = body.query, body.item_first
     if isinstance(query, str):
         if isinstance(item, list):
-            raise _invalid(
+            raise invalid_value(
                 f"items[{index}]", f"items[{index}] is token ids, and query is text: give both as one of them"
             )
         return TextPrompt(text=f"{item or ''}{query}" if first else f"{query}{item or ''}")
     if isinstance(query[0], int):
         if isinstance(item, str):
-            raise _invalid(
+            raise invalid_value(
                 f"items[{index}]", f"items[{index}] is text, and query is token ids: give both as one of them"
             )
         ids = [*(item or ()), *query] if first else [*query, *(item or ())]
         return TokensPrompt(ids=tuple(ids))
     if isinstance(item, list):
-        raise _invalid(f"items[{index}]", f"items[{index}] is token ids; behind a conversation it must be text")
+        raise invalid_value(f"items[{index}]", f"items[{index}] is token ids; behind a conversation it must be text")
     return ChatPrompt(
         messages=_with_item(query, item, first),  # kept as the client wrote them
         template_kwargs=body.chat_template_kwargs or {},
@@ -122,12 +151,12 @@ def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_f
 
 
 def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequence[Any]:
-    """A conversation whose last message has the item's text, too."""
+    """Return a conversation whose last message has the item's text, too."""
     if item is None:
         return messages
     last = messages[-1]
     if last["role"] != "user":
-        raise _invalid("query", f"query ends with a message of {last['role']!r}; items go into one of 'user'")
+        raise invalid_value("query", f"query ends with a message of {last['role']!r}; items go into one of 'user'")
     content = last["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
     text = {"type": "text", "text": item}
@@ -135,7 +164,7 @@ def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequen
 
 
 async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TextOutput]:
-    """Of each choice: all that is wanted of it comes with one output."""
+    """Return the output of each choice, which comes as one."""
     found: dict[int, TextOutput] = {}
     async with aclosing(served.manager.stream(*wanted)) as batches:
         async for items in batches:
@@ -144,14 +173,10 @@ async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> lis
 
 
 def _logprobs(body: ScoreRequest, outputs: Sequence[TextOutput]) -> list[float]:
-    """Of an item's labels."""
+    """Return the logprobs of an item's labels."""
     if body.labels is not None:
         scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])
         return [score.logprob for score in scores]
     [output] = outputs
     assert output.logprobs is not None
     return list(output.logprobs[0].token_ids_logprobs)
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")

@@ -1,4 +1,4 @@
-"""What the endpoints of a model share."""
+"""The served model, as all of its endpoints see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from vlmserve_common.errors import BadRequestError
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """name: what clients call it. files: those that requests may bring. formats: how it writes its answers."""
+    """The served model. name: its name for clients. files: the uploaded files that requests may name. formats: how it
+    writes calls and thoughts."""
 
     name: str
     manager: TokenizerManager
@@ -22,7 +23,7 @@ class ServedModel:
     formats: AnswerFormats
 
     def check_name(self, name: str) -> None:
-        """Raises BadRequestError (404) for a model that is not served here."""
+        """Raise BadRequestError (404) for a model that is not served here."""
         if name != self.name:
             what = f"there is no model {name!r} here, only {self.name}"
             raise BadRequestError(what, param="model", code="model_not_found", status=404)

@@ -1,7 +1,7 @@
 """Work that ends when its client goes away, and server-sent events.
 
-Starlette leaves it to `send` to notice a client that has gone; a request that sends nothing for a while (it waits, or
-does not stream) would run on. So everything long runs beside a task that waits for the disconnect.
+Starlette notices in `send` that a client has gone. A request that sends nothing for a while would run on. So everything
+long runs beside a task that waits for the disconnect.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(data: Any) -> bytes:
-    """One event with a JSON payload."""
+    """Return one event with a JSON payload."""
     return b"data: " + json_text(data) + b"\n\n"
 
 
 def json_text(data: Any) -> bytes:
-    """JSON as it stands in events: short, in UTF-8. Python's own takes several times as long, which answers with
-    logprobs show."""
+    """Return JSON as events have it: short, in UTF-8. Python's own encoder takes several times as long, which shows in
+    answers with logprobs."""
     return pydantic_core.to_json(data)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The work's result; if the client goes away first, cancels it and raises ClientDisconnect.
+    """Return the work's result. If the client goes away first, cancel the work and raise ClientDisconnect.
 
     The request's body must have been read.
     """
@@ -50,7 +50,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 class EventStream(Response):
-    """A text/event-stream of ready-made events, of which several may come at once; `events` is closed at the end,
+    """A text/event-stream of ready-made events, of which several may come at once. `events` is closed at the end,
     whatever the end is."""
 
     media_type = "text/event-stream"
@@ -65,7 +65,7 @@ class EventStream(Response):
 
     @classmethod
     async def begin(cls, receive: Receive, events: AsyncGenerator[bytes, None]) -> EventStream:
-        """The stream, when its first event is there. What is wrong until then is raised: a status can still be sent."""
+        """Return the stream when its first event is there. Earlier errors are raised: a status can still be sent."""
         try:
             first = await while_connected(receive, anext(events))
         except BaseException:

@@ -9,9 +9,11 @@ from fastapi import Request
 from pydantic import Field, WrapValidator, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
+from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.caller import caller_of
+from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.protocol import Messages, StrictModel, Tool, _keep_raw
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
@@ -22,7 +24,8 @@ from vlmserve.frontend.sampling import check_token
 
 
 class TokenizeRequest(StrictModel):
-    """A prompt as text, or a conversation, media and all. add_special_tokens: Qwen's tokenizers have none to add."""
+    """A prompt as text, or a conversation with media. add_special_tokens has no effect: Qwen's tokenizers have none to
+    add."""
 
     model: str | None = None
     prompt: str | None = None
@@ -47,8 +50,28 @@ class DetokenizeRequest(StrictModel):
     tokens: Annotated[list[int], Field(min_length=0)]
 
 
+class TokenizedPrompt(TypedDict):
+    """The ids of a prompt. token_strs: null without return_token_strs."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizedPrompt(TypedDict):
+    prompt: str
+
+
+@operation(
+    *("POST", "/tokenize", "tokenize", "Tokens"),
+    request=TokenizeRequest,
+    example={"prompt": "Hello"},
+    answer=TokenizedPrompt,
+    errors=MODEL_ERRORS,
+)
 async def tokenize(served: ServedModel, request: Request) -> Response:
-    """The ids of a prompt, as long as it may be; media are loaded, as their size decides how many they are."""
+    """Return the ids of a prompt. Media are loaded, since their size decides how many ids they are."""
     body = await read_body(request, TokenizeRequest, served.settings)
     served.check_name(body.model or served.name)
     caller = caller_of(request)
@@ -84,8 +107,15 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
     return await asyncio.to_thread(answer)
 
 
+@operation(
+    *("POST", "/detokenize", "detokenize", "Tokens"),
+    request=DetokenizeRequest,
+    example={"tokens": [1, 2, 3]},
+    answer=DetokenizedPrompt,
+    errors=(*BODY_ERRORS, *ID_ERRORS),
+)
 async def detokenize(served: ServedModel, request: Request) -> Response:
-    """The text that ids stand for, special tokens included."""
+    """Return the text of ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest, served.settings)
     served.check_name(body.model or served.name)
     builder = served.manager.builder

@@ -1,8 +1,8 @@
 """OpenTelemetry traces: a span for each chat request, and one below it for each stage (`--otlp-traces-endpoint`).
 
-Nothing is passed through the engine: spans are made when a request has ended, of the seconds that its stages took.
-Names and attributes follow the semantic conventions for generative AI (opentelemetry.io/docs/specs/semconv/gen-ai).
-This is the only file that imports OpenTelemetry, and only where traces are asked for.
+Nothing is passed through the engine: spans are made when a request has ended, from the seconds of its stages. Names and
+attributes follow the semantic conventions for generative AI (opentelemetry.io/docs/specs/semconv/gen-ai). Only this
+file imports OpenTelemetry, and only if traces are asked for.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _ASKED = {
 
 @dataclass(slots=True)
 class EndedAnswers:
-    """What became of a request's choices, and when, in Unix nanoseconds."""
+    """The statistics of a request's choices, each with its end in Unix nanoseconds."""
 
     ended: list[tuple[int, RequestStats]] = field(default_factory=list)
     clock_ns: Callable[[], int] = time.time_ns
 
     def add(self, stats: RequestStats) -> None:
-        """A choice has ended."""
+        """Add a choice that has ended."""
         self.ended.append((self.clock_ns(), stats))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedRequest:
-    """A chat request, when all is over. began_ns, ended_ns: Unix time. headers: raw, of the client.
+    """A chat request that is over. began_ns, ended_ns: Unix time. headers: the client's, raw.
 
-    asked: attributes of what was asked (`asked_of`). status: HTTP's. error: the code of its error, if it has one.
+    asked: the request's attributes (`asked_of`). status: the HTTP status. error: the code of its error, if it has one.
     """
 
     request_id: str
@@ -72,20 +72,20 @@ class EndedRequest:
 
 
 def asked_of(request: object) -> dict[str, Any]:
-    """The attributes that say what a chat request asks for; nothing of its messages."""
+    """Return the attributes of a chat request, without anything of its messages."""
     given = [(attribute, getattr(request, name, None)) for name, attribute in _ASKED.items()]
     return {attribute: value for attribute, value in given if value is not None}
 
 
 def check_extra() -> None:
-    """Raise SettingsError where OpenTelemetry is not installed."""
+    """Raise SettingsError if OpenTelemetry is not installed."""
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.exporter.otlp"):
         if find_spec(package) is None:
             raise SettingsError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'vlmserve[otel]'")
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """What sends spans to a collector by OTLP over HTTP, in a thread of its own."""
+    """Return a processor that sends spans to a collector by OTLP over HTTP, in a thread of its own."""
     check_extra()
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -94,7 +94,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
 
 
 class RequestTracer:
-    """Makes spans of ended requests. model_name: as clients call it. processor: gets them."""
+    """Makes spans of ended requests. model_name: the model's name for clients. processor: gets the spans."""
 
     def __init__(self, model_name: str, processor: SpanProcessor) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -111,7 +111,7 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, request: EndedRequest) -> None:
-        """The spans of a request. Its parent is the client's, if that sent a `traceparent`."""
+        """Make the spans of a request. The parent is the client's span, if the client sent a `traceparent`."""
         from opentelemetry import trace
 
         names = {name.lower(): value.decode("latin-1") for name, value in request.headers}
@@ -131,7 +131,7 @@ class RequestTracer:
         span.end(request.ended_ns)
 
     def close(self) -> None:
-        """Send what waits to be sent; seconds, at most. Blocks."""
+        """Send the waiting spans, which may block for seconds."""
         self._provider.shutdown()
 
     def _attributes(self, request: EndedRequest) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class RequestTracer:
 
 
 def stages_of(timings: Timings) -> Iterator[tuple[str, float, float]]:
-    """Each stage that there was with its begin and end, in seconds from the request's arrival."""
+    """Return the stages of a request, with their begin and end in seconds from its arrival."""
     prepared, queue_s = timings.prepare_s, timings.queue_s
     if timings.fetch_s is not None and timings.preprocess_s is not None:
         fetched = prepared - timings.preprocess_s

@@ -1,4 +1,4 @@
-"""A multipart/form-data body with one file in it, taken apart as it comes: the file is passed on, never held."""
+"""A multipart/form-data body with one file, taken apart as it arrives. The file is passed on, never held."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MAX_NAME_BYTES = 1024
 
 
 class UploadForm:
-    """Give it the body with `feed` and `finish`; then `filename` and `fields` are known.
+    """Takes a body with `feed` and `finish`; then `filename` and `fields` are known.
 
-    content_type: the request's header. known: names of the fields that may come beside "file". write: takes the file's
+    content_type: the request's header. known: the names of fields that may come beside "file". write: takes the file's
     bytes. All methods raise BadRequestError for a body that is malformed or has other fields.
     """
 
@@ -57,14 +57,14 @@ class UploadForm:
             raise _malformed(error) from None
 
     def feed(self, data: bytes) -> None:
-        """The next bytes of the body."""
+        """Take the next bytes of the body."""
         try:
             self._parser.write(data)
         except FormParserError as error:
             raise _malformed(error) from None
 
     def finish(self) -> None:
-        """The body has ended."""
+        """Take the end of the body."""
         if not self._ended:
             raise BadRequestError("the form is cut off: its last boundary is missing", code="invalid_form")
         if self.filename is None:

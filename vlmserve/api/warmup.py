@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
 from vlmserve.api.auth import client_of, owner_of, tenant_of
 from vlmserve.api.body import read_body
+from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.protocol import WarmupRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
@@ -19,8 +21,33 @@ from vlmserve.ipc.messages import EncodedItem
 from vlmserve_common.errors import BadRequestError
 
 
+class WarmedMedium(TypedDict):
+    """An encoded picture or video. found, encoded: temporal patches found in the cache, and encoded now; a picture has
+    one. saved: all of them are on disk."""
+
+    type: Literal["image", "video"]
+    temporal_patches: int
+    found: int
+    encoded: int
+    patches_encoded: int
+    saved: bool | None
+
+
+class Warmup(TypedDict):
+    id: str
+    object: Literal["warmup"]
+    items: list[WarmedMedium]
+
+
+@operation(
+    *("POST", "/v1/warmup", "createWarmup", "Answers"),
+    request=WarmupRequest,
+    example={"messages": [{"role": "user", "content": "Hello"}]},
+    answer=Warmup,
+    errors=MODEL_ERRORS,
+)
 async def warm_up(served: ServedModel, request: Request) -> Response:
-    """The answer, when everything is encoded. Raises what `errors` describes."""
+    """Encode media ahead of time. The answer comes when everything is encoded. Raises the errors of `errors`."""
     body = await read_body(request, WarmupRequest, served.settings)
     if body.model is not None:
         served.check_name(body.model)

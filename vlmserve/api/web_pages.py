@@ -1,8 +1,8 @@
-"""What keeps web pages from using a server that asks for no key.
+"""Protection against web pages, for a server without API keys.
 
-A browser on the server's machine, or in its network, sends what any page tells it to. A page reaches the server under
-its own name, if it makes its DNS point there (then the Host is that name), or sends a request whose answer it cannot
-read (then there is an Origin). Neither can be forged by a page. Addresses as a Host are safe: no DNS led to them.
+A browser on the server's machine or in its network sends whatever a page tells it to. A page can point its own name at
+the server; then the Host is that name. Or it can send a request whose answer it cannot read; then there is an Origin. A
+page can forge neither. An address as the Host is safe, since no DNS led to it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vlmserve.api.errors import error_body
 
 _OURS = (".localhost",)
-# What a page may send without asking (the Fetch standard's safelist), and what takes no JSON.
+# Content types that a page may send without asking (the Fetch standard's safelist), and the path that takes no JSON
 _SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 _UPLOADS = "/v1/files"
 # Probes of load balancers ask by any name.
 OPEN_PATH = "/health"
+# The API's description, and the files of Swagger UI that show it
+DOCUMENT_PATH = "/openapi.json"
+PAGE_PATH = "/docs"
+SCRIPT_PATH = "/docs/swagger-ui-bundle.js"
+STYLE_PATH = "/docs/swagger-ui.css"
+DESCRIPTION_PATHS = frozenset((DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH))
 
 
 class WebPageGuard:
     """Answers 403 to requests for another host or of foreign pages, and 415 to JSON under a type that pages may send.
 
-    hosts: names that are allowed besides localhost, with a dot in front for all below; ("*",): any. origins: pages that
-    are allowed; ("*",): all. bound: the address that the server listens on.
+    hosts: names allowed besides localhost, with a dot in front for all names below; ("*",): any name. origins: pages
+    that are allowed; ("*",): all. bound: the address that the server listens on.
     """
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...], origins: tuple[str, ...], *, bound: str) -> None:
@@ -78,7 +84,7 @@ class WebPageGuard:
 
 
 def _name_of(host: str) -> str:
-    """A Host header without its port, its last dot, and the brackets of IPv6."""
+    """Return a Host header without its port, its last dot, and the brackets of IPv6."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.rpartition(":")[0 if ":" in host else 2].lower().removesuffix(".")

@@ -1,4 +1,4 @@
-"""Whether settings are of their types, in range, and go together."""
+"""Checks of settings: their types, their ranges, and their combinations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from vlmserve_common.errors import VlmserveError
 
 
 class SettingsError(VlmserveError):
-    """One or more settings are wrong; the message has one line for each, naming setting, value and what is allowed."""
+    """One or more settings are wrong. The message has one line for each, with the setting, its value and the allowed
+    values."""
 
 
 _TAKEN_AS: Mapping[type, type] = {int: numbers.Integral, float: numbers.Real}
@@ -31,7 +32,7 @@ _IN_WORDS = {
 
 
 def engine_problems(args: EngineArgs) -> list[str]:
-    """What is wrong with the values, one sentence each; empty when all is well. Types are taken as checked."""
+    """Return a sentence for each wrong value; empty if all is well. The types must be checked before."""
     problems = range_problems(args)
     devices = args.encoder_devices.split(",") if args.encoder_devices is not None else []
     if len(devices) > 1 and len(devices) != args.num_encoders:
@@ -72,9 +73,9 @@ def engine_problems(args: EngineArgs) -> list[str]:
 
 
 def type_problems(values: object, show: Callable[[str], str]) -> list[str]:
-    """Which fields of a dataclass are not of their types, one sentence each: for values that no parser has made.
+    """Return a sentence for each field of a dataclass that is not of its type, for values that no parser has made.
 
-    show: a field's name for people. Of lists and mappings only that they are such is looked at.
+    show: a field's name for people. The items of lists and mappings are not checked.
     """
     problems = []
     hints = get_type_hints(type(values))
@@ -94,7 +95,7 @@ def type_problems(values: object, show: Callable[[str], str]) -> list[str]:
 
 
 def check_engine_args(args: EngineArgs) -> None:
-    """Raise SettingsError unless every value is of its type and in range, and they go together."""
+    """Raise SettingsError unless every value has its type and range, and the values can be combined."""
     problems = type_problems(args, flag) or engine_problems(args)
     if problems:
         raise SettingsError("\n".join(problems))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import Literal
 
 from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
@@ -41,24 +41,25 @@ _ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda val
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """Everything the engine can be told. `vlmserve serve --help` shows the same texts."""
+    """All settings of the engine. `vlmserve serve --help-all` shows the same texts."""
 
-    model: str = field(metadata={"help": "checkpoint folder, or a Hugging Face hub id", "group": "model"})
-    device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE)
+    model: str = _model(MISSING, "checkpoint folder, or a Hugging Face hub id", common=True)
+    device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE, common=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
-        "auto", "compute type; auto is the checkpoint's own"
+        "auto", "compute type; auto is the checkpoint's own", common=True
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _model(
         "auto", "dummy: random weights, made on the device, to measure with; auto is the checkpoint's safetensors"
     )
     max_model_len: int | None = _model(
-        None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1
+        None, "context length in tokens: prompt and answer together; default: the model's", AT_LEAST_1, common=True
     )
     num_threads: int | None = _model(None, "CPU threads of the model; default: all cores", AT_LEAST_1)
     attention_backend: Literal["auto", "native", "torch", "triton", "flashinfer"] = _model(
         "auto",
         "the decoder's attention; auto: our own operators (native) on a CPU that has them, else torch's; on a GPU the "
         "first of flashinfer, triton and torch that passes a trial at the start",
+        common=True,
     )
     cpu_kernels: Literal["auto", "off"] = _model(
         "auto",
@@ -73,6 +74,7 @@ class EngineArgs:
         "none",
         "round the decoder's and the head's weights to so many bits as they are loaded (our own operators are needed); "
         "AWQ, GPTQ and FP8 checkpoints need no setting",
+        common=True,
     )
     sampling_defaults: Literal["model", "openai"] = _model(
         "model",
@@ -83,6 +85,7 @@ class EngineArgs:
         "largest area, in pixels, of a resized picture or frame; checkpoint: the checkpoint's own limit; auto: the "
         "same on a GPU, and on a CPU what it encodes in --max-pixels-auto-s, found out at the start",
         _MAX_PIXELS,
+        common=True,
     )
     max_pixels_auto_s: float = _pictures(
         20.0, "CPU: seconds that encoding one picture may take about, for --max-pixels auto", SECONDS
@@ -99,6 +102,7 @@ class EngineArgs:
         "processes that decode and resize media, each within limits of memory and time, so that a file which breaks a "
         "decoder harms its own request only; 0: threads of the API process do",
         _PROCESSES,
+        common=True,
     )
     enable_mm_embeds: bool = _pictures(
         False, "take embeddings in place of pictures (image_embeds); only where you trust all clients"
@@ -120,6 +124,7 @@ class EngineArgs:
         None,
         "devices of the encoder processes (cuda:1,cuda:2), or one for all; default: cpu, or the GPUs after the model's",
         _DEVICES,
+        common=True,
     )
     encoder_threads: int | None = _encoder(
         None, "CPU threads of each encoder process; default: an equal share of all cores", AT_LEAST_1
@@ -143,13 +148,13 @@ class EngineArgs:
         1024, "GPU: host memory for embeddings that the device has no room for, in MiB", CACHE_SIZE
     )
     embedding_cache_dir: str | None = _encoder(
-        None, "folder that keeps embeddings across restarts; several servers may share it; default: none"
+        None, "folder that keeps embeddings across restarts; several servers may share it; default: none", common=True
     )
     embedding_cache_gib: float = _encoder(10.0, "limit of --embedding-cache-dir, in GiB", ABOVE_0)
     disable_vit_cuda_graph: bool = _encoder(
         False, "GPU: launch every kernel of the vision encoder by itself, also for small pictures"
     )
-    max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1)
+    max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1, common=True)
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
         "whose rule chooses frames and their size: the checkpoint's processor in transformers, qwen_vl_utils, or a "
@@ -159,6 +164,7 @@ class EngineArgs:
         None,
         "frames a second used of a video, unless the request says; default: the checkpoint's, else 2",
         ABOVE_0,
+        common=True,
     )
     video_frame_cap: bool = _videos(
         False,
@@ -166,16 +172,18 @@ class EngineArgs:
     )
     video_reference: Literal["published", "transformers"] = _videos(
         "published",
-        "how a video stands in the prompt: as in the models' published code, or as in transformers 5.10 and later "
-        "(Qwen3-VL keeps the outer vision markers; in Qwen2-VL and Qwen2.5-VL, text after a video ignores its time)",
+        "how a video stands in the prompt; published: as in the models' published code; transformers: as in "
+        "transformers 5.10 and later (Qwen3-VL keeps the outer vision markers; in Qwen2-VL and Qwen2.5-VL, text "
+        "after a video ignores its time)",
     )
     mem_fraction_static: float = _memory(
         0.8,
         "GPU: fraction of its memory for weights and KV cache; CPU: fraction of the memory that weights leave, for the "
         "KV cache, at most --cpu-kv-cache-gib",
         _FRACTION,
+        common=True,
     )
-    cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0)
+    cpu_kv_cache_gib: float = _memory(2.0, "upper limit of the KV cache on a CPU, in GiB", ABOVE_0, common=True)
     max_total_tokens: int | None = _memory(
         None, "KV cache slots in all; default: from --mem-fraction-static", AT_LEAST_1
     )
@@ -183,6 +191,7 @@ class EngineArgs:
         "auto",
         "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory; int8, with a "
         "scale for each token and head, is the closer one, and on a GPU for --attention-backend torch only",
+        common=True,
     )
     mamba_cache_mib: int = _memory(
         1024,
@@ -200,16 +209,17 @@ class EngineArgs:
     disable_radix_cache: bool = _memory(False, "turn the prefix cache off: do not reuse the KV of common prefixes")
     radix_eviction_policy: Literal["lru", "lfu", "fifo", "priority"] = _memory(
         "lru",
-        "which cached prefix goes first: the least recently used one, the one with the fewest hits, the oldest one, or "
-        "the one of the lowest priority",
+        "which cached prefix is evicted first; lru: the least recently used; lfu: the one with the fewest hits; "
+        "fifo: the oldest; priority: the one of the lowest priority",
     )
     enable_hierarchical_cache: bool = _memory(
-        False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back"
+        False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back", common=True
     )
     hicache_size_gib: float = _memory(4.0, "host memory for --enable-hierarchical-cache, in GiB", ABOVE_0)
     hicache_write_policy: Literal["write_back", "write_through_selective"] = _memory(
         "write_back",
-        "what goes to host memory: every prefix that is given up, or those that were used twice, at that time",
+        "which evicted prefixes go to host memory; write_back: all; write_through_selective: those that were "
+        "used twice",
     )
     hicache_storage_dir: str | None = _memory(
         None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
@@ -220,91 +230,104 @@ class EngineArgs:
         "devices that share the model's layers (tensor parallel): a process for each, on GPUs from --device on, or on "
         "the CPU's cores",
         AT_LEAST_1,
+        common=True,
     )
     pp_size: int = _parallel(
         1,
         "stages that the model's layers are spread over (pipeline parallel), each of --tp-size devices: a stage works "
         "on one step while the next one works on the step before",
         AT_LEAST_1,
+        common=True,
     )
     dp_size: int = _parallel(
         1,
         "whole models (replicas) behind one server: each has its own scheduler, KV cache and devices, the next ones "
         "from --device on, or a share of the CPU's cores",
         AT_LEAST_1,
+        common=True,
     )
     enable_dp_attention: bool = _parallel(
         False,
-        "--dp-size groups among the --tp-size ranks have requests and KV of their own, and all ranks share all but "
-        "attention; for models of few key-value heads and many experts (--ep-size)",
+        "split the --tp-size ranks into --dp-size groups, each with requests and KV of its own; all ranks share "
+        "the rest of the model; for models of few key-value heads and many experts (--ep-size)",
     )
     load_balance_method: Literal["affinity", "round_robin", "shortest_queue"] = _parallel(
         "affinity",
-        "which replica gets a request: the one that has most of its prompt and pictures, unless that has much more to "
-        "do than others; each in turn; or the one with least to do",
+        "which replica gets a request; affinity: the one that has most of its prompt and pictures, unless others "
+        "have much less work; round_robin: each in turn; shortest_queue: the one with the least work",
     )
     ep_size: int = _parallel(
         1,
-        "parties of the --tp-size ranks that each have experts of their own, all of it; within a party ranks cut each "
-        "expert; it divides --tp-size",
+        "groups of the --tp-size ranks, each with whole experts of its own (expert parallel); the ranks of a "
+        "group split each expert; it divides --tp-size",
         AT_LEAST_1,
+        common=True,
     )
     moe_a2a_backend: Literal["auto", "none", "torch"] = _parallel(
         "auto",
-        "how tokens get to experts: none, all ranks have all tokens and sums are added up; torch, each row is sent to "
-        "the ranks of its experts; auto: what moves less",
+        "how tokens reach experts; none: all ranks have all tokens, and add up their results; torch: each row is "
+        "sent to the ranks of its experts; auto: the way that moves less data",
     )
     enable_eplb: bool = _parallel(
-        False, "count how often each expert is chosen, and have the busy ones move to ranks that have less to do"
+        False,
+        "count how often each expert is chosen, and move busy experts to ranks with less work",
     )
     ep_num_redundant_experts: int = _parallel(
-        0, "with --enable-eplb: copies of busy experts beside one of each, over all of --ep-size", _NOT_NEGATIVE
+        0, "with --enable-eplb: extra copies of busy experts, over all of --ep-size", _NOT_NEGATIVE
     )
     eplb_rebalance_num_iterations: int = _parallel(
-        1000, "with --enable-eplb: steps after which experts are placed anew", AT_LEAST_1
+        1000, "with --enable-eplb: steps between two placements of the experts", AT_LEAST_1
     )
     nnodes: int = _parallel(
         1, "machines that --tp-size times --pp-size is spread over; the same command is given on each", AT_LEAST_1
     )
     node_rank: int = _parallel(0, "this machine's number; 0 is the one that takes requests", _NOT_NEGATIVE)
     dist_init_addr: str | None = _parallel(
-        None, "HOST:PORT of machine 0 where machines meet; for a network that nobody else is in: it is not encrypted"
+        None,
+        "HOST:PORT of machine 0, where machines meet; use a private network, since the connection is not encrypted",
     )
     mm_encoder_tp_mode: Literal["one", "data"] = _parallel(
         "one",
-        "with several ranks: one, the first rank encodes pictures and hands rows on; data: an encoder process on every "
-        "rank's device does, each with the whole tower",
+        "with several ranks; one: the first rank encodes pictures and hands rows on; data: an encoder process on "
+        "every rank's device encodes, each with the whole tower",
     )
-    max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1)
+    max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1, common=True)
     max_queued_requests: int = _scheduling(
-        1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1
+        1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1, common=True
     )
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"] = _scheduling(
         "fcfs",
         "order of a client's waiting requests: first come; longest cached prefix; common prefixes together; longest or "
         "shortest answer first; random; by their priority, lower first, which also takes places from running ones",
+        common=True,
     )
     chunked_prefill_size: int = _scheduling(
-        2048, "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts"
+        2048,
+        "most prompt tokens computed in one step; longer prompts are cut into chunks; -1: whole prompts",
+        common=True,
     )
     enable_mixed_chunk: bool = _scheduling(True, "let prompt chunks and decoding share a step")
     max_sessions: int = _scheduling(
         256, "most conversations (session_id) whose KV is kept between turns; 0: none", _NOT_NEGATIVE
     )
     session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
-    disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the one before has ended")
+    disable_overlap_schedule: bool = _scheduling(
+        False,
+        "decide a step only when the step before has ended",
+    )
     max_decode_slowdown: float = _scheduling(
-        2.0, "most times that prompts and pictures may lengthen the time between tokens; 0: no limit", _NOT_NEGATIVE
+        2.0, "how many times longer prompts and pictures may make the time between tokens; 0: no limit", _NOT_NEGATIVE
     )
     max_step_s: float = _scheduling(
         0.2,
-        "seconds that a chunk of a prompt or of a picture takes where nothing decodes, at most, about; 0: no limit",
+        "about the most seconds of a chunk of a prompt or picture while nothing decodes; 0: no limit",
         _NOT_NEGATIVE,
     )
     speculative_algorithm: Literal["none", "ngram"] = _scheduling(
         "none",
-        "guess next tokens and check several in one step, with the same answers; ngram: what followed the last tokens "
-        "where they stood before, in prompt or answer",
+        "guess next tokens and check several in one step, with the same answers; ngram: guess the tokens that "
+        "followed the last ones earlier in prompt or answer",
+        common=True,
     )
     speculative_num_draft_tokens: int = _scheduling(4, "most tokens guessed at a time", AT_LEAST_1)
     max_prefill_tokens: int = _scheduling(
@@ -349,39 +372,39 @@ class EngineArgs:
 
     @property
     def cuda_graph_sizes(self) -> tuple[int, ...] | None:
-        """--cuda-graph-bs, as numbers."""
+        """Return --cuda-graph-bs as numbers."""
         return tuple(map(int, self.cuda_graph_bs.split(","))) if self.cuda_graph_bs is not None else None
 
     @property
     def world_size(self) -> int:
-        """Processes that have the model together: rank = stage * tp_size + number within the stage."""
+        """Return the number of ranks of one model. The rank is stage * tp_size + number within the stage."""
         return self.tp_size * self.pp_size
 
     @property
     def num_replicas(self) -> int:
-        """Whole models behind one server."""
+        """Return the number of whole models behind one server."""
         return 1 if self.enable_dp_attention else self.dp_size
 
     @property
     def attention_groups(self) -> int:
-        """Groups of ranks of one model that have requests of their own."""
+        """Return the number of groups among the ranks of one model that have requests of their own."""
         return self.dp_size if self.enable_dp_attention else 1
 
     @property
     def own_ranks(self) -> range:
-        """The ranks of this machine."""
+        """Return the ranks of this machine."""
         count = self.world_size // self.nnodes
         return range(self.node_rank * count, (self.node_rank + 1) * count)
 
     @property
     def encodes_on_all_ranks(self) -> bool:
-        """Whether each of this machine's ranks has an encoder process beside it."""
+        """Return True if each of this machine's ranks has an encoder process beside it."""
         given = self.encoder_dp_size or self.encoder_devices
         return self.mm_encoder_tp_mode == "data" and self.world_size > 1 and not given
 
     @property
     def num_encoders(self) -> int:
-        """Vision encoder processes beside the engine."""
+        """Return the number of vision encoder processes beside the engine."""
         if self.encodes_on_all_ranks:
             return len(self.own_ranks)
         return self.encoder_dp_size or (len(self.encoder_devices.split(",")) if self.encoder_devices else 0)

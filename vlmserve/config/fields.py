@@ -1,4 +1,4 @@
-"""How a setting is declared: a dataclass field that knows its help text, its group in --help, and what is allowed."""
+"""The declaration of a setting: a dataclass field with a help text, a group in --help, and the allowed values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_SECONDS = 2_000_000
-"""Of a setting that is waited for, 23 days: the system's calls take milliseconds in 32 bits."""
+"""The longest time of a setting, 23 days: the system's calls take milliseconds in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """Values that a setting may have, besides None where that is the default. words: the end of "it must be ..."."""
+    """The values that a setting may have, besides None if that is the default. words: the end of "it must be ..."."""
 
     words: str
     holds: Callable[[Any], object]
@@ -28,26 +28,31 @@ SECONDS = Allowed(words=f"above 0 and at most {MOST_SECONDS}", holds=lambda valu
 
 
 def settings_of(group: str) -> Callable[..., Any]:
-    """What declares the settings of a group: ``memory(16, "KV cache slots in a page", AT_LEAST_1)``."""
+    """Return a function that declares the settings of a group: ``memory(16, "KV cache slots in a page", AT_LEAST_1)``.
 
-    def declare(default: Any, help: str, allowed: Allowed | None = None) -> Any:
-        return dataclasses.field(default=default, metadata={"help": help, "group": group, "allowed": allowed})
+    common: people change this setting, and --help shows it. --help-all shows the rest, too.
+    """
+
+    def declare(default: Any, help: str, allowed: Allowed | None = None, *, common: bool = False) -> Any:
+        about = {"help": help, "group": group, "allowed": allowed, "common": common}
+        return dataclasses.field(default=default, metadata=about)
 
     return declare
 
 
 def flag(name: str) -> str:
-    """The command line's name of a setting: ``page_size`` -> ``--page-size``."""
+    """Return the command line's name of a setting: ``page_size`` -> ``--page-size``."""
     return "--" + name.replace("_", "-")
 
 
 def problem(values: object, name: str, allowed: str) -> str:
-    """A sentence on a setting that is not as it must be."""
+    """Return a sentence about a wrong setting."""
     return f"{flag(name)} is {getattr(values, name)!r}; it must be {allowed}"
 
 
 def range_problems(values: Any) -> list[str]:
-    """Which settings of a dataclass have values that are not allowed, a sentence each. Types are taken as checked."""
+    """Return a sentence for each setting of a dataclass with a value that is not allowed. The types must be checked
+    before."""
     problems = []
     for field in dataclasses.fields(values):
         value, allowed = getattr(values, field.name), field.metadata.get("allowed")

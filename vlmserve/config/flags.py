@@ -6,15 +6,14 @@ import argparse
 import typing
 from collections.abc import Collection, Iterator, Sequence
 
-from vlmserve.config.aliases import our_settings
+from vlmserve.config.aliases import ALIASES, Alias, our_settings
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
-from vlmserve.config.other_engines import FOREIGN, ForeignSetting
+from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
-from vlmserve.config.spelling import did_you_mean
 
 GIVEN_AS = "given_as"
-"""Where a namespace keeps flags of other engines: our setting -> the flag that set it."""
+"""The place in a namespace of other engines' flags: our setting -> the flag that set it."""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -23,8 +22,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Full flag names only, so that a setting added later cannot change what an abbreviation means. Of a word that it
-    does not know, it says which one may have been meant."""
+    """A parser of full flag names only, so that a new setting cannot change the meaning of an abbreviation. For an
+    unknown word it suggests a known one."""
 
     def __init__(self, **kwargs: typing.Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **kwargs})
@@ -32,13 +31,13 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # without argparse's overloads
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As argparse's; ends the process with status 2 for words that it does not know."""
+        """Parse a command line; end the process with status 2 for unknown words."""
         return self._nothing_left(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """As `parse_args`, with flags anywhere between the words."""
+        """Parse a command line as `parse_args` does, with flags anywhere between the words."""
         return self._nothing_left(*self.parse_known_intermixed_args(args, namespace))
 
     def _nothing_left(self, found: argparse.Namespace, left: Sequence[str]) -> argparse.Namespace:
@@ -65,14 +64,12 @@ class CommandParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"it is {arg_string!r}, and must be {kind}") from None
 
 
-class _ForeignFlag(argparse.Action):
-    """A flag of another engine: sets ours, or ends the process with what there is instead."""
+class _AliasFlag(argparse.Action):
+    """A flag of another engine. It sets our setting, or ends the process with an error."""
 
-    def __init__(
-        self, option_strings: Sequence[str], dest: str, *, setting: ForeignSetting, value: bool | None = None
-    ) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0 if setting.switch else None, help=argparse.SUPPRESS)
-        self._setting = setting
+    def __init__(self, option_strings: Sequence[str], dest: str, *, alias: Alias, value: bool | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0 if alias.switch else None, help=argparse.SUPPRESS)
+        self._alias = alias
         self._switched = value
 
     def __call__(
@@ -84,7 +81,7 @@ class _ForeignFlag(argparse.Action):
     ) -> None:
         place = option_string or self.option_strings[0]
         try:
-            ours = our_settings(self._setting, self._switched if self._setting.switch else values, place)
+            ours = our_settings(self._alias, self._switched if self._alias.switch else values, place)
         except SettingsError as error:
             parser.error(str(error))
         given_as = vars(namespace).setdefault(GIVEN_AS, {})
@@ -93,12 +90,32 @@ class _ForeignFlag(argparse.Action):
             given_as[name] = place
 
 
-def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-    """Add --config and the flags of settings (of all, by default), in their groups.
+class _HelpAll(argparse.Action):
+    """The flag --help-all, which prints the help with all settings. texts: the parts that --help leaves out."""
 
-    Flags that are not given are left out of the namespace.
+    def __init__(self, option_strings: Sequence[str], dest: str, *, texts: dict[argparse.Action, str]) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show all settings, and exit")
+        self._texts = texts
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for action, text in self._texts.items():
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, names: Collection[str] | None = None, *, help_all: bool = True
+) -> None:
+    """Add --config and the flags of settings, in their groups: of all settings, by default, or of those named.
+
+    Flags that are not given are left out of the namespace. help_all: --help shows the common settings only, and
+    --help-all shows all of them.
     """
     groups: dict[str, argparse._ArgumentGroup] = {}
+    hidden: dict[argparse.Action, str] = {}
+    if help_all:
+        parser.add_argument("--help-all", action=_HelpAll, texts=hidden)
     parser.add_argument(
         "--config", metavar="FILE.yaml", help=f"read settings from a YAML file [env: {ENV_PREFIX}CONFIG]"
     )
@@ -107,49 +124,49 @@ def add_settings(parser: argparse.ArgumentParser, names: Collection[str] | None 
             continue
         if setting.group not in groups:
             groups[setting.group] = parser.add_argument_group(setting.group)
-        _add_setting(groups[setting.group], setting)
-    for foreign in FOREIGN:
-        if names is None or set(foreign.sets) <= set(names):
-            _add_foreign(parser, foreign)
+        action = _add_setting(groups[setting.group], setting)
+        if help_all and not setting.common:
+            hidden[action], action.help = str(action.help), argparse.SUPPRESS
+    for name, alias in ALIASES.items():
+        if names is None or set(alias.sets) <= set(names):
+            _add_alias(parser, name, alias)
 
 
 def in_the_users_words(problem: str, given_as: typing.Mapping[str, str]) -> str:
-    """A complaint about one of our settings, beginning with the flag that set it. given_as: see `GIVEN_AS`."""
+    """Return a complaint about one of our settings, beginning with the flag that set it. given_as: see `GIVEN_AS`."""
     for name, place in given_as.items():
         if problem.startswith(f"{flag(name)} "):
             return f"{place} (here {flag(name)}){problem.removeprefix(flag(name))}"
     return problem
 
 
-def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> None:
+def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> argparse.Action:
     note = "" if setting.default in (None, "", False) else f" [default: {_show(setting.default)}]"
     text = f"{setting.help}{note}".replace("%", "%%")
-    if setting.type is bool:
-        group.add_argument(flag(setting.name), action="store_true", default=argparse.SUPPRESS, help=text)
-        group.add_argument(
-            flag("no_" + setting.name),
-            dest=setting.name,
-            action="store_false",
-            default=argparse.SUPPRESS,
-            help=argparse.SUPPRESS,
-        )
-    else:
-        group.add_argument(flag(setting.name), default=argparse.SUPPRESS, metavar=_metavar(setting.type), help=text)
+    if setting.type is not bool:
+        kind = _metavar(setting.type)
+        return group.add_argument(flag(setting.name), default=argparse.SUPPRESS, metavar=kind, help=text)
+    group.add_argument(
+        flag("no_" + setting.name),
+        dest=setting.name,
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+    return group.add_argument(flag(setting.name), action="store_true", default=argparse.SUPPRESS, help=text)
 
 
-def _add_foreign(parser: argparse.ArgumentParser, foreign: ForeignSetting) -> None:
-    taken = {word for action in parser._actions for word in action.option_strings}
-    for name in foreign.names:
-        words = [flag(name)] if len(name) > 1 else []
-        words += [f"-{name}"] if len(name) <= 2 else []
-        if not taken & set(words):
-            parser.add_argument(*words, action=_ForeignFlag, setting=foreign, value=True)
-        if foreign.switch:
-            parser.add_argument(flag(f"no_{name}"), action=_ForeignFlag, setting=foreign, value=False)
+def _add_alias(parser: argparse.ArgumentParser, name: str, alias: Alias) -> None:
+    words = [flag(name)] if len(name) > 1 else []
+    words += [f"-{name}"] if len(name) <= 2 else []
+    if not any(word in parser._option_string_actions for word in words):
+        parser.add_argument(*words, action=_AliasFlag, alias=alias, value=True)
+    if alias.switch:
+        parser.add_argument(flag(f"no_{name}"), action=_AliasFlag, alias=alias, value=False)
 
 
 def _option_strings(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Iterator[str]:
-    """Of a parser, and of those of the commands that were named."""
+    """Yield the flags of a parser, and of the parsers of named commands."""
     yield from parser._option_string_actions
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

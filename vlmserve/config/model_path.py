@@ -1,4 +1,4 @@
-"""From what the user calls a model to a checkpoint folder on this machine."""
+"""The checkpoint folder on this machine that a model's name stands for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "default_model"
 """The small trained checkpoint that comes with the package."""
 
 DEFAULT_MODEL_NAME = "vlmserve-default"
-"""What it is called where it is served."""
+"""The default model's name in the API."""
 
 
 class NotDownloadedError(CheckpointError):
-    """A model of the hub that is not on this machine, and was not to be fetched."""
+    """A model of the hub is not on this machine, and must not be downloaded."""
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,10 +32,10 @@ _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
 def resolve_model(model: str, *, download: bool = True) -> Path:
-    """The folder of a checkpoint: `model` itself, or where the Hugging Face hub's `model` was downloaded to.
+    """Return the folder of a checkpoint: `model` itself, or the downloaded `model` of the Hugging Face hub.
 
-    "": the default model. download: otherwise NotDownloadedError is raised where that would be needed. Raises
-    CheckpointError, with the reason, when it is neither.
+    "": the default model. download: False raises NotDownloadedError instead of downloading. Raises CheckpointError,
+    with the reason, if there is no such checkpoint.
     """
     if not model:
         return DEFAULT_MODEL
@@ -63,8 +63,8 @@ def resolve_model(model: str, *, download: bool = True) -> Path:
 
 
 def is_model(word: str, *, alone: bool) -> bool:
-    """Whether a word of a command line, where a model or something else may stand first, is a model. alone: it is the
-    only one, and so no hub id."""
+    """Return True if the first word of a command line is a model, and not something else. alone: it is the only word,
+    and so no hub id."""
     path = Path(word).expanduser()
     is_hub_id = not alone and not path.exists() and _HUB_ID.fullmatch(word) is not None
     return is_hub_id or (path / "config.json").is_file()

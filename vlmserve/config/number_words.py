@@ -1,4 +1,4 @@
-"""Numbers of a command line within bounds: types for argparse."""
+"""Types for argparse: numbers within bounds."""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""pydantic's findings in plain words, for people who do not know that there is a pydantic.
+"""pydantic's findings in plain words, without pydantic's vocabulary.
 
-Nothing here imports it: a finding is the mapping that `ValidationError.errors` gives.
+Nothing here imports pydantic: a finding is the mapping that `ValidationError.errors` gives.
 """
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHOWN_CHARS = 80
-# pydantic's error types -> what is allowed, with the fields of their contexts
+# pydantic's error types -> the allowed values, with the fields of their contexts
 _EXPECTED: Mapping[str, str] = {
     **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), "a whole number"),
     **dict.fromkeys(("float_type", "float_parsing"), "a number"),
@@ -39,13 +40,13 @@ _EXPECTED: Mapping[str, str] = {
 
 
 def allowed(problem: Mapping[str, Any]) -> str | None:
-    """What the value must be: the end of "it must be ...". None for a kind of problem that is told in other words."""
+    """Return the end of "it must be ...". None for a kind of problem that needs other words."""
     template = _EXPECTED.get(problem["type"])
     return None if template is None else template.format_map(problem.get("ctx", {}))
 
 
 def sentence(problem: Mapping[str, Any], where: str, absent: str = "") -> str:
-    """A problem in one sentence, about the field `where`. absent: the end of that about a field nobody knows."""
+    """Return a problem as one sentence about the field `where`. absent: the end of one about an unknown field."""
     kind = problem["type"]
     if kind == "missing":
         return f"{where} is missing"
@@ -66,7 +67,7 @@ def sentence(problem: Mapping[str, Any], where: str, absent: str = "") -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as those who wrote it know it, and not much of it: it may be megabytes of a client's."""
+    """Return a value as its sender knows it, shortened: it may be megabytes of a client's."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -78,3 +79,13 @@ def shown(value: Any) -> str:
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = _SHOWN_CHARS
     return shortener.repr(value)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
+    """Return the end of a sentence: "; did you mean x?" if one of the known words is close, else `otherwise`.
+
+    prefix: stands before that word.
+    """
+    folded = {name.lower().replace("_", "-"): name for name in known}
+    close = difflib.get_close_matches(word.lower().replace("_", "-"), folded, n=1, cutoff=0.7)
+    return f"; did you mean {prefix}{folded[close[0]]}?" if close else otherwise

@@ -1,8 +1,7 @@
 """The server's settings: command line over environment over YAML file over default.
 
 Every setting is defined once, as a dataclass field with a help text: the engine's in `EngineArgs`, the server's in
-`ServerSettings`. The command line's flags (`vlmserve.cli`), the pydantic model that checks what is given, and the help
-texts are made from these fields.
+`ServerSettings`. These fields make the flags, the pydantic model that checks values, and the help texts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from vlmserve.config.aliases import foreign_setting, translated, usual_word
+from vlmserve.config.aliases import is_alias, translated, usual_word
 from vlmserve.config.checks import SettingsError, engine_problems
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import (
@@ -31,8 +30,7 @@ from vlmserve.config.fields import (
     range_problems,
     settings_of,
 )
-from vlmserve.config.plain_problems import sentence
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean, sentence
 
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
@@ -87,17 +85,18 @@ _ORIGINS = Allowed(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What the served form can be told, besides the engine's own settings."""
+    """The settings of a server, besides the engine's."""
 
     engine: EngineArgs
-    host: str = _http("127.0.0.1", "address to listen on; 0.0.0.0 for all: then set --api-key")
-    port: int = _http(8000, "port to listen on; 0 lets the system choose", _PORT)
+    host: str = _http("127.0.0.1", "address to listen on; 0.0.0.0 for all: then set --api-key", common=True)
+    port: int = _http(8000, "port to listen on; 0 lets the system choose", _PORT, common=True)
     port_file: str | None = _http(None, "file that the port is written to once the server answers")
-    served_model_name: str | None = _http(None, "the model's name in the API; default: MODEL as given")
+    served_model_name: str | None = _http(None, "the model's name in the API; default: MODEL as given", common=True)
     api_key: str | None = _http(
         None,
         "key that clients must send (Authorization: Bearer KEY); set it by its variable, which others cannot read",
         _KEY,
+        common=True,
     )
     api_key_file: str | None = _http(
         None,
@@ -111,7 +110,7 @@ class ServerSettings:
     )
     allowed_hosts: str | None = _http(
         None,
-        "host names that a server without API keys is asked for by, besides localhost and addresses; with commas "
+        "host names that a server without API keys answers to, besides localhost and addresses; with commas "
         "between them; .example.com means all below it; *: any",
         _HOSTS,
     )
@@ -119,14 +118,15 @@ class ServerSettings:
         None,
         "web pages that may use the server, such as https://app.example.com, with commas between them; *: all",
         _ORIGINS,
+        common=True,
     )
     max_connections: int = _http(
         2048, "most connections at a time; fewer where the system allows few open files", AT_LEAST_1
     )
     header_timeout_s: float = _http(10.0, "seconds in which a request's headers must have come", SECONDS)
-    keep_alive_timeout_s: float = _http(5.0, "seconds that a connection is kept for its next request", SECONDS)
+    keep_alive_timeout_s: float = _http(5.0, "seconds that an idle connection is kept for its next request", SECONDS)
     send_timeout_s: float = _http(
-        60.0, "seconds that a client may leave what was sent to it, before its connection is cut", SECONDS
+        60.0, "seconds without progress after which the connection of a client that does not read is cut", SECONDS
     )
     tool_call_parser: Literal["auto", "hermes", "qwen3_coder"] = _http(
         "auto", "how the model writes calls of tools; auto: as its chat template does"
@@ -161,17 +161,20 @@ class ServerSettings:
     max_parts_per_request: int = _http(
         8192, "most parts and calls in the messages of one request, all together", AT_LEAST_1
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _http("info", "log messages of this severity and above")
+    log_level: Literal["debug", "info", "warning", "error"] = _http(
+        "info", "log messages of this severity and above", common=True
+    )
     forwarded_allow_ips: str = _http(
         "127.0.0.1",
-        "proxies whose X-Forwarded-For says which client a request is of: addresses or networks with commas between "
-        "them; *: all",
+        "proxies whose X-Forwarded-For names the client: addresses or networks with commas between them; *: all",
     )
     access_log: bool = _http(
         False, "log a line for each HTTP request: client, method, path, status, duration, X-Request-Id"
     )
     log_requests: bool = _http(
-        False, "log a line for each answer: id, tokens, how it ended, and the seconds of each stage; no contents"
+        False,
+        "log a line for each answer: id, tokens, how it ended, and the seconds of each stage; no contents",
+        common=True,
     )
     metrics_prefixes: str | None = _http(
         None,
@@ -199,6 +202,7 @@ class ServerSettings:
         0.0,
         "seconds from a request's arrival to its whole answer, after which it is answered 504; 0: no limit",
         _PATIENCE,
+        common=True,
     )
     admin_api_key: str | None = _http(
         None,
@@ -208,7 +212,7 @@ class ServerSettings:
     profile_dir: str | None = _http(
         None, "folder for the traces of POST /start_profile; default: profiling is refused", _WRITABLE
     )
-    max_images_per_request: int = _pictures(64, "most pictures in one request", AT_LEAST_0)
+    max_images_per_request: int = _pictures(64, "most pictures in one request", AT_LEAST_0, common=True)
     max_image_pixels: int = _pictures(64_000_000, "largest picture, in pixels; checked before decoding", AT_LEAST_1)
     max_image_decode_s: float = _pictures(
         10.0,
@@ -219,7 +223,9 @@ class ServerSettings:
     media_timeout_s: float = _pictures(20.0, "seconds for fetching one picture or video, redirects included", SECONDS)
     media_max_redirects: int = _pictures(3, "most redirects of one fetch", AT_LEAST_0)
     allow_private_media: bool = _pictures(
-        False, "fetch from loopback, private and link-local addresses, too; only where you trust all clients"
+        False,
+        "fetch from loopback, private and link-local addresses, too; only where you trust all clients",
+        common=True,
     )
     allowed_media_domains: str | None = _pictures(
         None,
@@ -227,7 +233,7 @@ class ServerSettings:
         _DOMAINS,
     )
     allowed_local_media_path: str | None = _pictures(
-        None, "folder that file: URLs may read; default: file: URLs are refused", _FOLDER
+        None, "folder that file: URLs may read; default: file: URLs are refused", _FOLDER, common=True
     )
     max_videos_per_request: int = _videos(8, "most videos in one request", AT_LEAST_0)
     max_video_bytes: int = _videos(256 * 2**20, "largest video file, in bytes", AT_LEAST_1)
@@ -238,6 +244,7 @@ class ServerSettings:
         None,
         "folder that keeps uploaded files across restarts; default: a private one, removed with the server",
         _WRITABLE,
+        common=True,
     )
     max_file_bytes: int = _files(256 * 2**20, "largest uploaded file, in bytes", AT_LEAST_1)
     max_file_store_bytes: int = _files(2**30, "all uploaded files together, in bytes", AT_LEAST_1)
@@ -258,38 +265,37 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting as the command line shows it. type: its annotation, resolved."""
+    """One setting as the command line shows it. type: its resolved annotation. common: people change it."""
 
     name: str
     type: Any
     default: Any
     help: str
     group: str
+    common: bool
 
 
 def iter_settings() -> Iterator[Setting]:
-    """Every setting, group by group in the order of the help."""
+    """Yield every setting, group by group in the order of the help."""
     settings = []
     for cls in (ServerSettings, EngineArgs):
         types = get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if field.name != "engine":
                 default = "" if field.default is dataclasses.MISSING else field.default
-                help, group = field.metadata["help"], field.metadata["group"]
-                settings.append(
-                    Setting(name=field.name, type=types[field.name], default=default, help=help, group=group)
-                )
+                about = {name: field.metadata[name] for name in ("help", "group", "common")}
+                settings.append(Setting(name=field.name, type=types[field.name], default=default, **about))
     yield from sorted(settings, key=lambda setting: _GROUPS.index(setting.group))
 
 
 def load_settings(
     flags: Mapping[str, Any], *, config: str | None = None, defaults: Mapping[str, Any] | None = None
 ) -> ServerSettings:
-    """Settings from the flags given on the command line, `os.environ`, a YAML file, and the defaults, in that order.
+    """Load settings from flags, `os.environ`, a YAML file, and the defaults, in that order.
 
-    flags: setting name -> value (strings are parsed); only what was really given. config: the YAML file's path;
-    None looks at VLMSERVE_CONFIG. defaults: values of a command's own, where nothing else is said. An unset model
-    is "". Raises SettingsError, one line for each problem.
+    flags: setting name -> value, for the given flags only; strings are parsed. config: the YAML file's path; None:
+    VLMSERVE_CONFIG names it. defaults: a command's own defaults. A model that is not set is "". Raises SettingsError
+    with one line for each problem.
     """
     from pydantic import ValidationError
 
@@ -317,7 +323,7 @@ def load_settings(
 
 @functools.cache
 def _reader() -> type[BaseModel]:
-    """What checks and converts the values: a model with a field for every setting."""
+    """Return the model that checks and converts the values, with a field for every setting."""
     from pydantic import ConfigDict, Field, create_model
 
     fields: dict[str, Any] = {setting.name: (setting.type, setting.default) for setting in iter_settings()}
@@ -328,15 +334,15 @@ def _reader() -> type[BaseModel]:
 
 
 def _place(prefix: str, name: str) -> str:
-    """Where a setting was given, for errors."""
+    """Return where a setting was given, for errors."""
     if prefix == ENV_PREFIX:
         return prefix + name.upper()
     return flag(name) if prefix == "--" else prefix + name
 
 
 def _variables(known: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of the environment that set something: under names of other engines, and under ours. The log warns of
-    those that nobody knows."""
+    """Return the environment's settings: those under names of other engines, and those under ours. Variables without an
+    effect are logged."""
     foreign, ours = {}, {}
     for variable, value in os.environ.items():
         name = variable.removeprefix(ENV_PREFIX).lower()
@@ -344,7 +350,7 @@ def _variables(known: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
             continue
         if name in known:
             ours[name] = value
-        elif foreign_setting(name) is not None:
+        elif is_alias(name):
             foreign[name] = value
         else:
             guess = did_you_mean(name, map(str.upper, known), prefix=ENV_PREFIX)
@@ -353,7 +359,7 @@ def _variables(known: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's settings; keys may be written with dashes or underscores."""
+    """Return a YAML file's settings. Keys may have dashes or underscores."""
     import yaml
 
     try:
@@ -378,7 +384,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _where_and_why(error: Exception) -> str:
-    """Of PyYAML's, whose own texts take lines and call the file a unicode string."""
+    """Return an error of PyYAML in one line."""
     mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not why:
         return " ".join(str(error).split())
@@ -386,12 +392,12 @@ def _where_and_why(error: Exception) -> str:
 
 
 def _explain(error: ValidationError, known: Collection[str], places: Mapping[str, str]) -> Iterator[str]:
-    """One line for each problem: where the value came from, the value, and what is allowed."""
+    """Yield one line for each problem: the place of the value, the value, and the allowed values."""
     for problem in error.errors(include_url=False):
         name = str(problem["loc"][0])
         place = places.get(name, name)
         if problem["type"] == "extra_forbidden":
-            yield f"{place}: no such setting{did_you_mean(name, known, '; `vlmserve serve --help` lists all')}"
+            yield f"{place}: no such setting{did_you_mean(name, known, '; `vlmserve serve --help-all` lists all')}"
             continue
         if len(problem["loc"]) > 1 and problem["loc"][1] != "int":  # of a number or a word, once is enough
             continue

@@ -1,4 +1,4 @@
-"""What a process is told for those that it starts itself."""
+"""Settings of the start of a process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class StartSettings:
-    """shared_dir: a private directory for large arrays. startup_timeout_s: that a server's start may take, and later
-    that of one process. ready_by: when the server's is over, by `time.monotonic`, which is the same in all processes.
+    """Settings of the start of a process.
+
+    shared_dir: a private directory for large arrays. startup_timeout_s: the most seconds for a server's start, and
+    later for one process. ready_by: the end of the server's start, by `time.monotonic`, which is the same in all
+    processes.
     """
 
     shared_dir: Path

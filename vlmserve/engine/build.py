@@ -7,34 +7,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from vision.encoder_pool import EncoderPool
 from vision.towers.tower_graphs import capture_on_gpu
-from vlmserve.config.engine_args import AUTO, EngineArgs
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.activations import (
-    StepLimits,
+from vlmserve.engine.activation_memory import (
     cuda_meter,
     estimate_activations,
     measure_activations,
     step_limits,
 )
-from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
-from vlmserve.engine.encoder import build_encoder_pool, encoder_devices, resolve_warmup_patches
+from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.kv_tiers import build_tiers
 from vlmserve.engine.loop import EventLoop, GroupPlacement
-from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
+from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
+from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
-from vlmserve.engine.sharing import expert_sharing
 from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.expert_balancer import ExpertBalancer
-from vlmserve.executor.logits_processors import load_logits_processors
+from vlmserve.executor.logits_processors import LogitsProcessors, load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS
 from vlmserve.ipc.messages import SchedulerOutput
@@ -42,21 +40,15 @@ from vlmserve.ipc.routing.router import Router
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.memory.recurrent_cache import RecurrentCache
+from vlmserve.memory.recurrent_cache import RecurrentCache, StateShape
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import (
     Activations,
-    check_weights_fit,
     graph_room,
     kv_cache_size,
-    quantised_part,
-    weight_bytes,
 )
-from vlmserve.models.attention.base import AttentionBackend
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
-from vlmserve.models.attention.spec import AttentionSpec
-from vlmserve.models.random_weights import random_model
-from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.estimates import NewTokenRatio
@@ -67,15 +59,8 @@ from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve_common.checkpoint.quantized import Scheme
-from vlmserve_common.compute.cpus import cpu_name, usable_threads
-from vlmserve_common.compute.devices import check_dtype, resolve_device
-from vlmserve_common.compute.shard import WHOLE, Shard
-from vlmserve_common.compute.tensors import dtype_name, dtype_setting
-from vlmserve_common.errors import EngineError
-from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.library import activate, active, torch_threads
-from vlmserve_common.kernels.quantized import MODE_BITS, Mode
+from vlmserve_common.compute.communicator import ALONE
+from vlmserve_common.compute.tensors import dtype_name
 
 if TYPE_CHECKING:
     from vlmserve_common.parallel.ranks import Ranks
@@ -85,8 +70,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """What others need to know of a running engine. max_req_len: tokens of prompt and answer of one request.
-    auto_pixels: what `--max-pixels auto` comes to; None: the checkpoint's own limit."""
+    """What other processes need to know about a running engine. max_req_len: tokens of prompt and answer of one
+    request. auto_pixels: the result of `--max-pixels auto`; None: the checkpoint's own limit."""
 
     max_total_tokens: int
     max_req_len: int
@@ -95,251 +80,205 @@ class EngineInfo:
     auto_pixels: int | None = None
 
 
-def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRunner, EngineInfo]:
-    """Load the model and make its pools; everything a worker process needs. CheckpointError, EngineError.
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """A loaded model with its attention backend, from which a runner is made. max_model_len: tokens. auto_pixels: see
+    `EngineInfo`."""
 
-    What cannot fit into memory is refused before weights are loaded. ranks: who has the other parts of the model; the
-    first one alone encodes pictures.
-    """
-    shard = WHOLE if ranks is None else replace(ranks.shard, experts=expert_sharing(args))
-    encodes = not args.num_encoders and shard.is_entry
-    processors = load_logits_processors(args.logits_processors)
-    device, threads = _take_device(args, ranks)
-    model = _load(args, device, shard, threads, with_tower=encodes)
-    config = model.config
-    kv_dtype = cache_dtype(args.kv_cache_dtype, model.dtype)
-    per_token = _bytes_per_token(model, kv_dtype)
-    max_model_len = args.max_model_len or config.max_position_embeddings
-    attn_backend = _attention(args, model, kv_dtype, device)
-    attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
-    auto_pixels = None if not shard.is_entry else auto_max_pixels(args, dtype=model.dtype, device=device)
-    limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
-    activations = _activations(args, model, attn_backend, limits, device, encodes=encodes)
-    new_cache = partial(
-        KVCache,
-        num_layers=config.num_kv_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=kv_dtype,
-        device=device,
-    )
-    shape = state_shape(config, model.dtype)
-    graph_tools = cuda_tools(device) if ranks is None else tools_of_ranks(cuda_tools(device), ranks)
-    graph_builder = GraphBuilder(model=model, attn_backend=attn_backend, tools=graph_tools)
-    graph_plan = GraphPlan()
-    sizes = wanted_sizes(args, attn_backend, device, config.experts, shard)
-    if graph_tools.smallest(len(sizes)):  # attention may differ from rank to rank
-        graph_plan = graph_builder.plan(
-            sizes,
-            kv_cache=new_cache(num_slots=args.page_size),
-            max_context_len=max_model_len + args.page_size,
-            room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
-            recurrent_cache=None if shape is None else RecurrentCache(0, shape, device, padded=True),
+    args: EngineArgs
+    ranks: Ranks | None
+    device: torch.device
+    model: VisionLanguageModel
+    attn_backend: AttentionBackend
+    max_model_len: int
+    auto_pixels: int | None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of keys and values in the cache."""
+        return cache_dtype(self.args.kv_cache_dtype, self.model.dtype)
+
+    @property
+    def state_shape(self) -> StateShape | None:
+        """The shape of a request's recurrent state; None for models without recurrent layers."""
+        return state_shape(self.model.config, self.model.dtype)
+
+    def kv_cache(self, num_slots: int) -> KVCache:
+        """Allocate a KV cache of so many tokens, dummy page included."""
+        config = self.model.config
+        return KVCache(
+            num_slots=num_slots,
+            num_layers=config.num_kv_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.kv_dtype,
+            device=self.device,
         )
-    padded = bool(graph_plan.sizes)
-    activations = replace(activations, graphs=graph_plan.reserved)
-    tokens = kv_cache_size(
-        args,
-        bytes_per_token=per_token,
-        max_model_len=max_model_len,
-        device=device,
-        state_bytes=state_bytes(args, config, model.dtype, max_model_len, padded=padded),
-        activations=activations,
-    )
-    states = 0 if shape is None else num_states(args, shape, max_model_len)
-    if ranks is not None:
-        tokens, states = ranks.smallest(tokens), ranks.smallest(states)
-    max_req_len = min(max_model_len, tokens - args.page_size)
-    info = EngineInfo(
-        max_total_tokens=tokens,
-        max_req_len=max_req_len,
-        device=str(device),
-        dtype=dtype_name(model.dtype),
-        auto_pixels=auto_pixels,
-    )
-    runner = ModelRunner(
-        model=model,
-        kv_cache=new_cache(num_slots=tokens + args.page_size),
-        req_to_token_pool=ReqToTokenPool(args.max_running_requests, max_req_len + args.page_size, device),
-        attn_backend=attn_backend,
-        device=device,
-        recurrent_cache=None if shape is None else RecurrentCache(states, shape, device, padded=padded),
-        logits_processors=processors,
-        groups=1 if shard.rank else args.attention_groups,
-    )
-    graphs = graph_builder.capture(
-        graph_plan,
-        kv_cache=runner.kv_cache,
-        req_to_token_pool=runner.req_to_token_pool,
-        recurrent_cache=runner.recurrent_cache,
-    )
-    if graphs is not None:
-        runner.attach_graphs(graphs)
-    if device.type == "cuda" and shape is None:  # the steps of its own have no states
-        warm_up(runner, with_tower=encodes)
-    if args.enable_eplb:
-        runner.attach_balancer(ExpertBalancer(model, shard, args.eplb_rebalance_num_iterations))
+
+    def recurrent_cache(self, num_states: int, *, padded: bool) -> RecurrentCache | None:
+        """Allocate so many recurrent states; None for models without recurrent layers."""
+        shape = self.state_shape
+        return None if shape is None else RecurrentCache(num_states, shape, self.device, padded=padded)
+
+    def smallest(self, number: int) -> int:
+        """Return the smallest of the numbers that all ranks call this with."""
+        return number if self.ranks is None else self.ranks.smallest(number)
+
+
+def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRunner, EngineInfo]:
+    """Load the model and make its pools: everything that a worker process needs. CheckpointError, EngineError.
+
+    What cannot fit into memory is refused before weights are loaded. ranks: the processes that have the other parts of
+    the model; only the first one encodes pictures.
+    """
+    comm = ALONE if ranks is None else ranks.comm
+    encodes = not args.num_encoders and comm.shard.is_entry
+    processors = load_logits_processors(args.logits_processors)
+    device, threads = prepare_device(args, ranks)
+    model = load(args, device, comm, threads, with_tower=encodes)
+    parts = _attention(args, ranks, device, model)
+    activations = _activations(parts, encodes=encodes)
+    graph_builder, graph_plan = _plan_graphs(parts, activations)
+    tokens, states = _pool_sizes(parts, replace(activations, graphs=graph_plan.reserved), graph_plan)
+    info = _engine_info(parts, tokens)
+    runner = _allocate(parts, info, states, graph_plan, processors)
+    _capture(runner, graph_builder, graph_plan)
+    _make_ready(runner, args, with_tower=encodes)
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,
         info.dtype,
         info.device,
         tokens,
-        per_token,
-        dtype_name(kv_dtype),
-        max_req_len,
-        activations,
+        bytes_per_token(model, parts.kv_dtype),
+        dtype_name(parts.kv_dtype),
+        info.max_req_len,
+        replace(activations, graphs=graph_plan.reserved),
     )
     return runner, info
 
 
-def _take_device(args: EngineArgs, ranks: Ranks | None) -> tuple[torch.device, int]:
-    """The device, made ready for this thread, and the threads that compute on a CPU."""
-    threads = usable_threads(args.num_threads, "--num-threads")
-    torch.set_num_threads(threads)
-    device = resolve_device(args.device)
-    if device.type == "cpu":
-        operators = activate(args.cpu_kernels, threads=threads)
-        log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
-        if ranks is not None:
-            ranks.share_memory()
-    else:
-        torch.cuda.set_device(device)  # of this thread: Triton launches there, in its trial, too
-    operators = fused.activate(args.gpu_kernels, device)
-    if device.type == "cuda":
-        log.info("%s: %s", device, operators)
-    return device, threads
-
-
-def _load(
-    args: EngineArgs, device: torch.device, shard: Shard, threads: int, *, with_tower: bool
-) -> VisionLanguageModel:
-    """This process's part of the model, packed, if it has room. with_tower: encoder processes have it otherwise, and no
-    copy of it is needed here."""
-    mode = _quantization(args, device)
-    _check_sizes(args, device, mode, shard)
-    model = _model(args, device, shard, with_tower=with_tower)
-    model.pack(mode)
-    if device.type == "cpu":
-        torch.set_num_threads(torch_threads(threads, model.dtype))
-    return model
-
-
-def _attention(
-    args: EngineArgs, model: VisionLanguageModel, kv_dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
+def _attention(args: EngineArgs, ranks: Ranks | None, device: torch.device, model: VisionLanguageModel) -> _Parts:
+    """Choose the attention backend, and find out how large requests and pictures may be."""
     config = model.config
-    return choose_backend(
-        args.attention_backend,
-        AttentionSpec(
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            scaling=config.head_dim**-0.5,
-            dtype=model.dtype,
-            cache_dtype=kv_dtype,
-            page_size=args.page_size,
-            device=device,
-        ),
+    max_model_len = args.max_model_len or config.max_position_embeddings
+    spec = AttentionSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scaling=config.head_dim**-0.5,
+        dtype=model.dtype,
+        cache_dtype=cache_dtype(args.kv_cache_dtype, model.dtype),
+        page_size=args.page_size,
+        device=device,
+    )
+    attn_backend = choose_backend(args.attention_backend, spec)
+    attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
+    entry = model.comm.shard.is_entry
+    return _Parts(
+        args=args,
+        ranks=ranks,
+        device=device,
+        model=model,
+        attn_backend=attn_backend,
+        max_model_len=max_model_len,
+        auto_pixels=auto_max_pixels(args, dtype=model.dtype, device=device) if entry else None,
     )
 
 
-def _activations(
-    args: EngineArgs,
-    model: VisionLanguageModel,
-    attn_backend: AttentionBackend,
-    limits: StepLimits,
-    device: torch.device,
-    *,
-    encodes: bool,
-) -> Activations:
-    """What computing takes, measured on a GPU."""
+def _activations(parts: _Parts, *, encodes: bool) -> Activations:
+    """Measure on a GPU, or estimate on a CPU, the memory that computing takes beside weights and caches."""
+    args, model, device = parts.args, parts.model, parts.device
+    limits = step_limits(args, device, max_model_len=parts.max_model_len, auto_pixels=parts.auto_pixels)
     limits = limits if encodes else replace(limits, patches=0)
     if device.type != "cuda":
-        return estimate_activations(model, _of_all_groups(limits, args))
+        return estimate_activations(model, limits.of_all_groups(args))
     if encodes and not args.disable_vit_cuda_graph:
         capture_on_gpu(model.visual, device)
-    return measure_activations(
-        model,
-        attn_backend,
-        replace(limits, rows=limits.rows * args.attention_groups),  # groups are as long as each other in it
-        cuda_meter(device),
-        cache_dtype(args.kv_cache_dtype, model.dtype),
+    # the measured step has the tokens of all groups anyway: without sizes, each counts as long as this one
+    limits = replace(limits, rows=limits.rows * args.attention_groups)
+    return measure_activations(model, parts.attn_backend, limits, cuda_meter(device), parts.kv_dtype)
+
+
+def _plan_graphs(parts: _Parts, activations: Activations) -> tuple[GraphBuilder, GraphPlan]:
+    """Decide which decode steps are captured, by a trial over a cache of one page."""
+    args, model, device, ranks = parts.args, parts.model, parts.device, parts.ranks
+    tools = cuda_tools(device) if ranks is None else tools_of_ranks(cuda_tools(device), ranks)
+    builder = GraphBuilder(model=model, attn_backend=parts.attn_backend, tools=tools)
+    sizes = wanted_sizes(args, parts.attn_backend, device, model.config.experts, model.comm.shard)
+    if not tools.smallest(len(sizes)):  # attention may differ from rank to rank
+        return builder, GraphPlan()
+    per_token = bytes_per_token(model, parts.kv_dtype)
+    return builder, builder.plan(
+        sizes,
+        kv_cache=parts.kv_cache(args.page_size),
+        max_context_len=parts.max_model_len + args.page_size,
+        room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
+        recurrent_cache=parts.recurrent_cache(0, padded=True),
     )
 
 
-def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
-    dtype = dtype_setting(args.dtype)
-    if args.load_format == "dummy":
-        return random_model(Path(args.model), "meta", dtype, shard=shard)
-    return outline_model(Path(args.model), dtype, device, shard=shard)
-
-
-def _model(args: EngineArgs, device: torch.device, shard: Shard, *, with_tower: bool) -> VisionLanguageModel:
-    dtype = dtype_setting(args.dtype)
-    if args.load_format == "dummy":
-        return random_model(Path(args.model), device, dtype, with_tower=with_tower, shard=shard)
-    return load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, shard=shard)
-
-
-def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
-    """What --quantization comes to here. EngineError on a GPU."""
-    if args.quantization == "none":
-        return None
-    if device.type != "cpu":
-        raise EngineError(f"--quantization {args.quantization} is for CPUs, and the model is on {device}")
-    if active() is None:
-        log.warning("--quantization %s needs our own operators: the weights stay as they are", args.quantization)
-        return None
-    return args.quantization
-
-
-def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shard: Shard) -> None:
-    """EngineError for a context that the model was not made for, and for what has no room in memory."""
-    outline = _outline(args, device, shard)
-    most = outline.config.max_position_embeddings
-    max_model_len = args.max_model_len or most
-    if max_model_len > most:
-        raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
-    check_dtype(outline.dtype, device)
-    weights = weight_bytes(outline)
-    if args.num_encoders:
-        encoder_devices(args, device)  # are there
-    if args.num_encoders or not shard.is_entry:
-        weights -= weight_bytes(outline.visual)  # which each of them, or the first rank, loads, and this process not
-    embedding = outline.language_model.embed_tokens
-    if active() is not None and outline.lm_head is None and embedding is not None and shard.stage.is_last:
-        # the packed copy that is a tied model's head
-        copy = weight_bytes(embedding)
-        weights += copy if mode is None else int(copy * quantised_part(MODE_BITS[mode], outline.dtype))
-    scheme = quantization_of(Path(args.model))
-    if active() is not None and isinstance(scheme, Scheme):
-        decoder = weight_bytes(outline.language_model.layers)
-        weights -= int(decoder * (1 - quantised_part(scheme.bits, outline.dtype)))
-    check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
-    # what a CPU's pictures come to is found out later, and is this at the least
-    auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
-    limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
-    kv_cache_size(
+def _pool_sizes(parts: _Parts, activations: Activations, plan: GraphPlan) -> tuple[int, int]:
+    """Return how many KV slots and recurrent states there is room for, at the rank with the least room."""
+    args, model, shape = parts.args, parts.model, parts.state_shape
+    states_take = state_bytes(args, model.config, model.dtype, parts.max_model_len, padded=bool(plan.sizes))
+    tokens = kv_cache_size(
         args,
-        bytes_per_token=_bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
-        max_model_len=max_model_len,
-        device=device,
-        weights_to_come=weights,
-        state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
-        activations=estimate_activations(outline, _of_all_groups(limits, args)),
+        bytes_per_token=bytes_per_token(model, parts.kv_dtype),
+        max_model_len=parts.max_model_len,
+        device=parts.device,
+        state_bytes=states_take,
+        activations=activations,
+    )
+    states = 0 if shape is None else num_states(args, shape, parts.max_model_len)
+    return parts.smallest(tokens), parts.smallest(states)
+
+
+def _engine_info(parts: _Parts, tokens: int) -> EngineInfo:
+    return EngineInfo(
+        max_total_tokens=tokens,
+        max_req_len=min(parts.max_model_len, tokens - parts.args.page_size),
+        device=str(parts.device),
+        dtype=dtype_name(parts.model.dtype),
+        auto_pixels=parts.auto_pixels,
     )
 
 
-def _of_all_groups(limits: StepLimits, args: EngineArgs) -> StepLimits:
-    """Where groups of ranks have tokens of their own, MLPs and sampling are for those of all."""
-    groups = args.attention_groups
-    return replace(limits, tokens=limits.tokens * groups, rows=limits.rows * groups)
+def _allocate(
+    parts: _Parts, info: EngineInfo, states: int, plan: GraphPlan, processors: LogitsProcessors
+) -> ModelRunner:
+    """Make the runner, with its pools."""
+    args, device = parts.args, parts.device
+    return ModelRunner(
+        model=parts.model,
+        kv_cache=parts.kv_cache(info.max_total_tokens + args.page_size),
+        req_to_token_pool=ReqToTokenPool(args.max_running_requests, info.max_req_len + args.page_size, device),
+        attn_backend=parts.attn_backend,
+        device=device,
+        recurrent_cache=parts.recurrent_cache(states, padded=bool(plan.sizes)),
+        logits_processors=processors,
+        groups=1 if parts.model.comm.shard.rank else args.attention_groups,
+    )
 
 
-def _bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
-    config = model.config
-    return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+def _capture(runner: ModelRunner, builder: GraphBuilder, plan: GraphPlan) -> None:
+    """Capture the planned decode steps over the runner's pools."""
+    graphs = builder.capture(
+        plan,
+        kv_cache=runner.kv_cache,
+        req_to_token_pool=runner.req_to_token_pool,
+        recurrent_cache=runner.recurrent_cache,
+    )
+    if graphs is not None:
+        runner.attach_graphs(graphs)
+
+
+def _make_ready(runner: ModelRunner, args: EngineArgs, *, with_tower: bool) -> None:
+    """Warm kernels up on a GPU, and begin to balance experts where settings say so."""
+    if runner.device.type == "cuda" and runner.recurrent_cache is None:  # warm-up steps have no states
+        warm_up(runner, with_tower=with_tower)
+    if args.enable_eplb:
+        runner.attach_balancer(ExpertBalancer(runner.model, runner.model.comm, args.eplb_rebalance_num_iterations))
 
 
 def build_loop(
@@ -378,7 +317,8 @@ def build_loop(
 
 
 def _encoder(args: EngineArgs, runner: ModelRunner, start: StartSettings | None) -> Callable[[], EncoderPool]:
-    """Made when it is asked for first, as its processes are to be ended by whoever has it."""
+    """Return a function that makes the encoder when it is first called. Its processes end with the caller's
+    scheduler."""
     model = runner.model
     return cache(partial(build_encoder_pool, args, model.visual, dtype=model.dtype, device=runner.device, start=start))
 
@@ -400,7 +340,7 @@ def _scheduler(
         runner,
         allocator,
         media_keys,
-        bytes_per_token=_bytes_per_token(runner.model, runner.kv_cache.dtype),
+        bytes_per_token=bytes_per_token(runner.model, runner.kv_cache.dtype),
     )
     req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
     kv = KVCacheManager(
@@ -430,7 +370,8 @@ def _scheduler(
 
 
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
-    """threads: of torch on a CPU. A step for each stage of a pipeline, and one that the first is to begin with next."""
+    """Make the queue of steps. threads: of torch on a CPU. It holds a step for each stage of a pipeline, and the one
+    that the first stage begins with next."""
     depth = 1 if args.disable_overlap_schedule else args.pp_size + 1
     assert args.pp_size > 1 or depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Builds the vision encoder: where it computes, what it keeps, and on which disk."""
+"""Builds the vision encoder: its device, its caches, and its folder on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ _WARMUP_PATCHES = 8192
 
 
 def resolve_max_patches(args: EngineArgs, device: torch.device) -> int:
-    """The `--encoder-max-patches` setting. A CPU gains nothing by large batches, and the first answers come sooner."""
+    """Return the `--encoder-max-patches` setting. By default a CPU has small batches: large ones are no faster, and
+    delay the first answers."""
     if args.encoder_max_patches is not None:
         return args.encoder_max_patches
     return 1024 if device.type == "cpu" else 65536
@@ -52,7 +53,7 @@ def resolve_warmup_patches(args: EngineArgs, device: torch.device) -> int:
 
 
 def embed_shape(tower: VisionTower, dtype: torch.dtype) -> EmbedShape:
-    """Of the embeddings that a tower makes."""
+    """Return the shape of the embeddings that a tower makes."""
     return EmbedShape(
         merge=tower.spatial_merge_size,
         width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
@@ -69,11 +70,11 @@ def build_encoder_pool(
     start: StartSettings | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
-    """The encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. Where there are encoder
-    processes, these have its weights, and it may be on the meta device.
+    """Build the encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. The tower may be on the
+    meta device if there are encoder processes, which load it.
 
-    start: needed where `args` asks for any. store: where embeddings are kept for good; by default what
-    `--embedding-cache-dir` says. Raises EngineError.
+    start: needed if `args` asks for encoder processes. store: keeps embeddings for good; by default the folder of
+    `--embedding-cache-dir`. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
     shape = embed_shape(tower, dtype)
@@ -107,7 +108,8 @@ def build_encoder_pool(
 
 
 def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> EmbeddingCache:
-    """Keeps embeddings in the memory of `device`, and of the host behind it if that is another and has any bytes."""
+    """Make a cache in the memory of `device`. A host tier is behind it if `host_bytes` is above 0 and the device is no
+    CPU."""
     return EmbeddingCache(
         MemoryTier(device_bytes, device),
         MemoryTier(host_bytes, torch.device("cpu")) if host_bytes and device.type != "cpu" else None,
@@ -115,7 +117,7 @@ def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> E
 
 
 def open_store(args: EngineArgs, fingerprint: bytes, shape: EmbedShape, hf_config: Mapping[str, Any]) -> EmbeddingStore:
-    """The folder of `--embedding-cache-dir`, for the embeddings of one tower. EngineError if it cannot be used."""
+    """Open the folder of `--embedding-cache-dir` for one tower's embeddings. EngineError if it cannot be used."""
     assert args.embedding_cache_dir is not None
     return EmbeddingStore(
         Path(args.embedding_cache_dir).expanduser(),
@@ -135,7 +137,7 @@ def _start_workers(
     args: EngineArgs, dtype: torch.dtype, device: torch.device, start: StartSettings | None
 ) -> ProcessBackend:
     assert start is not None, "encoder processes need a directory for arrays"
-    # Only who has such processes needs what they talk with.
+    # Imported only if there are such processes.
     from vision.workers.process_backend import ProcessBackend
 
     devices = encoder_devices(args, device)
@@ -158,12 +160,12 @@ def _start_workers(
 
 
 def encoder_threads(args: EngineArgs) -> int:
-    """Of each encoder process that computes on the CPU."""
+    """Return the threads of each encoder process that computes on the CPU."""
     return usable_threads(args.encoder_threads or max(1, available_cpus() // args.num_encoders), "--encoder-threads")
 
 
 def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
-    """The device of each encoder process. device: the model's."""
+    """Return the device of each encoder process. device: the model's."""
     count = args.num_encoders
     if args.encoder_devices is not None:
         given = [str(resolve_device(name, "--encoder-devices")) for name in args.encoder_devices.split(",")]

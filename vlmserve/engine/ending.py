@@ -1,4 +1,4 @@
-"""The end of the engine's process: one thread is told, another one has something to finish."""
+"""The end of the engine's process: one thread announces it, and another one has something to finish."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vlmserve_common.process.wake_up import WakeUp
 
 
 class Ending:
-    """patience_s: how long finishing may take, from when it is told."""
+    """The announced end. patience_s: seconds for finishing, from the announcement on."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -30,21 +30,21 @@ class Ending:
 
     @property
     def left_s(self) -> float:
-        """Seconds to finish in; for after the end has come."""
+        """Seconds left for finishing, once the end has been announced."""
         assert self._deadline is not None
         return max(0.0, self._deadline - time.monotonic())
 
     def tell(self) -> None:
-        """The end has come. For any thread."""
+        """Announce the end. Any thread may call this."""
         self._deadline = time.monotonic() + self._patience_s
         self._wake_up.call()
 
     def wait(self, grace_s: float) -> bool:
-        """After `tell`: wait for `finish`, so many seconds longer than it may take; whether it came."""
+        """Wait for `finish` after `tell`, for `grace_s` longer than finishing may take. Return whether it came."""
         return self._finished.wait(self.left_s + grace_s)
 
     def finish(self) -> NoReturn:
-        """All is done. The thread that waits ends the process; until then this one stays."""
+        """Say that all is finished. The waiting thread ends the process; this one never returns."""
         self._finished.set()
         while True:
             threading.Event().wait()

@@ -1,4 +1,4 @@
-"""The prefix cache with its tiers: device, host, disk."""
+"""Builds the prefix cache with its tiers: device, host, disk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_storage import KVStorage
 from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
 from vlmserve.memory.kv_writeback import KVWriteback
-from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.memory.prefix_cache import PrefixCache
-from vlmserve.memory.prefix_caches import build_prefix_cache
+from vlmserve.memory.media_keys import MediaIdentity, MediaKeyTable
+from vlmserve.memory.prefix_cache import ChunkCache, PrefixCache
+from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.sizing import host_pool_size
 from vlmserve_common.compute.tensors import dtype_name
 
@@ -31,10 +31,10 @@ def build_tiers(
     *,
     bytes_per_token: int,
 ) -> tuple[PrefixCache, Callable[[float | None], int]]:
-    """The prefix cache that the settings ask for, and how it ends: see `KVWriteback.close`. The runner learns of the
-    host tier.
+    """Build the prefix cache that the settings ask for, and connect its host tier to the runner.
 
-    Raises EngineError for memory or a folder that is not there.
+    Also returns the function that closes the cache: see `KVWriteback.close`. EngineError for memory or a folder that is
+    missing.
     """
     host_slots = host_pool_size(args, bytes_per_token=bytes_per_token, device=runner.device)
     if not host_slots:
@@ -62,8 +62,33 @@ def build_tiers(
     return cache, KVWriteback(cache, transfer, storage, bytes_per_token=pool.bytes_per_token).close
 
 
+def build_prefix_cache(
+    args: EngineArgs,
+    allocator: TokenToKVPoolAllocator,
+    host: TokenToKVPoolAllocator | None = None,
+    *,
+    storage: KVStorage | None = None,
+    identity: MediaIdentity | None = None,
+) -> PrefixCache:
+    """Build the prefix cache over the slots of `allocator`, with a second tier if there are `host` slots. See
+    `HiRadixCache` for the other arguments."""
+    if args.disable_radix_cache:
+        return ChunkCache(allocator.page_size)
+    if host is not None:
+        return HiRadixCache(
+            allocator,
+            host,
+            policy=args.radix_eviction_policy,
+            write_policy=args.hicache_write_policy,
+            storage=storage,
+            identity=identity,
+        )
+    return RadixCache(allocator, policy=args.radix_eviction_policy)
+
+
 def _fingerprint(args: EngineArgs, runner: ModelRunner) -> str:
-    """Another one where the same tokens give other KV: weights, how they are computed with, and what is kept."""
+    """Digest everything that KV depends on: weights, how they are computed with, and the cache's dtype and page
+    size."""
     digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
     for path in sorted(Path(args.model).glob("*")):
         if path.suffix in (".safetensors", ".json"):

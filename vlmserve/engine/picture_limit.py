@@ -34,10 +34,10 @@ Rate = Callable[[torch.dtype, int, int], float]
 def auto_max_pixels(
     args: EngineArgs, *, dtype: torch.dtype, device: torch.device, rate: Rate | None = None
 ) -> int | None:
-    """The largest area of a picture, in pixels; None: the checkpoint's own limit. Says in the log which one, and why.
+    """Return the largest area of a picture, in pixels, or None for the checkpoint's own limit. Log which, and why.
 
-    None also where `--max-pixels` says something else, and where a GPU encodes. args.model: the checkpoint folder.
-    dtype: the tower's. device: the model's. Takes some tens of milliseconds.
+    None also if `--max-pixels` is set, or if a GPU encodes. args.model: the checkpoint folder. dtype: the tower's.
+    device: the model's. Takes some tens of milliseconds.
     """
     devices = encoder_devices(args, device) if args.num_encoders else (str(device),)
     if args.max_pixels != AUTO or "cpu" not in devices:
@@ -71,9 +71,9 @@ def auto_max_pixels(
 
 
 def allowed_sizes(config: ProcessorConfig) -> list[int]:
-    """Areas to choose from, in pixels, smallest first; the checkpoint's limit is the last.
+    """Return the areas to choose from, in pixels, smallest first; the last is the checkpoint's limit.
 
-    Few, so that a start on the same machine finds the same one: embeddings that are kept are of one size.
+    There are few, so that each start on a machine chooses the same one: kept embeddings belong to one size.
     """
     token = config.patches.factor**2
     steps = max(0, math.ceil(2 * math.log2(config.max_pixels / SMALLEST_PIXELS)))
@@ -82,13 +82,13 @@ def allowed_sizes(config: ProcessorConfig) -> list[int]:
 
 
 def encode_seconds(tower: VisionTower, config: ProcessorConfig, area: int, rate: float) -> float:
-    """About how long a picture of so many pixels takes, at so many FLOP/s."""
+    """Estimate the seconds for a picture of so many pixels, at so many FLOP/s."""
     return _OVERHEAD * encoding_flops(tower, area // config.patches.patch_size**2) / rate
 
 
 def product_rate(dtype: torch.dtype, inner: int, outer: int) -> float:
-    """FLOP/s of products of that dtype with weights [outer, inner] on one core that has nothing else to do: by the CPU
-    time of all threads, so that other work at the start does not count for ever."""
+    """Measure the FLOP/s of products of that dtype with weights [outer, inner] on one idle core. CPU time of all
+    threads counts, so other work during the start does not."""
     x = torch.full((_ROWS, inner), 0.5, dtype=dtype)
     layer = Linear(inner, outer, bias=False).to(dtype)
     layer.load_state_dict({"weight": torch.full((outer, inner), 0.01)})

@@ -100,7 +100,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
 
 def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
     """Run the process of any rank but the first."""
-    from vlmserve.engine.ranks import follow, meeting_place
+    from vlmserve.engine.rank_processes import follow, meeting_place
 
     args = replica_args(args, channels.replica)
     heartbeat = channels.heartbeat(f"rank-{rank}")
@@ -112,14 +112,14 @@ def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[E
     """Let the first rank meet the other ranks. Returns its own settings, and the connections to the others."""
     if args.world_size == 1:
         return args, None
-    from vlmserve.engine.ranks import join_ranks, meeting_place, rank_args
+    from vlmserve.engine.rank_processes import join_ranks, meeting_place, rank_args
 
     args = rank_args(args, 0)
     return args, join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
 
 
 def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | GroupsWorker:
-    from vlmserve.engine.ranks import LAST_WORDS_S, leading_worker
+    from vlmserve.engine.rank_processes import LAST_WORDS_S, leading_worker
 
     # the launcher sees which rank has ended, and says so
     return leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))

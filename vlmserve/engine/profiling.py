@@ -1,4 +1,4 @@
-"""A recording of what steps do, by torch's profiler, as a trace for chrome://tracing or Perfetto."""
+"""Records steps with torch's profiler, as a trace for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 class Profiler:
     """One recording at a time, of all threads of the process. All methods are called in one thread, between turns.
 
-    name: the process's, in file names. clock: Unix time in seconds.
+    name: the process's, used in file names. clock: Unix time in seconds.
     """
 
     def __init__(self, name: str = "scheduler", *, clock: Callable[[], float] = time.time) -> None:
@@ -32,17 +32,17 @@ class Profiler:
 
     @property
     def recording(self) -> bool:
-        """Whether one is under way."""
+        """Whether a recording is under way."""
         return self._recording is not None
 
     @property
     def steps(self) -> int:
-        """Steps of the recording, the one under way or the last."""
+        """Steps of the recording that is under way, or else of the last one."""
         return self._steps
 
     def start(self, folder: Path, steps: int | None, activities: Sequence[Activity]) -> Path:
-        """Begin; returns the file that the trace will be written to. OSError if the folder cannot be written to,
-        KeyError for an activity that this machine does not have."""
+        """Begin a recording, and return the file that the trace will be written to. OSError if the folder cannot be
+        written to; KeyError for an activity that this machine does not have."""
         assert self._recording is None
         self._path = folder / f"{self._name}-{os.getpid()}-{int(self._clock() * 1000)}.trace.json.gz"
         available = {"CPU": torch.profiler.ProfilerActivity.CPU}
@@ -59,7 +59,7 @@ class Profiler:
         return self._path
 
     def step_done(self) -> None:
-        """A step has been computed: the last one wanted ends the recording."""
+        """Count a computed step. The last one wanted ends the recording."""
         if self._recording is None:
             return
         self._steps += 1

@@ -1,4 +1,4 @@
-"""What hybrid models need beside a KV cache: states of their recurrent layers, in a pool of their own."""
+"""Recurrent states of hybrid models: how many fit, and who manages them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.memory.groups.recurrent import RecurrentStates
 from vlmserve.memory.recurrent_cache import StateShape
+from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.models.config import ModelConfig
 from vlmserve.scheduler.request_states import RequestStates, snapshot_unit
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def state_shape(config: ModelConfig, dtype: torch.dtype) -> StateShape | None:
-    """Of a model that computes in `dtype`; None without recurrent layers."""
+    """Return the shape of a request's state in a model that computes in `dtype`; None without recurrent layers."""
     linear = config.linear
     if linear is None or not linear.layers:
         return None
@@ -31,8 +31,8 @@ def state_shape(config: ModelConfig, dtype: torch.dtype) -> StateShape | None:
 
 
 def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
-    """One for each request that may run, and for snapshots what --mamba-cache-mib has room for, but no more than there
-    can be places in so many requests."""
+    """Return the number of states: one for each request that may run, and snapshots for which --mamba-cache-mib has
+    room. There are never more snapshots than places for them in so many requests."""
     snapshots = 0
     if _keeps_snapshots(args):
         places = args.max_running_requests * (max_model_len // snapshot_unit(args.page_size) + 1)
@@ -43,13 +43,15 @@ def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
 def state_bytes(
     args: EngineArgs, config: ModelConfig, dtype: torch.dtype, max_model_len: int, *, padded: bool = False
 ) -> int:
-    """What all of them take, the blank one included; 0 without recurrent layers. padded: see `RecurrentCache`."""
+    """Return the bytes of all states, the blank one included; 0 without recurrent layers. padded: see
+    `RecurrentCache`."""
     shape = state_shape(config, dtype)
     return 0 if shape is None else (1 + num_states(args, shape, max_model_len) + padded) * shape.nbytes
 
 
 def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> RequestStates | None:
-    """Who has which of a runner's states. num_slots: of its KV cache, dummy page included."""
+    """Make the manager of a runner's states; None without recurrent layers. num_slots: of its KV cache, dummy page
+    included."""
     cache = runner.recurrent_cache
     if cache is None:
         return None
@@ -62,7 +64,8 @@ def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> Req
 
 
 def supported_args(args: EngineArgs, config: ModelConfig) -> EngineArgs:
-    """The settings without what recurrent layers cannot do; a line in the log for each. Answers are the same."""
+    """Return the settings without those that recurrent layers do not support, and log a line for each. Answers are the
+    same."""
     if config.linear is None:
         return args
     if args.speculative_algorithm != "none":

@@ -1,5 +1,5 @@
-"""A few small steps before the first request, which would otherwise wait for kernels to be built and loaded, and for
-page-locked memory; and a GPU that fails at any of them is known at the start."""
+"""Computes a few small steps before the first request. They build and load kernels and page-locked memory, and a GPU
+that fails at any of them fails at the start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from vlmserve.engine.activations import dummy_sampling, encode_nothing
+from vlmserve.engine.activation_memory import dummy_sampling, encode_nothing
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
 from vlmserve.models.attention.base import ForwardMode
@@ -23,17 +23,17 @@ _REQUESTS, _PROMPT, _PATCHES = 2, 20, 16
 
 
 def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
-    """Compute prompts, prompts beside decoding, and decoding, sampled in every way, in slots that nobody holds yet.
-    What it leaves in the tables and in the KV cache means nothing to anybody. with_tower: it is on the device.
+    """Compute prompts, prompts beside decoding, and decoding, sampled in every way, in slots that no request holds yet.
+    Nothing reads the tables and KV that this leaves behind. with_tower: whether the tower is on the device.
 
-    Raises as `executor.device_errors` does.
+    Raises as `executor.launched_step.device_errors` does.
     """
     began = time.perf_counter()
     if with_tower:
         with torch.inference_mode():
             encode_nothing(runner.model.visual, _PATCHES, runner.device)
     for batch in _steps(runner):
-        forwarded, shard = runner.forward(batch), runner.model.config.shard
+        forwarded, shard = runner.forward(batch), runner.model.comm.shard
         if not shard.stage.is_last:
             continue
         for info in _ways(len(batch.req_pool_indices), batch, vocab=runner.model.config.vocab_size):
@@ -45,7 +45,7 @@ def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
 
 
 def _steps(runner: ModelRunner) -> Iterator[ModelWorkerBatch]:
-    """As large as the pools allow: two tokens a request are there at the least."""
+    """Yield steps as large as the pools allow; these have room for at least two tokens a request."""
     pool, slots = runner.req_to_token_pool, len(runner.kv_cache.layers[0].keys)
     requests = min(_REQUESTS, pool.size)
     longest = min(pool.max_context_len, slots // requests)
@@ -60,7 +60,8 @@ def _steps(runner: ModelRunner) -> Iterator[ModelWorkerBatch]:
 
 
 def _batch(mode: ForwardMode, requests: Sequence[tuple[int, int]], longest: int) -> ModelWorkerBatch:
-    """requests: tokens before the step and in it, of each; it has `longest` slots to itself."""
+    """Make a step. requests: tokens before the step and in it, for each request, which has `longest` slots to
+    itself."""
     prefixes, new = (np.array(part, dtype=np.int64) for part in zip(*requests, strict=True))
     places = np.concatenate([np.arange(past, past + count) for past, count in requests])
     rows = np.arange(len(requests))
@@ -79,7 +80,8 @@ def _batch(mode: ForwardMode, requests: Sequence[tuple[int, int]], longest: int)
 
 
 def _ways(rows: int, batch: ModelWorkerBatch, *, vocab: int) -> Iterator[SamplingBatchInfo]:
-    """Greedily, among all tokens, the likeliest, and those of a least probability; with penalties and logprobs."""
+    """Yield ways to sample: greedily, among all tokens, the likeliest, and those of a least probability; with penalties
+    and logprobs."""
     last = (batch.seq_lens - batch.prefix_lens).cumsum() - 1
     random = replace(dummy_sampling(rows), token_indices=last)
     greedy = replace(random, temperatures=np.zeros(rows, dtype=np.float32))

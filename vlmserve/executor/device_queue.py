@@ -1,7 +1,6 @@
-"""Where work for the device is done: in the order in which it was submitted, whoever waits for it.
+"""Does work for the device in the order in which it was submitted, which makes steps in flight safe.
 
-That order is what makes steps in flight safe: a step may read what the one before it writes, and slots that are given
-to somebody else are written by a later step.
+A step may read the results of the step before it. Slots that are given to another request are written by a later step.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ class Work(Protocol[T_co]):
     """Something that was submitted."""
 
     def result(self) -> T_co:
-        """What it returned, or raises what it raised. Waits for it."""
+        """Wait, and return or raise what the submitted call returned or raised."""
         ...
 
 
 class DeviceQueue(Protocol):
-    """depth: how many steps are worth having in flight, if they have `least_reqs` requests or more."""
+    """depth: how many steps are worth having in flight, if they have at least `least_reqs` requests."""
 
     depth: int
     least_reqs: int
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """Have `run(*args)` done, after all that was submitted before."""
+        """Have `run(*args)` done after everything that was submitted before."""
         ...
 
     def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """The same at once, by the caller, who has waited for all that was submitted before."""
+        """Do `run(*args)` at once. The caller has waited for everything that was submitted before."""
         ...
 
     def close(self) -> None:
-        """Do what was submitted, and nothing more."""
+        """Do everything that was submitted, then stop."""
         ...
 
 
@@ -65,22 +64,22 @@ class InlineQueue:
     least_reqs = 0
 
     def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """See `DeviceQueue`."""
+        """Do it at once."""
         return _Done(run, args)
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """See `DeviceQueue`."""
+        """Do it at once."""
         return _Done(run, args)
 
     def close(self) -> None:
-        """See `DeviceQueue`."""
+        """Do nothing: everything is done."""
 
 
 class StreamQueue(InlineQueue):
-    """For a GPU: what is submitted is launched at once, in the caller's thread, and its stream does it in order. Who
-    needs what comes of it waits for an event behind it, while the next step is under way.
+    """The queue of a GPU. It launches at once, in the caller's thread, and the GPU's stream keeps the order. A reader
+    of results waits for an event behind them, while the next step is under way.
 
-    choose_device: called first in the thread of whoever submits, as each thread has a current device of its own.
+    choose_device: called first in the thread that submits, because each thread has a current device of its own.
     """
 
     def __init__(self, choose_device: Callable[[], None] | None = None, *, depth: int = 2) -> None:
@@ -88,11 +87,11 @@ class StreamQueue(InlineQueue):
         self._choose_device = choose_device
 
     def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """See `DeviceQueue`."""
+        """Launch it at once."""
         return self.submit(run, *args)
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """See `DeviceQueue`."""
+        """Launch it at once."""
         if self._choose_device is not None:
             self._choose_device()
         return super().submit(run, *args)
@@ -107,7 +106,7 @@ class _Later(Generic[T]):
 
     def run(self) -> None:
         assert self._call is not None
-        (run, args), self._call = self._call, None  # what it was called with is not needed any more
+        (run, args), self._call = self._call, None  # lets go of the arguments
         try:
             self._value = run(*args)
         except Exception as error:
@@ -126,7 +125,7 @@ class _Later(Generic[T]):
 class ThreadQueue:
     """Does everything in a thread of its own, while the caller prepares the next step. started: called there first.
 
-    For a step of few requests handing over takes longer than what it hides.
+    Steps of fewer than `least_reqs` requests are not worth handing over: it takes longer than it saves.
     """
 
     def __init__(self, started: Callable[[], None] | None = None, *, depth: int = 2, least_reqs: int = 4) -> None:
@@ -136,17 +135,17 @@ class ThreadQueue:
         self._thread.start()
 
     def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """See `DeviceQueue`."""
+        """Do it at once, in the caller's thread."""
         return _Done(run, args)
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
-        """See `DeviceQueue`."""
+        """Hand it to the thread."""
         work = _Later(run, args)
         self._queue.put(work)
         return work
 
     def close(self) -> None:
-        """See `DeviceQueue`."""
+        """Let the thread finish, and end it."""
         self._queue.put(None)
         self._thread.join()
 

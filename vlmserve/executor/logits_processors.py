@@ -1,7 +1,7 @@
-"""Logits processors of the operator's: classes named at the start (--logits-processors), which requests call by name.
+"""Logits processors: the operator's own classes, named at the start (--logits-processors), which requests call by name.
 
-A request brings plain JSON parameters, and never code. A processor keeps nothing between calls: it is told all of a
-request's tokens each time. So an answer does not depend on who else is served, or on what was computed again.
+A request brings plain JSON parameters and never code. A processor keeps nothing between calls: each call has all tokens
+of the request. So an answer depends neither on other requests nor on retraction.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """name: what requests call it; without one, the class's own. Made without arguments, once in each process."""
+    """The interface of a processor, which is made without arguments, once in each process. name: what requests call it;
+    by default the name of the class."""
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Raise ValueError for parameters that cannot be: the request is refused with its text."""
+        """Raise ValueError for impossible parameters. The request is refused with its text."""
         ...
 
     def apply(
@@ -39,18 +40,18 @@ class LogitsProcessor(Protocol):
 
 
 class LogitsProcessors:
-    """Those of a process, by their names."""
+    """The processors of a process, by name."""
 
     def __init__(self, processors: Mapping[str, LogitsProcessor]) -> None:
         self._processors = dict(processors)
 
     @property
     def names(self) -> list[str]:
-        """What requests may call."""
+        """The names that requests may call."""
         return list(self._processors)
 
     def check(self, name: str, params: Mapping[str, Any]) -> None:
-        """ValueError for a processor that is not there, or for parameters that it does not take."""
+        """Raise ValueError for an unknown processor, or for parameters that it refuses."""
         processor = self._processors.get(name)
         if processor is None:
             known = ", ".join(self._processors) or "none"
@@ -60,7 +61,8 @@ class LogitsProcessors:
     def apply(
         self, logits: torch.Tensor, calls: Sequence[LogitsProcessing]
     ) -> tuple[torch.Tensor, tuple[tuple[int, str], ...]]:
-        """logits: float32 [S, vocab], changed in place. Also returns the rows at which one failed, and why."""
+        """Apply calls to logits float32 [S, vocab], in place. Also return the rows at which a processor failed, and
+        why."""
         failures: dict[int, str] = {}
         for call in calls:
             if call.row in failures:
@@ -79,8 +81,8 @@ class LogitsProcessors:
 
 
 def load_logits_processors(names: str | None) -> LogitsProcessors:
-    """names: MODULE:CLASS with commas between them. Imports these modules. EngineError for what is none, and for two of
-    one name."""
+    """Make processors. names: MODULE:CLASS with commas between them; the modules are imported. EngineError if one
+    cannot be made, is no processor, or has the name of another."""
     found: dict[str, LogitsProcessor] = {}
     for place in names.split(",") if names else ():
         module, _, attribute = place.strip().partition(":")

@@ -1,4 +1,4 @@
-"""Logprobs of rows of logits: of a token each, of the likeliest, and of tokens that were asked for."""
+"""Logprobs of rows of logits: of one token each, of the likeliest tokens, and of tokens that were asked for."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class DeviceLogprobs:
     asked: torch.Tensor
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What `on_host` takes, once it is on the host."""
+        """Return the tensors that `on_host` takes, once they are on the host."""
         return self.logprobs, self.ranks, self.top_ids, self.top_logprobs, self.asked
 
     @staticmethod
     def on_host(arrays: Sequence[np.ndarray]) -> RowLogprobs:
-        """Of the arrays of `tensors`."""
+        """Make `RowLogprobs` of the arrays of `tensors`."""
         logprobs, ranks, top_ids, top_logprobs, asked = arrays
         return RowLogprobs(logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs, asked=asked)
 
 
 class LogprobInputs:
-    """What is asked of rows, on its way to the device. width: of the likeliest tokens, so many are named."""
+    """A request for logprobs of rows, on its way to the device. width: how many of the likeliest tokens are named."""
 
     def __init__(self, rows: LogprobRows, upload: Upload) -> None:
         self.width = max(int(rows.tops.max(initial=0)), 0)
@@ -49,7 +49,7 @@ class LogprobInputs:
 
 
 class PromptTile:
-    """Some of the prompt tokens that logprobs are wanted of, on their way to the device."""
+    """A part of the prompt tokens whose logprobs are wanted, on its way to the device."""
 
     def __init__(self, asked: PromptLogprobRows, tile: slice, upload: Upload) -> None:
         self.tokens = upload.add(asked.tokens[tile])
@@ -58,7 +58,8 @@ class PromptTile:
 
 
 def row_logprobs(logits: torch.Tensor, targets: torch.Tensor, inputs: LogprobInputs) -> DeviceLogprobs:
-    """logits: float32 [R, vocab]. targets: int64 [R], the token of each row that `logprobs` and `ranks` are of."""
+    """Compute logprobs of logits float32 [R, vocab]. targets: int64 [R], the token of each row that `logprobs` and
+    `ranks` are of."""
     normal = _log_distribution(logits, inputs)
     chosen = normal.gather(1, targets[:, None])
     top_logprobs, top_ids = normal.topk(min(inputs.width, normal.shape[1]), dim=-1)
@@ -72,7 +73,7 @@ def row_logprobs(logits: torch.Tensor, targets: torch.Tensor, inputs: LogprobInp
 
 
 def prompt_tiles(asked: PromptLogprobRows, vocab: int, upload: Upload) -> list[PromptTile]:
-    """Tile by tile: the logits of a whole prompt may be gigabytes."""
+    """Divide prompt tokens into tiles: the logits of a whole prompt may be gigabytes."""
     step = max(_TILE_BYTES // (4 * vocab), 1)
     return [PromptTile(asked, slice(start, start + step), upload) for start in range(0, len(asked.tokens), step)]
 
@@ -80,7 +81,8 @@ def prompt_tiles(asked: PromptLogprobRows, vocab: int, upload: Upload) -> list[P
 def prompt_logprobs(
     hidden: torch.Tensor, tiles: Sequence[PromptTile], compute_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> DeviceLogprobs:
-    """hidden: [N, hidden], of all tokens of a step. tiles: one or more, sent."""
+    """Compute a prompt's logprobs, tile by tile. hidden: [N, hidden], of all tokens of a step. tiles: at least one,
+    sent."""
     found = [
         row_logprobs(compute_logits(hidden.index_select(0, tile.tokens.tensor)), tile.targets.tensor, tile.inputs)
         for tile in tiles
@@ -89,7 +91,7 @@ def prompt_logprobs(
 
 
 def _log_distribution(logits: torch.Tensor, inputs: LogprobInputs) -> torch.Tensor:
-    """log_softmax of logits / temperature, of the likeliest tokens only that have a mass of top_p."""
+    """Return log_softmax(logits / temperature), over only the likeliest tokens with a mass of top_p."""
     if inputs.temperatures is not None:
         logits = logits / inputs.temperatures.tensor[:, None]
     normal = torch.log_softmax(logits, dim=-1)

@@ -1,8 +1,8 @@
 """Runs one step on the device: ModelWorkerBatch -> ForwardBatch -> model -> sampler -> ModelWorkerResult.
 
-In two halves: what a step is sampled by may depend on tokens that come while it is computed. Each half uploads what it
-needs in one copy, and what a step brings is downloaded in one. On a GPU both halves only launch: none waits for it, and
-the next step can be launched behind them.
+A step has two halves, because its sampling may depend on tokens that come while it is computed. Each half uploads its
+inputs in one copy, and the results are downloaded in one. On a GPU both halves only launch, so the next step can be
+launched behind them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from vlmserve.executor.device_errors import device_errors
+from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.executor.expert_balancer import ExpertBalancer
-from vlmserve.executor.forwarded import Forwarded
-from vlmserve.executor.graphs.decode import DecodeGraphs
-from vlmserve.executor.launched_result import LaunchedResult
+from vlmserve.executor.launched_step import Forwarded, LaunchedResult, device_errors
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.executor.logprobs import prompt_logprobs
 from vlmserve.executor.model_worker_batch import (
@@ -31,23 +29,23 @@ from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve.executor.step_inputs import StepInputs
 from vlmserve.ipc.messages import ExpertStats
-from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
+from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.compute.stage import Link
+from vlmserve_common.compute.communicator import Link
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for
 
 
 class ModelRunner:
     """A worker's whole state: model, KV cache, request table, last sampled tokens.
 
-    recurrent_cache: for models with recurrent layers. groups: of requests, whose last sampled tokens are known here,
-    those of one group behind those of the other: see `RoundLeader`. transfers: to and from the device; None: the usual
-    ones.
+    recurrent_cache: for models with recurrent layers. groups: attention groups whose last sampled tokens are known
+    here, those of one group behind those of the other (see `GroupLeader`). transfers: to and from the device; by
+    default the usual ones.
     """
 
     def __init__(
@@ -78,27 +76,29 @@ class ModelRunner:
         self._recent = torch.zeros((groups * req_to_token_pool.size, RECENT_TOKENS), dtype=torch.int64, device=device)
 
     def attach_host_tier(self, transfer: KVTransfer) -> None:
-        """From now on steps may bring copies between the tiers of the KV cache."""
+        """Allow steps to copy KV between the tiers of the cache from now on."""
         self._kv_transfer = transfer
 
     def attach_graphs(self, graphs: DecodeGraphs) -> None:
-        """From now on steps that fit are replayed."""
+        """Replay steps that fit from now on."""
         self._graphs = graphs
 
     def attach_balancer(self, balancer: ExpertBalancer) -> None:
-        """From now on experts may move between steps."""
+        """Move experts between steps from now on."""
         self._balancer = balancer
 
     def expert_stats(self) -> ExpertStats:
-        """How evenly experts are spread."""
+        """Return how evenly experts are spread."""
         return ExpertStats() if self._balancer is None else self._balancer.stats
 
     @torch.inference_mode()
     def forward(self, batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Forwarded:
-        """Compute a step as far as the hidden states of its tokens. Side effects in this order: copies between the
-        tiers of the KV cache and of states, request table, KV cache and states, snapshots of these. Raises as
-        `device_errors` does. together: this and the steps that other processes compute at the same time, which replay
-        all or none; the result outlives further replays then."""
+        """Compute a step as far as the hidden states of its tokens.
+
+        Side effects in this order: copies between the tiers of the KV cache and of states, request table, KV cache and
+        states, snapshots of states. together: this and the steps that other processes compute at the same time. All of
+        them are replayed or none is; the result then outlives further replays. Raises as `device_errors` does.
+        """
         with device_errors(
             f"step {batch.step} of {len(batch.req_pool_indices)} requests, {len(batch.input_ids)} tokens"
         ):
@@ -132,7 +132,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def join(self, others: Sequence[ModelWorkerBatch]) -> None:
-        """What others need of this process for their steps, where it has no tokens: see `Decoder.join`."""
+        """Join the collectives of other groups' steps while this group has no tokens: see `Decoder.join`."""
         if self._balancer is not None:
             self._balancer.step()
         size = None if self._graphs is None else self._graphs.size_for(others)
@@ -142,7 +142,7 @@ class ModelRunner:
             self.model.language_model.join()
 
     def _prepare(self, batch: ModelWorkerBatch) -> tuple[StepInputs, ForwardBatch]:
-        """Everything the device needs of the message, and where the step's tokens are written."""
+        """Upload a step's inputs, and write where its tokens lie to the request table."""
         pool = self.req_to_token_pool
         upload = Upload(self._transfers)
         inputs = StepInputs(batch, self.model.config.vocab_size, upload)
@@ -198,9 +198,10 @@ class ModelRunner:
     def _embed(
         self, batch: ModelWorkerBatch, input_ids: torch.Tensor, inputs: StepInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Text embeddings with this step's vision embeddings in place of its R pad tokens; where those are, and their
-        DeepStack embeddings [num_deepstack, R, hidden]. At a stage but the first, what came of the one before."""
-        before = self.model.config.shard.stage.before
+        """Return the step's embeddings, with vision embeddings in place of its R pad tokens; the places of those; and
+        their DeepStack embeddings [num_deepstack, R, hidden]. A later stage receives all of them from the one
+        before."""
+        before = self.model.comm.before
         if before is not None:
             return self._receive(before, len(input_ids), inputs)
         embeds = self.model.embed_tokens(input_ids)
@@ -216,7 +217,7 @@ class ModelRunner:
     def _receive(
         self, before: Link, tokens: int, inputs: StepInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The same of the stage before, with the DeepStack embeddings of layers from here on."""
+        """Receive embeddings from the stage before, with the DeepStack embeddings of layers from here on."""
         model = self.model
         new = partial(torch.empty, dtype=model.dtype, device=self.device)
         embeds = before.receive(new((tokens, model.config.hidden_size)))
@@ -227,7 +228,7 @@ class ModelRunner:
         return embeds, index, before.receive(new((levels, len(index), model.config.hidden_size)))
 
     def _send(self, behind: Link, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
-        """To the next stage what that receives."""
+        """Send hidden states, and DeepStack embeddings of later layers, to the next stage."""
         behind.send(hidden)
         levels = len(self.model.language_model.layers)
         if deepstack is not None and len(deepstack) > levels:
@@ -244,8 +245,8 @@ class ModelRunner:
         mm_index: torch.Tensor | None,
         deepstack: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states [N, hidden] of the step's tokens; their KV is in the cache. The next stage gets them, if there
-        is one."""
+        """Compute the hidden states [N, hidden] of the step's tokens, and write their KV. Send them on if there is a
+        next stage."""
         self.attn_backend.init_forward_metadata(forward_batch)
         hidden = self.model.forward(
             embeds,
@@ -254,7 +255,7 @@ class ModelRunner:
             deepstack_index=mm_index,
             deepstack_embeds=deepstack,
         )
-        behind = self.model.config.shard.stage.behind
+        behind = self.model.comm.behind
         if behind is not None:
             self._send(behind, hidden, deepstack)
         return hidden
@@ -263,8 +264,8 @@ class ModelRunner:
     def sample(
         self, forwarded: Forwarded, info: SamplingBatchInfo, logits: torch.Tensor | None = None
     ) -> PendingResult:
-        """The tokens of a step; they become the last ones of their requests. logits: float32 [S, vocab], where they are
-        computed already. Raises as `device_errors` does, here or where the result is waited for."""
+        """Sample the tokens of a step, which become the last ones of their requests. logits: float32 [S, vocab], if
+        they are computed already. Raises as `device_errors` does, here or where the result is waited for."""
         with device_errors(f"sampling {len(info.batch_indices)} tokens of step {forwarded.step}"):
             began = self._transfers.mark()
             out = self._sample(forwarded, info, logits) if len(info.batch_indices) else None
@@ -272,8 +273,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def take_part_in_sampling(self, forwarded: Forwarded, token_indices: np.ndarray) -> None:
-        """Compute this process's part of the logits that `sample` needs, of tokens int64 [S] of a step, where another
-        process has the whole."""
+        """Compute this process's part of the logits of tokens int64 [S] of a step. The process that samples brings all
+        parts together."""
         upload = Upload(self._transfers)
         tokens = upload.add(token_indices)
         upload.send()
@@ -281,13 +282,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def recent_tokens(self, req_pool_indices: np.ndarray, places: np.ndarray) -> torch.Tensor:
-        """Tokens int64 [S] of requests int64 [S] at places int64 [S], modulo `RECENT_TOKENS`; on the device."""
+        """Return tokens int64 [S], on the device, of requests int64 [S] at places int64 [S] modulo `RECENT_TOKENS`."""
         rows, columns = self._table_places(req_pool_indices, places)
         return self._recent[rows, columns]
 
     @torch.inference_mode()
     def remember(self, req_pool_indices: np.ndarray, places: np.ndarray, tokens: torch.Tensor) -> None:
-        """Have these tokens, which another process sampled, at the places of `recent_tokens`."""
+        """Store tokens that another process sampled, at the places of `recent_tokens`."""
         rows, columns = self._table_places(req_pool_indices, places)
         self._recent[rows, columns] = tokens
 
@@ -322,7 +323,7 @@ class ModelRunner:
 
 
 def _ends_kept(batch: ModelWorkerBatch) -> list[StateCopy]:
-    """Of the states that are to be kept those behind all tokens of a request: copies, when the step is computed."""
+    """Return the copies, made once the step is computed, of states that are kept behind all tokens of a request."""
     lengths = batch.seq_lens - batch.prefix_lens
     return [
         StateCopy(source=int(batch.states[one.index]), target=one.target)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.kv_transfer import KVCopyJob
+from vlmserve.memory.recurrent_states import StateCopy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Penalties and logit bias. Tokens that only the device knows yet count like all others."""
+"""Penalties and logit bias. Tokens that only the device knows count like all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vlmserve.executor.sampler_inputs import Counted, Repeated, SamplerInputs
 
 
 def adjust(logits: torch.Tensor, inputs: SamplerInputs, in_flight: torch.Tensor | None = None) -> torch.Tensor:
-    """logits float32 [S, vocab] -> the same, or a changed copy.
+    """Return logits float32 [S, vocab] with penalties and bias: the given tensor, or a changed copy.
 
     in_flight: int64, the ids of the tokens of `SamplingBatchInfo.in_flight_rows`.
     """
@@ -30,13 +30,13 @@ def adjust(logits: torch.Tensor, inputs: SamplerInputs, in_flight: torch.Tensor 
 
 
 def _pairs(tokens: Repeated | Counted, in_flight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and ids."""
+    """Return rows and ids."""
     known = tokens.known_ids.tensor
     return tokens.rows.tensor, known if in_flight is None else torch.cat((known, in_flight))
 
 
 def _penalties(counted: Counted, in_flight: torch.Tensor | None) -> torch.Tensor:
-    """float32, of each pair."""
+    """Return the penalty float32 of each pair."""
     counts = counted.counts.tensor
     if in_flight is not None:
         counts = _count(counted, counts, counted.row_keys.tensor + in_flight)
@@ -44,7 +44,7 @@ def _penalties(counted: Counted, in_flight: torch.Tensor | None) -> torch.Tensor
 
 
 def _count(counted: Counted, counts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """How often each token was produced, known ones first. keys: int64, row * vocab + id of those in flight."""
+    """Count how often each token was produced, known ones first. keys: int64, row * vocab + id of those in flight."""
     again = (keys[:, None] == keys).sum(dim=1)
     if not counted.known:
         return again.to(counts.dtype)

@@ -1,8 +1,8 @@
-"""From logits to tokens.
+"""Turns logits into tokens.
 
-Randomness is a pure function of (seed, output index, token id): an integer hash turned into Gumbel noise, so a sampled
-answer does not change with batch mates, chunking, retraction, device or torch version. Picking the largest
-log-probability plus Gumbel noise samples from the distribution (Gumbel-max trick).
+Randomness is a pure function of (seed, output index, token id): an integer hash, turned into Gumbel noise. So a sampled
+answer does not change with batch mates, chunking, retraction, device or torch version. The largest log-probability plus
+Gumbel noise is a sample of the distribution (Gumbel-max trick).
 """
 
 from __future__ import annotations
@@ -12,20 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vlmserve.executor.gumbel import choose
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.executor.logprobs import DeviceLogprobs, row_logprobs
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.penalties import adjust
 from vlmserve.executor.sampler_inputs import RandomRows, SamplerInputs
 from vlmserve_common.compute.transfers import Upload, transfers_for
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.argmax import argmax
+
+_M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9, the multipliers of SplitMix64's finalizer (Steele et al. 2014)
+_M2 = -7723592293110705685  # 0x94D049BB133111EB
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """next_token_ids: int64 [S], on the device. wanted: int64 [W], those of the S that logprobs are asked of, on the
-    host; logprobs: of these, on the device. failures: as in `ModelWorkerResult`."""
+    """next_token_ids: int64 [S], on the device. wanted: int64 [W], on the host, the rows whose logprobs are asked for.
+    logprobs: of these rows, on the device. failures: as in `ModelWorkerResult`."""
 
     next_token_ids: torch.Tensor
     wanted: np.ndarray
@@ -41,12 +45,11 @@ def sample(
     inputs: SamplerInputs | None = None,
     in_flight: torch.Tensor | None = None,
 ) -> SamplerOutput:
-    """logits float32 [S, vocab], which may be written to -> one token each. Reported logprobs are of the logits as the
-    model gave them. Grammars come last: what they forbid nothing can allow.
+    """Choose one token for each row of logits float32 [S, vocab], which may be written to.
 
-    Waits for nothing on a GPU, unless there are logits processors, which are free to.
-    processors: applied behind penalties and bias. inputs: of `info`, if that is on the device already. in_flight: ids
-    of the tokens of `info.in_flight_rows`.
+    Reported logprobs are of the model's own logits. Grammars come last, so they can forbid any token. On a GPU nothing
+    waits, except logits processors, which may. processors: applied after penalties and bias. inputs: `info`, if it is
+    on the device already. in_flight: ids of the tokens of `info.in_flight_rows`.
     """
     inputs = inputs or _sent(info, logits)
     raw = logits
@@ -82,10 +85,10 @@ def _sent(info: SamplingBatchInfo, logits: torch.Tensor) -> SamplerInputs:
 
 
 def _mask(logits: torch.Tensor, rows: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
-    """Set logits to -inf, in place, of tokens that a grammar does not allow; returns the likeliest token of each row.
+    """Set logits of tokens that a grammar forbids to -inf, in place, and return the likeliest token of each row.
 
-    rows: int64 [G], those with a grammar. forbidden: bool [G, vocab].
-    Where all that a grammar allows was ruled out before (the end of an answer, by `min_tokens`), its tokens are alike.
+    rows: int64 [G], those with a grammar. forbidden: bool [G, vocab]. If everything that a grammar allows was ruled out
+    before (the end of an answer, by `min_tokens`), its tokens count as equal.
     """
     every = len(rows) == len(logits)
     masked = logits.masked_fill_(forbidden, -torch.inf) if every else logits[rows].masked_fill_(forbidden, -torch.inf)
@@ -101,8 +104,8 @@ def _mask(logits: torch.Tensor, rows: torch.Tensor, forbidden: torch.Tensor) -> 
 
 
 def _forbidden(bitmasks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """int32 [G, words] -> bool [G, vocab]: where a bit is 0. On a CPU by numpy: torch takes ten times as long there,
-    as does xgrammar's own operator, which starts threads."""
+    """Unpack int32 [G, words] to bool [G, vocab]: True where a bit is 0. On a CPU numpy does this ten times faster than
+    torch, and than xgrammar's own operator, which starts threads."""
     vocab = logits.shape[1]
     if logits.is_cpu:
         bits = bitmasks.numpy().view(np.uint8)
@@ -111,7 +114,7 @@ def _forbidden(bitmasks: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked_zeros(words: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Of int32 [G, words], on their device, to which the bits themselves would take eight times as long."""
+    """Unpack int32 [G, words] on their device; uploading unpacked bits would take eight times as long."""
     bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> bits) & 1 == 0).flatten(1)[:, :vocab]
 
@@ -133,3 +136,35 @@ def _sample_random(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
         best = values.max(dim=-1, keepdim=True).values
         values = values.masked_fill(values < best + rows.min_ps.tensor[:, None].log(), -torch.inf)
     return choose(values, ids, rows.seeds.tensor, rows.output_indices.tensor)
+
+
+def choose(
+    scores: torch.Tensor, ids: torch.Tensor | None, seeds: torch.Tensor, output_indices: torch.Tensor
+) -> torch.Tensor:
+    """Choose the token of each row with the largest sum of score and Gumbel noise, the first of equals: int64 [S].
+
+    scores: float32 [S, V], of tokens `ids` int64 [S, V]; None stands for 0 .. V - 1 in each row. seeds, output_indices:
+    int64 [S].
+    """
+    if fused.usable(scores):
+        from vlmserve_common.kernels.gpu import sampling  # not where there is no GPU
+
+        return sampling.choose(scores, ids, seeds, output_indices)
+    token_ids = torch.arange(scores.shape[1], device=scores.device)[None] if ids is None else ids
+    choice = (scores + gumbel(seeds[:, None], output_indices[:, None], token_ids)).argmax(dim=-1)
+    return choice if ids is None else ids.gather(1, choice[:, None])[:, 0]
+
+
+def gumbel(seeds: torch.Tensor, output_indices: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Return Gumbel noise float32 [S, V], given seeds and output_indices int64 [S, 1], token_ids int64 [S or 1, V]."""
+    stream = _mix(_mix(seeds + _GOLDEN) + output_indices * _GOLDEN)
+    bits = _mix(stream + token_ids * _GOLDEN)
+    uniform = ((bits >> 11) & 0x1FFFFFFFFFFFFF).double().add_(0.5).mul_(2.0**-53)
+    return -torch.log(-torch.log(uniform)).float()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Apply SplitMix64's finalizer to int64 bit patterns (arithmetic shifts masked into logical ones)."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

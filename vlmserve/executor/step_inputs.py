@@ -1,4 +1,4 @@
-"""What of a step's message the device needs, all of it in one copy."""
+"""Uploads a step's message to the device in one copy."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from vlmserve_common.compute.transfers import Upload
 
 
 class StepInputs:
-    """Arrays of a step on their way to the device; see `ForwardBatch` for those of the same names.
+    """Arrays of a step on their way to the device. `ForwardBatch` describes those of the same names.
 
-    places: int64 [N] on the host, the number of each token among those of its request. owners: int64 [N], whose tokens
-    they are. recent: int64 [N], where among the last tokens sampled of these each would be. table_*: which entries
-    of the request table are written, this step's and those of prefixes that it did not know, and what. single_*: see
-    `RecurrentStep`.
+    places: int64 [N] on the host, the place of each token in its request. sampled_last: where the last sampled tokens
+    of these requests are. table_*: which entries of the request table are written, and with what: this step's, and
+    those of new prefixes. single_*: see `RecurrentStep`.
     """
 
     def __init__(self, batch: ModelWorkerBatch, vocab: int, upload: Upload) -> None:
@@ -53,7 +52,7 @@ class StepInputs:
 
 
 def places_of(batch: ModelWorkerBatch) -> np.ndarray:
-    """int64 [N], the number of each token of a step among those of its request."""
+    """Return the place, int64 [N], of each token of a step in its request."""
     lengths = batch.seq_lens - batch.prefix_lens
     before = lengths.cumsum() - lengths
     return np.arange(len(batch.input_ids)) + np.repeat(batch.prefix_lens - before, lengths)

@@ -1,14 +1,11 @@
 """Hands out KV slots, in pages, so that a request's slots stay in few contiguous runs.
 
-Attention reads a contiguous run of slots without a gather, so where a page lies matters. Every free page is in one of
-two sets of runs:
+Attention reads a contiguous run of slots without a gather, so the place of a page matters. A free page is in a *room*
+or in *open* space. A room begins right behind the last page of a request and is kept for its growth. Another request
+may use it only if open space is too small. Then the largest room gives up its far half, as often as needed.
 
-* a *room* begins right behind the last page of a request and is kept for its growth. Others may use it, but only when
-  open space does not do: then the largest room gives up its far half, as often as needed;
-* *open* is the rest.
-
-A request first grows in place, into its room and the open pages behind. A request that cannot takes the shortest open
-run that holds what it needs and its room, else the longest one, else several.
+A request first grows in place, into its room and the open pages behind. If it cannot, it takes the shortest open run
+that holds its new pages and its room, else the longest run, else several.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from vlmserve_common.errors import EngineError
 
 
 class TokenToKVPoolAllocator:
-    """Allocator of the slots of a `KVCache`.
+    """The allocator of a `KVCache`'s slots.
 
     Slots 0..page_size-1 are a dummy page that padded rows may write to; it is never handed out. The usable slots are
     page_size .. page_size + size - 1. A page belongs to one holder at a time; the allocator only knows that it is held.
 
-    size: usable slots (tokens), a multiple of page_size. ValueError otherwise. on_free: is told the pages (int64 [n])
-    that are going to be free, for who hangs something on them.
+    size: usable slots (tokens), a multiple of page_size; ValueError otherwise. on_free: called with the pages (int64
+    [n]) that are about to be free, for groups that hang something on them.
     """
 
     def __init__(self, size: int, page_size: int) -> None:
@@ -47,19 +44,19 @@ class TokenToKVPoolAllocator:
         return (self._open.total + self._rooms.total) * self.page_size
 
     def pages_needed(self, prefix_len: int, seq_len: int) -> int:
-        """New pages that a request takes to grow from prefix_len to seq_len tokens."""
+        """Return the new pages that a request takes to grow from prefix_len to seq_len tokens."""
         return -(-seq_len // self.page_size) - -(-prefix_len // self.page_size)
 
     def tokens_needed(self, prefix_len: int, seq_len: int) -> int:
-        """`pages_needed` in tokens: how much smaller `available_size` becomes."""
+        """Return `pages_needed` in tokens: how much smaller `available_size` becomes."""
         return self.pages_needed(prefix_len, seq_len) * self.page_size
 
     def alloc_extend(self, prefix_len: int, seq_len: int, last_loc: int, room: int = 0) -> np.ndarray | None:
-        """Slots int64 [seq_len - prefix_len] for a request's tokens prefix_len..seq_len-1.
+        """Allocate slots int64 [seq_len - prefix_len] for a request's tokens prefix_len..seq_len-1.
 
-        last_loc: slot of token prefix_len - 1, -1 if prefix_len is 0. Where prefix_len does not end a page, that page
-        must be the request's own: its rest is filled first. room: tokens by which the request is expected to grow
-        later; a wish, not a promise. Returns None, and changes nothing, if there are too few free pages.
+        last_loc: slot of token prefix_len - 1, or -1 if prefix_len is 0. If prefix_len does not end a page, that page
+        must be the request's own: its rest is filled first. room: tokens by which the request is expected to grow; a
+        wish, not a promise. Returns None, and changes nothing, if there are too few free pages.
         """
         size = self.page_size
         if not 0 <= prefix_len < seq_len or room < 0:
@@ -80,8 +77,8 @@ class TokenToKVPoolAllocator:
         return slots[: seq_len - prefix_len]
 
     def alloc_next_page(self, last_loc: int, room: int) -> int | None:
-        """The first slot of a request's next page, behind slot `last_loc` that ends its last one if possible. room, and
-        when this is None: as for `alloc_extend`."""
+        """Allocate a request's next page, if possible behind slot `last_loc` that ends its last one. Return its first
+        slot; None, and room, are as in `alloc_extend`."""
         size = self.page_size
         after = last_loc // size + 1
         if self._rooms.take_front(after, 1):  # the page that was kept for it
@@ -115,7 +112,7 @@ class TokenToKVPoolAllocator:
         starts = pages[np.concatenate(([0], cuts))].tolist()
         ends = (pages[np.concatenate((cuts - 1, [len(pages) - 1]))] + 1).tolist()
         for start, end in zip(starts, ends, strict=True):
-            # a room behind a page that is gone is nobody's
+            # a room behind a freed page has no owner
             self._open.add(start, end - start + self._rooms.remove(end))
 
     def truncate(self, prefix_len: int, seq_len: int, slots: np.ndarray) -> None:
@@ -138,14 +135,14 @@ class TokenToKVPoolAllocator:
             self._keep_room(first, room)
 
     def release_room(self, last_loc: int) -> None:
-        """Open the room behind slot `last_loc` (-1: none) to all: its request will not grow any more."""
+        """Open the room behind slot `last_loc` (-1: none): its request will not grow any more."""
         if last_loc >= 0:
             end = last_loc // self.page_size + 1
             self._open.add(end, self._rooms.remove(end))
 
     def _take(self, need: int, room: int, after: int | None) -> list[tuple[int, int]]:
-        """Take `need` free pages, `after` being the page to go on at if possible, and put up to `room` pages behind
-        the last one aside. Returns runs (start, count)."""
+        """Take `need` free pages, beginning at page `after` if possible, and put up to `room` pages behind the last one
+        aside. Return runs (start, count)."""
         runs = []
         if after is not None:
             grown = self._rooms.take_front(after, need)
@@ -164,7 +161,7 @@ class TokenToKVPoolAllocator:
         return runs
 
     def _find(self, need: int, room: int) -> tuple[int, int]:
-        """The open run (start, length) to place `need` pages in, after shrinking rooms of others as far as it pays."""
+        """Find the open run (start, length) for `need` pages, and shrink rooms of other requests as far as it pays."""
         want = need + room
         while (longest := self._open.largest()[1]) < want and self._rooms.total:
             start, length = self._rooms.largest()

@@ -1,4 +1,4 @@
-"""Which cached prefix goes first when room is needed: the policies, and the queue that applies one."""
+"""Eviction of cached prefixes: the policies that order them, and the queue that applies one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ priority: the lowest priority, then the least recently used."""
 
 
 def eviction_policy(name: str) -> EvictionPolicy:
-    """Raises ValueError for a name that is none."""
+    """Return the policy of that name. ValueError if there is none."""
     try:
         return EVICTION_POLICIES[name]
     except KeyError:
@@ -34,9 +34,9 @@ def eviction_policy(name: str) -> EvictionPolicy:
 class EvictionQueue:
     """Nodes that wait to be evicted, in a heap.
 
-    A node's place is put right when it comes to the front: its rank has only risen since, so nothing behind it can have
-    been due earlier. So a match costs the heap nothing. A node that may not be evicted when it comes to the front
-    leaves; `add` it again when it may.
+    A node's place is corrected when it comes to the front. Its rank can only have risen since, so no node behind it was
+    due earlier, and a match costs the heap nothing. A node that may not be evicted when it comes to the front leaves;
+    `add` it again when it may.
     """
 
     def __init__(self, policy: EvictionPolicy, is_evictable: Callable[[RadixNode], bool]) -> None:
@@ -53,7 +53,7 @@ class EvictionQueue:
             heappush(self._heap, (self._policy(node), next(self._tickets), node))
 
     def pop(self) -> RadixNode | None:
-        """The node to evict next, which waits no longer; None if there is none."""
+        """Take out and return the node to evict next; None if there is none."""
         while self._heap:
             rank, _, node = self._heap[0]
             evictable = self._is_evictable(node)

@@ -15,7 +15,7 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.eviction import EvictionQueue
 from vlmserve.memory.kv_storage import KVStorage
 from vlmserve.memory.kv_transfer import KVCopyJob
-from vlmserve.memory.page_digests import MediaIdentity, namespace_digest, page_digests
+from vlmserve.memory.media_keys import MediaIdentity, namespace_digest, page_digests
 from vlmserve.memory.prefix_cache import MatchResult
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode
@@ -25,7 +25,7 @@ WritePolicy: TypeAlias = Literal["write_back", "write_through_selective"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Fetch:
-    """Reading how `key` goes on from `start`, a page's end: rows uint8 [tokens, bytes_per_token]."""
+    """A read from disk of how `key` goes on from `start`, a page's end: rows uint8 [tokens, bytes_per_token]."""
 
     key: np.ndarray
     namespace: bytes
@@ -34,23 +34,22 @@ class _Fetch:
 
 
 class HiRadixCache(RadixCache):
-    """One tree over both tiers. What is on the device begins at the root: below a node that is on the host only, all
-    are. Each tier gives up its own leaves, by the same policy.
+    """One tree over both tiers. The device's part begins at the root: below a node that is on the host only, all nodes
+    are on the host only. Each tier gives up its own leaves, by the same policy.
 
-    write_policy: "write_back" copies a node to the host when the device gives it up; "write_through_selective" when it
-    was hit `write_through_hits` times, and what was not by the time it is evicted is gone.
+    write_policy: "write_back" copies a node to the host when the device gives it up. "write_through_selective" copies
+    it when it was hit `write_through_hits` times; a node that was not is gone when it is evicted.
 
-    It only plans. Copies are handed out as jobs (`take_copy_jobs`), to be done on the model's thread before the next
-    forward pass, in their order. That order makes everything else safe that happens at once here: slots of the device
-    are free as soon as a node is evicted, and may be given to a request of the very next step, because the job that
-    reads them goes before that step's forward pass; host slots may be given away while jobs that read them wait,
-    because the job that writes them waits behind these; and a prefix that is loaded back may be used by the step that
-    brings its job along. So jobs that were taken must be done, even if their step is not, and what is inserted must
-    have been computed by a step that was sent before the next jobs are.
+    The cache only plans. It hands copies out as jobs (`take_copy_jobs`), which are done on the model's thread before
+    the next forward pass, in their order. That order makes three things safe. Slots of the device are free as soon as a
+    node is evicted: the job that reads them is done before the next step writes them. Host slots may be given away
+    while jobs that read them wait: the job that writes them waits behind these. A prefix that is loaded back may be
+    used by the step that brings its job. Therefore jobs that were taken must be done, even if their step is not. KV may
+    be inserted only if the step that computes it was sent before the next jobs are.
 
-    host: the allocator of slots in the `HostKVPool`, of the same page size. storage: where the host's evicted prefixes
-    go, and `prefetch` finds them again; its files are read and written by threads. identity: what media pad values
-    stand for in any process; needed with storage.
+    host: the allocator of slots in the `HostKVPool`, of the same page size. storage: gets the host's evicted prefixes,
+    which `prefetch` finds again; threads read and write its files. identity: names pad values in the same way in every
+    process; needed with storage.
     """
 
     def __init__(
@@ -87,9 +86,9 @@ class HiRadixCache(RadixCache):
         return match
 
     def load_back(self, match: MatchResult) -> MatchResult:
-        """Bring what a fresh match found on the host to the device, as far as there is room, evicting if need be.
+        """Bring the host's part of a fresh match to the device, as far as there is room, evicting if need be.
 
-        Returns the match as it is now; lock it at once. Its handles and the old one's are the same nodes.
+        Return the match as it is now; lock it at once. Its handles are the nodes of the old match.
         """
         if not match.host_len:
             return match
@@ -113,7 +112,7 @@ class HiRadixCache(RadixCache):
         return self._result(nodes)
 
     def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
-        """Begin to read from storage how `key` goes on behind what is cached; None if it does not there. When the
+        """Begin to read from storage how `key` goes on behind its cached prefix; None if storage has nothing. When the
         result is done, `take_fetched` puts it on the host."""
         length = self._tree.whole_pages(len(key))
         if self._storage is None:
@@ -133,7 +132,7 @@ class HiRadixCache(RadixCache):
         return future
 
     def take_fetched(self) -> int:
-        """Put what was read since on the host; returns how many tokens that were."""
+        """Put finished reads on the host; return how many tokens these were."""
         done = [fetch for fetch in self._fetches if fetch.rows.done()]
         self._fetches = [fetch for fetch in self._fetches if fetch not in done]
         return sum(self._take(fetch, fetch.rows.result()) for fetch in done if not fetch.rows.exception())
@@ -143,9 +142,9 @@ class HiRadixCache(RadixCache):
         return jobs
 
     def unstored(self, most_tokens: int) -> Iterator[KVCopyJob]:
-        """What the disk lacks of what would be there if all were evicted now: the most recently used first, a prefix
-        before what follows it, in pieces of so many tokens at most (one page at the least). Nothing may change
-        meanwhile, and no other job may wait."""
+        """Yield jobs for everything that evicting all nodes would write to disk: the most recently used first, a prefix
+        before its continuation, in pieces of at most so many tokens (at least a page). Nothing may change meanwhile,
+        and no other job may wait."""
         assert self._storage is not None
         pages_each = max(1, most_tokens // self.page_size)
         seen: set[RadixNode] = set()
@@ -168,7 +167,7 @@ class HiRadixCache(RadixCache):
                         )
 
     def host_cached_size(self) -> int:
-        """Tokens that are kept on the host, whether on the device too or not; with the host's free ones, all of it."""
+        """Tokens that are kept on the host, including those that the device has, too."""
         return self._host.size - self._host.available_size()
 
     def reset(self) -> int:
@@ -178,7 +177,7 @@ class HiRadixCache(RadixCache):
         return super().reset()
 
     def _allocate(self, start: int, end: int, last_slot: int) -> np.ndarray | None:
-        """Device slots for tokens start..end-1 behind `last_slot`, evicting if need be."""
+        """Allocate device slots for tokens start..end-1 behind `last_slot`, evicting if need be."""
         short = end - start - self._allocator.available_size()
         if short > self._evictable:
             return None
@@ -186,8 +185,8 @@ class HiRadixCache(RadixCache):
         return self._allocator.alloc_extend(start, end, last_slot)
 
     def _let_go(self, node: RadixNode) -> None:
-        """The device gives up a node: it goes on on the host if it is there, or comes to be there; else it is gone, and
-        what lay below it on the host with it."""
+        """Evict a node from the device. It stays if it is on the host, or can be copied there; otherwise it is gone,
+        with all below it on the host."""
         if not node.on_host and self._write_back:
             self._copy_to_host(node)
         if not node.on_host:
@@ -200,7 +199,7 @@ class HiRadixCache(RadixCache):
         self._queue.add(node.parent)
 
     def _copy_to_host(self, node: RadixNode) -> None:
-        """Give a node of the device slots on the host, too, and plan the copy; nothing happens if there is no room."""
+        """Give a node of the device slots on the host, too, and plan the copy; do nothing if there is no room."""
         slots = self._allocate_host(len(node.key))
         if slots is not None:
             self._jobs.append(KVCopyJob(direction="to_host", device_slots=node.values, host_slots=slots))
@@ -208,7 +207,7 @@ class HiRadixCache(RadixCache):
             self._host_queue.add(node)
 
     def _allocate_host(self, length: int) -> np.ndarray | None:
-        """Host slots for so many tokens, evicting if need be."""
+        """Allocate host slots for so many tokens, evicting if need be."""
         if length > self._host.size:
             return None
         while self._host.available_size() < length and (victim := self._host_queue.pop()) is not None:
@@ -217,7 +216,7 @@ class HiRadixCache(RadixCache):
         return self._host.alloc_extend(0, length, -1)
 
     def _store(self, node: RadixNode) -> None:
-        """Plan to write what the host has of a node to storage, if there is one."""
+        """Plan to write a node's part on the host to storage, if there is one."""
         if self._storage is not None:
             with contextlib.suppress(KeyError):
                 pages = self._digests(node)
@@ -226,7 +225,7 @@ class HiRadixCache(RadixCache):
                     self._jobs.append(job)
 
     def _take(self, fetch: _Fetch, rows: torch.Tensor) -> int:
-        """Put what was read on the host, as far as it still goes on from what is cached and is new."""
+        """Put a finished read on the host, as far as it is new and still continues a cached prefix."""
         end = fetch.start + len(rows)
         nodes = self._tree.descend(fetch.key[:end], fetch.namespace)
         start = sum(len(node.key) for node in nodes)
@@ -244,7 +243,7 @@ class HiRadixCache(RadixCache):
         return end - start
 
     def _digests(self, node: RadixNode) -> list[bytes]:
-        """Of a node's pages. KeyError for a medium that is not known any more."""
+        """Return the digests of a node's pages. KeyError for a medium that is not known any more."""
         path = self._tree.path(node)[::-1]
         before = namespace_digest(self._tree.namespace(path[0]))
         for part in path[:-1]:
@@ -261,7 +260,7 @@ class HiRadixCache(RadixCache):
 
     @contextlib.contextmanager
     def _keeping(self, nodes: Sequence[RadixNode]) -> Iterator[None]:
-        """Keep what these nodes have on the host from being evicted."""
+        """Protect these nodes on the host from eviction."""
         self._kept.update(nodes)
         yield
         self._kept.clear()
@@ -269,11 +268,11 @@ class HiRadixCache(RadixCache):
             self._host_queue.add(node)
 
     def _is_host_evictable(self, node: RadixNode) -> bool:
-        """Whether a node is a leaf of what is on the host, and not about to be read."""
+        """Return whether a node is a leaf of the host's part that no read needs."""
         return node.on_host and not node.host_children and node not in self._kept
 
     def _forget_host(self, node: RadixNode) -> None:
-        """Free the host slots of a leaf of the host's; a node that is nowhere else is gone."""
+        """Free the host slots of a leaf of the host's part; a node that is nowhere else is gone."""
         parent = node.parent
         assert parent is not None
         self._host.free(self._tree.set_host_values(node, NO_SLOTS))  # the tree's until now

@@ -14,19 +14,19 @@ _MOST_FP8 = 448.0
 
 
 def cache_dtype(setting: str, model_dtype: torch.dtype) -> torch.dtype:
-    """What the cache holds for a --kv-cache-dtype; auto: what the model computes in."""
+    """Return the cache's dtype for a --kv-cache-dtype; auto is the dtype that the model computes in."""
     return _EIGHT_BITS.get(setting, model_dtype)
 
 
 class KVCache:
     """Keys and values of every layer by slot: per layer [num_slots, num_kv_heads, head_dim], page-major.
 
-    A run of consecutive slots is a plain slice of these tensors, which is what lets attention read a request's
-    history without gathering it. Cleared at the start, so that the memory is committed then and a server
-    that starts does not run out of it later.
+    A run of consecutive slots is a plain slice of these tensors, so attention reads a request's history without
+    gathering it. Memory is cleared at the start, which commits it, so a server that starts does not run out of it
+    later.
 
-    dtype float8_e4m3fn: values beyond 448 become 448. int8: each token's head is divided by a float of its own, such
-    that its largest element becomes 127.
+    dtype float8_e4m3fn: values beyond 448 become 448. int8: each token's head is divided by a float of its own, so that
+    its largest element becomes 127.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class KVCache:
 
     @functools.cached_property
     def table(self) -> CacheTable:
-        """Where all layers lie, for operators that take them at once."""
+        """The places of all layers, for operators that take them at once."""
         return CacheTable(self.layers)
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes one slot takes over all layers."""
+        """Return the bytes of one slot over all layers."""
         scale = torch.float32.itemsize if dtype == torch.int8 else 0
         return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)
 
@@ -78,7 +78,8 @@ class KVCache:
         )
 
     def read(self, layer_id: int, slots: torch.Tensor | slice, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [n, num_kv_heads, head_dim] of slots int64 [n]; the cache's own memory where it can be."""
+        """Return keys and values [n, num_kv_heads, head_dim] of slots int64 [n], in the cache's own memory if
+        possible."""
         layer = self.layers[layer_id]
         return (
             _read(layer.keys[slots], None if layer.key_scales is None else layer.key_scales[slots], dtype),

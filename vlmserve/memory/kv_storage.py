@@ -1,6 +1,6 @@
-"""The disk behind the host's tier: KV of runs of pages in safetensors files, written and read in threads.
+"""The disk behind the host's tier: KV of runs of pages in safetensors files, which threads write and read.
 
-It is a cache: whatever is wrong with a file or the disk costs a prefix hit and never a request.
+It is a cache: a damaged file or a failing disk costs a prefix hit and never a request.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _HEADER_BYTES = 512
 
 
 class KVStorage:
-    """Files FOLDER/KEY.safetensors, KEY being the digest of a run's first page (see `page_digests`), with `pages` uint8
-    [n, 32], the digests of all its pages, and `rows` uint8 [tokens, bytes_per_token], as in a `HostKVPool`.
+    """Files FOLDER/KEY.safetensors. KEY is the digest of a run's first page (see `page_digests`). `pages` uint8 [n, 32]
+    has the digests of all its pages. `rows` uint8 [tokens, bytes_per_token] is as in a `HostKVPool`.
 
     The least recently used files go when there are more than limit_bytes. folder: of one model, one dtype of KV and one
     page size. clock: seconds since 1970. EngineError if the folder cannot be made or read.
@@ -69,11 +69,11 @@ class KVStorage:
 
     @property
     def limit_bytes(self) -> int:
-        """What all files together may take."""
+        """The most bytes that all files together may take."""
         return self._limit
 
     def file_bytes(self, num_pages: int) -> int:
-        """What a file of so many pages takes, at the most."""
+        """Return the most bytes that a file of so many pages takes."""
         return num_pages * (self._page_size * self._width + _DIGEST) + _HEADER_BYTES
 
     @property
@@ -83,16 +83,17 @@ class KVStorage:
             return sum(self._sizes.values())
 
     def save(self, pages: list[bytes], rows: torch.Tensor) -> Future[None]:
-        """Begin to write a run; rows must not change any more. Nothing happens if one that begins alike is there."""
+        """Begin to write a run, whose rows must not change any more. Do nothing if a file with the same first page
+        exists."""
         return self._writer.submit(self._save, pages, rows)
 
     def load(self, pages: Iterable[bytes]) -> Future[torch.Tensor]:
-        """Begin to read the KV of as many of these pages, from the first one on, as there is: rows uint8 [tokens,
+        """Begin to read the KV of these pages, from the first one on, as far as it is there: rows uint8 [tokens,
         bytes_per_token]."""
         return self._reader.submit(self._load, pages)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is written that waits to be, for so many seconds at most; whether it is."""
+        """Wait, for so many seconds at most, until everything is written. Return whether it is."""
         try:
             self._writer.submit(lambda: None).result(None if timeout_s is None else max(0.0, timeout_s))
         except TimeoutError:
@@ -100,7 +101,7 @@ class KVStorage:
         return True
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """`flush`, and end the threads. What was not written in time is lost, but for what is being written."""
+        """Flush, and end the threads. Runs that no thread has begun to write in time are lost."""
         self._reader.shutdown(wait=False, cancel_futures=True)
         written = self.flush(timeout_s)
         self._writer.shutdown(wait=written, cancel_futures=True)

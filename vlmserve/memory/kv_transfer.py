@@ -22,11 +22,11 @@ STAGED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCopyJob:
-    """Copy the KV of n tokens, over all layers. host_slots: int64 [n].
+    """Copy the KV of n tokens, over all layers. host_slots, device_slots: int64 [n].
 
-    to_host, to_device: between these and device_slots, int64 [n]. to_storage: from these, or from device_slots where
-    there are none, to the file of `pages`, their digests. from_storage: `rows`, which were read, uint8 [n,
-    bytes_per_token], to these.
+    to_host, to_device: between host_slots and device_slots. to_storage: from host_slots, or from device_slots if there
+    are none, to the file of `pages`, their digests. from_storage: from `rows` uint8 [n, bytes_per_token], which were
+    read, to host_slots.
     """
 
     direction: Literal["to_host", "to_device", "to_storage", "from_storage"]
@@ -37,8 +37,8 @@ class KVCopyJob:
 
 
 class HostKVPool:
-    """KV of all layers by slot in host memory: `rows` uint8 [num_slots, bytes_per_token], a token's bytes side by side,
-    so that a run of slots is one copy. Page-locked where the KV is computed on a GPU, so that copies need no detour.
+    """KV of all layers by slot in host memory: `rows` uint8 [num_slots, bytes_per_token]. A token's bytes lie side by
+    side, so a run of slots is one copy. With a GPU the memory is page-locked, so copies need no detour.
 
     Slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
     """
@@ -51,8 +51,8 @@ class HostKVPool:
 
 
 class KVTransfer:
-    """Does copy jobs, on the thread and the stream of the model: what was launched before a job is seen by it, and what
-    is launched after it sees what it did. Nobody needs to wait for anything."""
+    """Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
+    work launched after it sees the job's. No thread waits."""
 
     def __init__(self, kv_cache: KVCache, host: HostKVPool, storage: KVStorage | None = None) -> None:
         self._storage = storage
@@ -63,7 +63,7 @@ class KVTransfer:
 
     @torch.inference_mode()
     def run(self, jobs: Iterable[KVCopyJob]) -> None:
-        """Do jobs in their order. EngineError for one whose sides differ in length."""
+        """Do jobs in their order. EngineError for a job whose sides differ in length."""
         for job in jobs:
             if job.direction == "to_storage":
                 self._store(job)
@@ -92,7 +92,7 @@ class KVTransfer:
         self._storage.save(list(job.pages), rows)
 
     def _finish_copies(self) -> None:
-        """What was copied before is there, or was read."""
+        """Wait until all earlier copies are done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -113,7 +113,7 @@ class KVTransfer:
 
 
 def _parts(layers: Iterable[CacheLayer]) -> list[torch.Tensor]:
-    """All tensors of a cache as bytes [num_slots, n], in its own memory."""
+    """Return all tensors of a cache as bytes [num_slots, n], in its own memory."""
     return [
         tensor.view(torch.uint8).flatten(1)
         for layer in layers
@@ -123,7 +123,7 @@ def _parts(layers: Iterable[CacheLayer]) -> list[torch.Tensor]:
 
 
 def _runs(slots: np.ndarray) -> list[tuple[int, int]]:
-    """Where (start, end) the runs of consecutive slots lie."""
+    """Return the runs (start, end) of consecutive slots."""
     cuts = np.flatnonzero(np.diff(slots) != 1) + 1
     bounds = [0, *cuts.tolist(), len(slots)]
     return list(itertools.pairwise(bounds))

@@ -1,4 +1,4 @@
-"""The end of the tiers of a prefix cache: what they hold goes to disk."""
+"""Writes the tiers of a prefix cache to disk at the end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class KVWriteback:
         self._clock = clock
 
     def close(self, timeout_s: float | None = None) -> int:
-        """Write what is on no disk yet, as much of it as the disk has room for, for so many seconds at most (None: as
-        long as it takes), and end the storage's threads. To be called when no step is in flight, as the last thing.
-        Returns how many tokens of cached prefixes there was no time for: those that were used the longest ago.
+        """Write all prefixes that no disk has, as far as the disk has room, for so many seconds at most (None: no
+        limit), and end the storage's threads. Call it last, when no step is in flight. Return how many tokens of cached
+        prefixes there was no time for: those that were used the longest ago.
 
-        One piece at a time: what waits to be written lies in memory a second time.
+        It writes one piece at a time, because a waiting piece lies in memory a second time.
         """
         deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         self._transfer.run(self._cache.take_copy_jobs())

@@ -22,7 +22,7 @@ class PageExtents:
         self.total = 0
 
     def length_at(self, start: int) -> int:
-        """Length of the run that begins at `start`, 0 if none does."""
+        """Return the length of the run that begins at `start`, 0 if none does."""
         return self._length.get(start, 0)
 
     def add(self, start: int, length: int) -> None:
@@ -40,7 +40,7 @@ class PageExtents:
         self.total += length
 
     def remove(self, start: int) -> int:
-        """Take out the run that begins at `start`; returns its length, 0 if there is none."""
+        """Take out the run that begins at `start`; return its length, 0 if there is none."""
         length = self._length.pop(start, 0)
         if length:
             del self._start[start + length]
@@ -49,7 +49,7 @@ class PageExtents:
         return length
 
     def take_front(self, start: int, count: int) -> int:
-        """Take up to `count` pages off the front of the run that begins at `start`; returns how many there were."""
+        """Take up to `count` pages off the front of the run that begins at `start`; return how many there were."""
         length = self._length.get(start, 0)
         if not 0 < count < length:
             return self.remove(start) if count > 0 else 0
@@ -63,11 +63,12 @@ class PageExtents:
         return count
 
     def largest(self) -> tuple[int, int]:
-        """(start, length) of a longest run; (0, 0) if the set is empty."""
+        """Return (start, length) of a longest run; (0, 0) if the set is empty."""
         return self._decode(self._by_length[-1]) if self._by_length else (0, 0)
 
     def best_fit(self, count: int) -> tuple[int, int] | None:
-        """(start, length) of the first among the shortest runs of at least `count` pages, None if there is none."""
+        """Return (start, length) of the first among the shortest runs of at least `count` pages; None if there is
+        none."""
         index = bisect_left(self._by_length, count << _START_BITS)
         return self._decode(self._by_length[index]) if index < len(self._by_length) else None
 

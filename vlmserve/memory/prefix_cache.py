@@ -1,4 +1,4 @@
-"""What the scheduler knows of a prefix cache, and the one that caches nothing."""
+"""The scheduler's view of a prefix cache, and the one that caches nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode
 
 @dataclass(frozen=True, kw_only=True)
 class MatchResult:
-    """The longest cached prefix of a key, a multiple of page_size long.
+    """The longest cached prefix of a key; its length is a multiple of page_size.
 
     indices: int64 KV slots of the part that is on the device. last_node: its handle. host_len: tokens that follow on
-    the host, which `load_back` brings to the device. last_host_node: handle of all of it.
+    the host, which `load_back` brings to the device. last_host_node: handle of both parts.
     """
 
     indices: np.ndarray
@@ -28,7 +28,8 @@ class MatchResult:
 
 
 class PrefixCache(Protocol):
-    """KV slots by what they were computed from. Keys are int64 arrays: token ids (>= 0) and media pad values (< 0).
+    """KV slots, found by the keys that they were computed from: int64 arrays of token ids (>= 0) and media pad values
+    (< 0).
 
     Namespaces share nothing: a tenant's salt, an adapter's name. A handle is good while it is locked, or until
     something is evicted.
@@ -40,53 +41,53 @@ class PrefixCache(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether anything is ever cached. If not, `insert` takes nothing, and callers may spare themselves it."""
+        """Whether anything is ever cached. If not, `insert` takes nothing, and callers need not call it."""
 
     def match_prefix(self, key: np.ndarray, namespace: bytes = b"", *, count_hit: bool = True) -> MatchResult:
-        """The longest cached prefix of `key`. It counts as used now, and for eviction as hit if `count_hit`."""
+        """Find the longest cached prefix of `key`. It counts as used now, and for eviction as hit if `count_hit`."""
 
     def match_len(self, key: np.ndarray, namespace: bytes = b"") -> int:
-        """Length in tokens of what `match_prefix` would find, on the device and on the host; changes nothing."""
+        """Return the tokens that `match_prefix` would find on the device and on the host; change nothing."""
 
     def match_slots(self, key: np.ndarray, namespace: bytes = b"") -> np.ndarray:
-        """int64: the slots on the device of what `match_prefix` would find; changes nothing."""
+        """Return the device's slots, int64, that `match_prefix` would find; change nothing."""
 
     def path_ids(self, key: np.ndarray, namespace: bytes = b"") -> list[int]:
-        """The nodes along the cached prefix of `key`, from the root, by their numbers; changes nothing."""
+        """Return the numbers of the nodes along the cached prefix of `key`, from the root; change nothing."""
 
     def load_back(self, match: MatchResult) -> MatchResult:
-        """Bring what a fresh match found on the host to the device, as far as there is room, evicting if need be."""
+        """Bring the host's part of a fresh match to the device, as far as there is room, evicting if need be."""
 
     def prefetch(self, key: np.ndarray, namespace: bytes = b"") -> Future[torch.Tensor] | None:
-        """Begin to read from disk how `key` goes on behind what is cached; None if it does not there. When the
+        """Begin to read from disk how `key` goes on behind its cached prefix; None if the disk has nothing. When the
         result is done, `take_fetched` makes it known."""
 
     def take_fetched(self) -> int:
-        """Take what was read since; returns how many tokens that were."""
+        """Take finished reads; return how many tokens these were."""
 
     def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
-        """Copies to be done before the next forward pass, in this order; see `HiRadixCache`."""
+        """Return copies to be done before the next forward pass, in this order; see `HiRadixCache`."""
 
     def insert(self, key: np.ndarray, values: np.ndarray, namespace: bytes = b"", *, priority: int = 0) -> int:
-        """Cache key[:n] with KV slots values[:n], n being len(key) rounded down to whole pages.
+        """Cache key[:n] with KV slots values[:n]; n is len(key) rounded down to whole pages.
 
-        Returns how many leading tokens, a multiple of page_size, were on the device already. For those the cache keeps
+        Return how many leading tokens, a multiple of page_size, were on the device already. For those the cache keeps
         its own slots, and values that differ from them remain the caller's to free. If it `shares`, it owns
         values[returned:n] from here on; values[n:] remain the caller's. Arrays are copied.
 
-        priority: the highest of those who inserted a prefix is that prefix's. Raises ValueError if values do not cover
-        key, or a page of theirs is not a page of the pool.
+        priority: a prefix has the highest priority of all requests that inserted it. Raises ValueError if values do not
+        cover key, or a page of theirs is not a page of the pool.
         """
 
     def inc_lock_ref(self, node: RadixNode) -> None:
-        """Protect a matched prefix from eviction, until as many calls of `dec_lock_ref`. EngineError for one that was
+        """Protect a matched prefix from eviction, until as many calls of `dec_lock_ref`. EngineError if it was
         evicted."""
 
     def dec_lock_ref(self, node: RadixNode) -> None:
         """Take one protection back. Raises EngineError if there is none."""
 
     def evict(self, num_tokens: int) -> int:
-        """Free at least num_tokens unprotected tokens of the device, or all there are; returns how many were freed."""
+        """Free at least num_tokens unprotected tokens of the device, or all there are; return how many were freed."""
 
     def evictable_size(self) -> int:
         """Cached tokens on the device that are not protected."""
@@ -95,14 +96,14 @@ class PrefixCache(Protocol):
         """Cached tokens on the device that are protected."""
 
     def reset(self) -> int:
-        """Forget and free all that is not protected; returns how many tokens of the device that were."""
+        """Forget and free all that is not protected; return how many tokens of the device were freed."""
 
     def live_keys(self) -> set[int]:
-        """The media pad values (negative ids) in cached keys, for `MediaKeyTable.retain`. O(cached tokens)."""
+        """Return the media pad values (negative ids) in cached keys, for `MediaKeyTable.retain`. O(cached tokens)."""
 
 
 class DeviceOnly:
-    """A prefix cache, as far as it concerns other tiers than the device: there are none."""
+    """The methods of a prefix cache whose only tier is the device."""
 
     def load_back(self, match: MatchResult) -> MatchResult:
         return match

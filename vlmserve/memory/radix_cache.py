@@ -15,14 +15,11 @@ from vlmserve_common.errors import EngineError
 
 
 class RadixCache(DeviceOnly):
-    """Who owns a slot: the cache owns what `insert` gave it until `evict` or `reset` frees it through the allocator.
+    """A prefix cache of whole pages. It owns the slots that `insert` gave it, until `evict` or `reset` frees them
+    through the allocator.
 
-    See `PrefixCache` for the methods. Only whole pages are kept.
-
-    Eviction takes whole leaves, in the order of the policy, not just as many pages as are asked for: what it frees lies
-    in long runs that growing requests can use.
-
-    allocator: where evicted slots go. policy: a name in `EVICTION_POLICIES`.
+    Eviction takes whole leaves, in the order of the policy, even if fewer pages are asked for. The freed slots then lie
+    in long runs that growing requests can use. allocator: gets evicted slots. policy: a name in `EVICTION_POLICIES`.
     """
 
     shares = True
@@ -114,7 +111,7 @@ class RadixCache(DeviceOnly):
         return self._tree.live_keys()
 
     def _result(self, nodes: list[RadixNode]) -> MatchResult:
-        """Of the nodes of a prefix, from the top. Those on the device come first."""
+        """Make the result of a prefix's nodes, from the top. Those on the device come first."""
         root = self._tree.root
         here = [node for node in nodes if node.on_device]
         return MatchResult(
@@ -130,13 +127,13 @@ class RadixCache(DeviceOnly):
             raise ValueError(f"KV slots of tokens {start}..{end - 1} are not whole pages of {self.page_size}")
 
     def _own(self, node: RadixNode, values: np.ndarray) -> None:
-        """The slots of a node's KV on the device become the tree's."""
+        """Give the tree the slots of a node's KV on the device."""
         self._tree.set_values(node, values.astype(np.int64))
         self._evictable += len(node.key)
         self._queue.add(node)
 
     def _is_evictable(self, node: RadixNode) -> bool:
-        """Whether a node is an unlocked leaf of what is on the device."""
+        """Return whether a node is an unlocked leaf of the device's part."""
         return node.on_device and not node.lock_ref and not node.device_children
 
     def _let_go(self, node: RadixNode) -> None:

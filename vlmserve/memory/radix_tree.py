@@ -1,4 +1,5 @@
-"""A prefix tree over token ids and media pad values, in whole pages: structure and times of use, nobody's slots."""
+"""A prefix tree over token ids and media pad values, in whole pages. It has structure and times of use, and owns no
+slots."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
 class RadixNode:
-    """A run of whole pages behind its parent's; to others, the handle of a cached prefix that ends with it.
+    """A run of whole pages behind its parent's. Callers use it as the handle of the cached prefix that ends with it.
 
-    key: int64 [n]. values, host_values: int64 [n], slots on the device and on the host, or [0] where it has none. edge:
-    what its parent finds it by: its first page, behind the namespace if it is at the top. lock_ref: protections of this
-    node and of all below it. last_access, created: readings of the tree's clock. hits: matches that went through.
-    device_children, host_children: how many children have slots there. digest: of the whole prefix that ends here, for
-    who keeps prefixes beyond this process.
+    key: int64 [n]. values, host_values: int64 [n], slots on the device and on the host, or [0] for none. edge: the key
+    under which its parent finds it: its first page, behind the namespace if it is at the top. lock_ref: protections of
+    this node and of all below it. last_access, created: readings of the tree's clock. hits: matches that went through.
+    device_children, host_children: how many children have slots there. digest: of the whole prefix that ends here,
+    which names it beyond this process.
     """
 
     __slots__ = (
@@ -70,11 +71,11 @@ class RadixTree:
         self.root = RadixNode(edge=b"", key=NO_SLOTS, parent=None, created=0)
 
     def whole_pages(self, length: int) -> int:
-        """`length` rounded down to whole pages."""
+        """Round `length` down to whole pages."""
         return length - length % self.page_size
 
     def walk(self, key: np.ndarray, namespace: bytes = b"") -> Iterator[tuple[RadixNode, int]]:
-        """The nodes along the known prefix of `key`, each with how many of its tokens match; changes nothing."""
+        """Return the nodes along the known prefix of `key`, each with how many of its tokens match; change nothing."""
         node, start, end = self.root, 0, self.whole_pages(len(key))
         while start < end:
             child = node.children.get(self._edge(key, start, namespace))
@@ -90,7 +91,7 @@ class RadixTree:
             node, start = child, start + common
 
     def descend(self, key: np.ndarray, namespace: bytes = b"") -> list[RadixNode]:
-        """The nodes of the longest known prefix of `key`, after a split if need be. They count as used now."""
+        """Return the nodes of the longest known prefix of `key`, after a split if need be. They count as used now."""
         now = next(self._clock)
         nodes = [
             node if common == len(node.key) else self._split(node, common)
@@ -101,7 +102,7 @@ class RadixTree:
         return nodes
 
     def add(self, parent: RadixNode, key: np.ndarray, start: int, end: int, namespace: bytes = b"") -> RadixNode:
-        """A new node for key[start:end], whole pages, behind `parent`, which ends at `start`. It has no slots yet."""
+        """Add a node for key[start:end], whole pages, behind `parent`, which ends at `start`. It has no slots yet."""
         edge = self._edge(key, start, namespace)
         node = RadixNode(
             edge=edge, key=np.array(key[start:end], dtype=np.int64), parent=parent, created=next(self._clock)
@@ -110,7 +111,7 @@ class RadixTree:
         return node
 
     def remove(self, node: RadixNode) -> None:
-        """Take out a node without children or slots; its handle is good for nothing any more."""
+        """Remove a node without children or slots; its handle becomes invalid."""
         assert node.parent is not None
         assert not node.children
         assert not node.on_device
@@ -119,21 +120,21 @@ class RadixTree:
         node.parent = None
 
     def set_values(self, node: RadixNode, values: np.ndarray) -> np.ndarray:
-        """Give a node slots on the device, or with `NO_SLOTS` none; returns those it had."""
+        """Set a node's slots on the device, or with `NO_SLOTS` none; return the old ones."""
         assert node.parent is not None
         node.parent.device_children += bool(len(values)) - node.on_device
         before, node.values = node.values, values
         return before
 
     def set_host_values(self, node: RadixNode, values: np.ndarray) -> np.ndarray:
-        """Give a node slots on the host, or with `NO_SLOTS` none; returns those it had."""
+        """Set a node's slots on the host, or with `NO_SLOTS` none; return the old ones."""
         assert node.parent is not None
         node.parent.host_children += bool(len(values)) - node.on_host
         before, node.host_values = node.host_values, values
         return before
 
     def path(self, node: RadixNode) -> list[RadixNode]:
-        """A node and those above it, without the root, from below. EngineError for one that was taken out."""
+        """Return a node and those above it, without the root, from below. EngineError for a removed node."""
         path = []
         while node is not self.root:
             if node.parent is None:
@@ -143,18 +144,18 @@ class RadixTree:
         return path
 
     def below(self, node: RadixNode) -> list[RadixNode]:
-        """A node and all below it, parents first."""
+        """Return a node and all below it, parents first."""
         found = [node]
         for one in found:
             found.extend(one.children.values())
         return found
 
     def namespace(self, node: RadixNode) -> bytes:
-        """The namespace of a node at the top."""
+        """Return the namespace of a node at the top."""
         return node.edge[: -np.dtype(np.int64).itemsize * self.page_size]
 
     def live_keys(self) -> set[int]:
-        """The media pad values (negative ids) in all keys. O(tokens)."""
+        """Return the media pad values (negative ids) in all keys. O(tokens)."""
         found: set[int] = set()
         for node in self.below(self.root):
             found.update(np.unique(node.key[node.key < 0]).tolist())

@@ -1,4 +1,4 @@
-"""The tensors of recurrent states, and what a step does with them."""
+"""The tensors of recurrent states, and what a step reads and writes in them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vlmserve.memory.groups.recurrent import StateCopy
+from vlmserve.memory.recurrent_states import StateCopy
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """Of one request over all recurrent layers. conv: the last width - 1 inputs of the convolutions, [layers,
-    width - 1, channels] in conv_dtype; recurrent: [layers, heads, key_dim, value_dim] in float32."""
+    """The shape of one request's state over all recurrent layers. conv: the last width - 1 inputs of the convolutions,
+    [layers, width - 1, channels] in conv_dtype. recurrent: [layers, heads, key_dim, value_dim] in float32."""
 
     conv: tuple[int, int, int]
     recurrent: tuple[int, int, int, int]
@@ -27,11 +27,11 @@ class StateShape:
 
 
 class RecurrentCache:
-    """num_states states and, before them, the blank one that requests begin with; see `RecurrentStates`. padded: one
-    more, behind them, that means nothing: `padding_state`, that of requests which only fill a step up.
+    """The states: first a blank one, with which requests begin, then `num_states` (see `RecurrentStates`). With
+    `padded`, a last one, `padding_state`, is for requests that only fill a step up.
 
-    conv [1 + num_states, layers, width - 1, channels]; recurrent [1 + num_states, layers, heads, key_dim, value_dim]: a
-    state lies in one piece, so that it is copied at once.
+    conv [1 + num_states, layers, width - 1, channels]; recurrent [1 + num_states, layers, heads, key_dim, value_dim]. A
+    state lies in one piece, so one copy moves it.
     """
 
     def __init__(self, num_states: int, shape: StateShape, device: torch.device, *, padded: bool = False) -> None:
@@ -42,7 +42,7 @@ class RecurrentCache:
         self.recurrent = torch.zeros((count, *shape.recurrent), dtype=torch.float32, device=device)
 
     def copy(self, jobs: Iterable[StateCopy]) -> None:
-        """Do these one after the other."""
+        """Do copies one after the other."""
         for job in jobs:
             self.conv[job.target].copy_(self.conv[job.source])
             self.recurrent[job.target].copy_(self.recurrent[job.source])
@@ -50,10 +50,11 @@ class RecurrentCache:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Tokens [start, start + length) of a batch, of one request, that go on from its state and leave it behind them.
+    """Tokens [start, start + length) of a batch, of one request. They go on from its state and leave the new state
+    there.
 
-    prefix_len: its tokens before. kept: tokens of the span, above 0 and below `length` -> where the state behind them
-    is kept, too.
+    prefix_len: its tokens before. kept: tokens of the span, above 0 and below `length` -> the state that is to keep a
+    copy of the state behind them.
     """
 
     start: int
@@ -66,7 +67,7 @@ class Span:
 @dataclass(frozen=True, kw_only=True)
 class RecurrentStep:
     """A step's states, known on the host. spans: of requests with several tokens. single_tokens, single_states: int64
-    [n] on the device, those of requests with one token; no tokens if these are all of the batch."""
+    [n] on the device, of requests with one token; no tokens if the batch has only such requests."""
 
     cache: RecurrentCache
     spans: tuple[Span, ...]

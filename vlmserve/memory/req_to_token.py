@@ -1,4 +1,5 @@
-"""req_pool_idx -> KV slots of a request's tokens: the worker's table on the device, the scheduler's on the host."""
+"""Maps req_pool_idx to the KV slots of a request's tokens: the worker's table on the device, the scheduler's on the
+host."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from vlmserve_common.errors import EngineError
 class ReqToTokenPool:
     """The device table that attention reads: `req_to_token` int32 [size + 1, max_context_len].
 
-    Entries beyond a request's length are stale and mean nothing. The last row, `padding_row`, is no request's: requests
-    that pad a batch are there, all in slot 0, which is in the dummy page (see `TokenToKVPoolAllocator`).
+    Entries beyond a request's length are stale. The last row, `padding_row`, belongs to requests that pad a batch. All
+    its entries are slot 0, in the dummy page (see `TokenToKVPoolAllocator`).
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
@@ -29,14 +30,14 @@ class ReqToTokenPool:
         )
 
     def check_tokens(self, req_pool_indices: np.ndarray, positions: np.ndarray) -> None:
-        """EngineError unless all of these tokens (int64 [n] each) have places in the table."""
+        """Raise EngineError unless all of these tokens (int64 [n] each) have places in the table."""
         if len(positions):
             first, last = int(req_pool_indices.min()), int(req_pool_indices.max())
             for req_pool_idx, end in ((first, 0), (last, int(positions.max()) + 1)):
                 _check_range(req_pool_idx, 0, end, self.size, self.max_context_len)
 
     def write_tokens(self, req_pool_indices: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Set the slots (int32 [n]) of tokens `positions` of requests (int64 [n]) at once; all of these are on the
+        """Set the slots (int32 [n]) of tokens `positions` of requests (int64 [n]) at once. All arrays are on the
         device, and were checked before."""
         self.req_to_token[req_pool_indices, positions] = slots
 
@@ -56,7 +57,7 @@ class ReqPoolAllocator:
         return len(self._free)
 
     def alloc(self) -> int | None:
-        """A free req_pool_idx, or None."""
+        """Return a free req_pool_idx, or None."""
         if not self._free:
             return None
         req_pool_idx = self._free.pop()
@@ -64,28 +65,29 @@ class ReqPoolAllocator:
         return req_pool_idx
 
     def free(self, req_pool_idx: int) -> None:
-        """Give a place back; its slots are not touched. Raises EngineError for one that is not held."""
+        """Take a place back; its slots are not touched. EngineError if it is not held."""
         self._check_held(req_pool_idx)
         self._held[req_pool_idx] = False
         self._free.append(req_pool_idx)
 
     def slots(self, req_pool_idx: int, start: int, end: int) -> np.ndarray:
-        """Slots int64 [end - start] of tokens [start, end) of a held place: a copy."""
+        """Return a copy of the slots int64 [end - start] of tokens [start, end) of a held place."""
         self._check_held(req_pool_idx)
         _check_range(req_pool_idx, start, end, self.size, self.max_context_len)
         return self._slots[req_pool_idx, start:end].astype(np.int64)
 
     def slot(self, req_pool_idx: int, place: int) -> int:
-        """The slot of token number `place` of a held place."""
+        """Return the slot of token number `place` of a held place."""
         self._check_held(req_pool_idx)
         return int(self._slots[req_pool_idx, place])
 
     def slots_at(self, req_pool_indices: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """The slot int64 [n] of one token, number `places` (int64 [n]), of each of so many held places (int64 [n])."""
+        """Return the slot int64 [n] of one token, number `places` (int64 [n]), of each of the held places (int64
+        [n])."""
         return self._slots[req_pool_indices, places].astype(np.int64)
 
     def write_at(self, req_pool_indices: np.ndarray, places: np.ndarray, slots: np.ndarray) -> None:
-        """Set the slot (int [n]) of one token, number `places` (int64 [n]), of each of so many held places."""
+        """Set the slot (int [n]) of one token, number `places` (int64 [n]), of each of the held places."""
         self._slots[req_pool_indices, places] = slots
 
     def write(self, req_pool_idx: int, start: int, slots: np.ndarray) -> None:

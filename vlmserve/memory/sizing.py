@@ -1,4 +1,4 @@
-"""Whether a model fits, and how many KV slots do."""
+"""Decides whether a model fits, and how many KV slots do."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Peak bytes that computing takes beside weights and caches: a batch of the vision tower, the layers of a step, and
-    what is sampled from behind these. Tower and step take turns, unless they are computed beside each other. graphs:
-    what captured steps keep for themselves."""
+    """Peak bytes for computing, beside weights and caches: a batch of the vision tower, the layers of a step, and
+    sampling behind these. Tower and step take turns, unless they are computed `beside` each other. graphs: kept by
+    captured steps."""
 
     tower: int = 0
     step: int = 0
@@ -35,7 +35,7 @@ class Activations:
 
     @property
     def peak(self) -> int:
-        """What must be left free for computing."""
+        """The bytes that must be left free for computing."""
         step = self.step + self.logits
         return (self.tower + step if self.beside else max(self.tower, step)) + self.graphs
 
@@ -46,34 +46,34 @@ class Activations:
 
 
 def activation_bytes(rows: int, *, stream: int, widest: int, itemsize: int, beside: int = 0) -> int:
-    """About what layers over `rows` tokens or patches take at their peak.
+    """Estimate the peak bytes of layers over `rows` tokens or patches.
 
-    stream: width of the residual stream, of which three are there at a time: itself, normalised, and the next one; and
-    three in float32, inside norms and products.
-    widest: what the widest layer has beside it, in elements. beside: bytes a row that stay for all layers.
+    stream: width of the residual stream, which exists three times: itself, normalised, and the next one; and three
+    times in float32, inside norms and products. widest: elements of the widest layer. beside: bytes a row that stay for
+    all layers.
     """
     return rows * (3 * stream * (itemsize + torch.float32.itemsize) + widest * itemsize + beside)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters; of one on the meta device, those it would take."""
+    """Return the bytes of a module's parameters, also of one on the meta device."""
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def quantised_part(bits: float, dtype: torch.dtype, *, beside: float = 32 / 64) -> float:
-    """How much of a plain weight's bytes a quantised one takes, about. beside: bits a weight of scales and zeros, which
-    each 64 weights have as a rule."""
+    """Return about which part of a plain weight's bytes a quantised one takes. beside: bits a weight for scales and
+    zeros, which usually belong to 64 weights each."""
     return (bits + beside) / (8 * dtype.itemsize)
 
 
 def gpu_kv_bytes(free: float, total: int, *, computing: int, mem_fraction_static: float) -> float:
-    """Bytes for the KV cache of a GPU that has `free` left when weights and states are there: what is not for
-    computing, which gets the rest of the memory, and more where it takes more. Below 0: there is none."""
+    """Return the bytes for the KV cache of a GPU that has `free` left beside weights and states. Computing gets the
+    rest of the memory, and more if it needs more. Below 0: nothing is left."""
     return min(max(0, free - computing) * _USABLE, free - total * (1 - mem_fraction_static))
 
 
 def check_weights_fit(weights: int, *, model: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Before they are loaded. EngineError if there is not enough memory for so many bytes."""
+    """Check the memory before weights are loaded. EngineError if there is not enough for so many bytes."""
     free, _ = free_memory(device)
     if weights > free:
         smaller = ", or --dtype bfloat16" if dtype == torch.float32 else ""
@@ -93,11 +93,12 @@ def kv_cache_size(
     state_bytes: int = 0,
     activations: Activations = Activations(),
 ) -> int:
-    """KV slots, a multiple of the page size: `max_total_tokens` if set, else what memory allows, and never more than
-    `max_running_requests` full contexts. What computing takes stays free, and `state_bytes` for recurrent states.
+    """Return the number of KV slots, a multiple of the page size. It is `max_total_tokens` if set, otherwise as many as
+    memory allows, and never more than `max_running_requests` full contexts. Memory for computing and `state_bytes` for
+    recurrent states stay free.
 
-    Call it before the weights are loaded, with their bytes, so that what cannot be is known at once; and when they are.
-    EngineError if not even a page fits, or not what was asked for.
+    Call it before the weights are loaded, with their bytes, so that an impossible size is known at once; and again when
+    they are. EngineError if not even a page fits, or less than was asked for.
     """
     size = args.page_size
     free, total = free_memory(device)
@@ -156,8 +157,8 @@ def kv_cache_size(
 
 
 def graph_room(args: EngineArgs, *, bytes_per_token: int, device: torch.device, activations: Activations) -> int:
-    """Bytes that captured graphs may take, when weights are loaded and the KV cache is not there yet: a tenth of what
-    computing leaves, and no more than `max_total_tokens` leave, if that is set."""
+    """Return the bytes that captured graphs may take, when weights are loaded and the KV cache is not there yet: a
+    tenth of the memory that computing leaves, and no more than `max_total_tokens` leave, if that is set."""
     free, _ = free_memory(device)
     left = free - activations.peak
     room = most_for_graphs(left)
@@ -167,13 +168,13 @@ def graph_room(args: EngineArgs, *, bytes_per_token: int, device: torch.device, 
 
 
 def most_for_graphs(left: float) -> int:
-    """Of the bytes that weights and computing leave."""
+    """Return the part of the bytes left by weights and computing that graphs may take."""
     return max(0, int(left * _GRAPHS))
 
 
 def host_pool_size(args: EngineArgs, *, bytes_per_token: int, device: torch.device) -> int:
-    """Host slots of the hierarchical cache, a multiple of the page size; 0 without one. Call it when weights are
-    loaded and the KV cache is there. EngineError if that much memory is not free, or not even a page fits."""
+    """Return the host slots of the hierarchical cache, a multiple of the page size; 0 without one. Call it when weights
+    are loaded and the KV cache is there. EngineError if that much memory is not free, or not even a page fits."""
     if not args.enable_hierarchical_cache or args.disable_radix_cache:
         return 0
     size = int(args.hicache_size_gib * _GIB)

@@ -17,7 +17,7 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDefaults:
-    """What a family's config.json may leave out. has_experts: whether its MLPs are sparse. has_linear_attention:
+    """Values that a family's config.json may leave out. has_experts: whether its MLPs are sparse. has_linear_attention:
     whether most of its layers are gated delta nets. partial_rotary_factor: how much of a head turns."""
 
     rope_theta: float
@@ -29,10 +29,10 @@ class ModelDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Sparse MLPs: of `count` experts, each of intermediate_size, a token goes through `chosen`.
+    """Sparse MLPs. A token goes through `chosen` of `count` experts, each of intermediate_size.
 
-    sparse_layers: the layers that have them; the others' are dense. shared_size: intermediate size of the expert that
-    all tokens go through besides; 0: there is none.
+    sparse_layers: the layers with such MLPs; other layers are dense. shared_size: intermediate size of the expert that
+    all tokens go through in addition; 0 if there is none.
     """
 
     count: int
@@ -42,8 +42,8 @@ class ExpertsConfig:
     shared_size: int = 0
 
     def of_part(self, shard: Shard) -> ExpertsConfig:
-        """With the inner elements that a process has of each expert of its own. EngineError if they cannot be
-        shared."""
+        """Return the configuration of a process's part: the inner elements that it has of its experts. EngineError if
+        they cannot be shared."""
         part = part_of_experts(self.count, self.intermediate_size, shard)
         shared = shard.part(self.shared_size, "shared_expert_intermediate_size")
         return replace(self, intermediate_size=part.size, shared_size=shared)
@@ -51,8 +51,8 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig:
-    """Gated delta nets (arXiv:2412.06464) in place of attention, in the layers `layers`; heads of queries and keys
-    serve several of values each. conv_width: tokens that the convolution before looks at."""
+    """Gated delta nets (arXiv:2412.06464) in place of attention, in the layers `layers`. Each head of queries and keys
+    serves several heads of values. conv_width: tokens that the convolution before sees."""
 
     layers: frozenset[int]
     num_key_heads: int
@@ -63,12 +63,12 @@ class LinearAttentionConfig:
 
     @property
     def key_size(self) -> int:
-        """Of all heads of keys; queries have as many."""
+        """The size of all key heads together; queries have the same."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Of all heads of values."""
+        """The size of all value heads together."""
         return self.num_value_heads * self.value_dim
 
     @property
@@ -77,7 +77,7 @@ class LinearAttentionConfig:
         return 2 * self.key_size + self.value_size
 
     def of_part(self, shard: Shard) -> LinearAttentionConfig:
-        """With the heads that one of several processes has. EngineError if they cannot be shared."""
+        """Return the configuration of a process's part: the heads that it has. EngineError if they cannot be shared."""
         return replace(
             self,
             num_key_heads=shard.part(self.num_key_heads, "linear_num_key_heads"),
@@ -87,11 +87,12 @@ class LinearAttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time, height and width.
-    linear: None where all layers are attention.
+    """A decoder's sizes. family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time,
+    height and width. linear: None if all layers are attention.
 
-    eos_token_ids: of generation_config.json and config.json together. dtype: what the checkpoint declares. shard: the
-    part of the model that this process has; sizes and numbers of layers are of the whole, but for those of `of_part`.
+    eos_token_ids: of generation_config.json and config.json together. dtype: declared by the checkpoint. shard: the
+    part of the model that this process has. Sizes and numbers of layers describe the whole model, except in the result
+    of `of_part`.
     """
 
     family: str
@@ -127,12 +128,12 @@ class ModelConfig:
 
     @property
     def own_layers(self) -> range:
-        """The layers that this process has, or a part of each. EngineError for more stages than layers."""
+        """The layers that this process has, or has a part of. EngineError for more stages than layers."""
         return self.shard.stage.layers(self.num_layers, self._head_in_layers())
 
     def _head_in_layers(self) -> float:
-        """What the head is worth, by weights that a token goes through: half of them, for decoding takes all of it and
-        a prompt next to nothing. None of a hybrid model, whose stages must have layers of both kinds."""
+        """Return the head's cost in layers: half of its weights, because decoding uses all of them and a prompt next to
+        none. It is 0 in a hybrid model, whose stages must have layers of both kinds."""
         if self.linear is not None:
             return 0.0
         inner, experts = self.intermediate_size, self.experts
@@ -142,7 +143,8 @@ class ModelConfig:
         return self.vocab_size / of_layer / 2
 
     def of_part(self) -> ModelConfig:
-        """With the layers, heads and inner elements that this process has. EngineError if they cannot be shared."""
+        """Return the configuration of this process's part: its layers, heads and inner elements. EngineError if they
+        cannot be shared."""
         own, linear, stages = self.own_layers, self.linear, self.shard.stage.size
         if linear is not None:
             linear = replace(linear, layers=frozenset(i - own.start for i in linear.layers if i in own))
@@ -165,10 +167,10 @@ class ModelConfig:
 def read_model_config(
     hf_config: Mapping[str, Any], generation_config: Mapping[str, Any], defaults: ModelDefaults
 ) -> ModelConfig:
-    """From config.json, with the text fields at the top or in `text_config`, and generation_config.json ({} if none).
+    """Read config.json, with the text fields at the top or in `text_config`, and generation_config.json ({} if none).
 
-    Raises CheckpointError for missing or impossible values, and for what is not supported: sliding windows,
-    scaled rotary positions.
+    Raises CheckpointError for missing or impossible values, and for unsupported ones: sliding windows, scaled rotary
+    positions.
     """
     top = Fields(hf_config, "config.json")
     text = text_fields(top)
@@ -210,7 +212,7 @@ def read_model_config(
 
 
 def _experts(text: Fields, num_layers: int) -> ExpertsConfig | None:
-    """None if there are no experts: all MLPs are dense then."""
+    """Read the experts; None if all MLPs are dense."""
     name = (
         "num_local_experts" if text.has("num_local_experts") else "num_experts"
     )  # the first in files of transformers 5
@@ -238,7 +240,8 @@ _LAYER_TYPES = ("linear_attention", "full_attention")
 
 
 def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
-    """Which layers they are is listed, or every nth is attention (`full_attention_interval`)."""
+    """Read which layers are delta nets: they are listed, or every nth layer is attention
+    (`full_attention_interval`)."""
     interval = text.positive("full_attention_interval", 4)
     types = text.values.get("layer_types") or [_LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_LAYER_TYPES):
@@ -264,7 +267,7 @@ def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
 
 
 def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, tuple[int, int, int]]:
-    """`rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
     name = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = text.section(name)
     kind = rope.string("rope_type", rope.string("type", "default"))

@@ -1,22 +1,23 @@
-"""The text decoder that the families share; they bring their own attention layer and rotary positions."""
+"""The text decoder that the families share. Each family adds its own attention layer and rotary positions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from vlmserve.models.attention.base import ForwardBatch, RadixAttention, RunLayers
 from vlmserve.models.config import ModelConfig
-from vlmserve.models.rotary import MRotary
-from vlmserve.models.stage_layers import StageLayers
+from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm, VocabEmbedding
 from vlmserve_common.compute.linear import MergedLinear, pack_linears, row_linear
-from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.compute.rotary import MRotary, Rotation
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
@@ -27,24 +28,28 @@ from vlmserve_common.kernels.quantized import Mode
 class DecoderAttention(nn.Module):
     """Grouped-query attention over the KV cache. Subclasses may normalise heads of q and k: `norms`."""
 
-    def __init__(self, config: ModelConfig, layer_id: int, *, qkv_bias: bool, out_bias: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, comm: Communicator, layer_id: int, *, qkv_bias: bool, out_bias: bool
+    ) -> None:
         super().__init__()
-        self.head_dim, shard, own = config.head_dim, config.shard.attention, config.of_part()
+        self.head_dim, comm, own = config.head_dim, comm.attention, config.of_part()
+        shard = comm.shard
         q_size, what = config.num_heads * config.head_dim, "num_attention_heads * head_dim"
         q, kv = shard.cut(q_size, what), shard.cut_kv(config.num_kv_heads, config.head_dim)
         parts: dict[str, int | Cut] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         if shard.is_whole:
             parts = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
         self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
-        self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, shard=shard, what=what)
+        self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, comm=comm, what=what)
         self.attn = RadixAttention(own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id)
 
     def norms(self) -> HeadNorms | None:
-        """What heads of q and k are normalised by before they are turned."""
+        """Return the norms that heads of q and k go through before they are turned; None without norms."""
         return None
 
     def divide_keys(self, by: float) -> bool:
-        """Have keys come out divided by a power of two, and queries multiplied by it. False if they cannot."""
+        """Divide keys by a power of two, and multiply queries by it, in the weights. Return False if that is
+        impossible."""
         norms = self.norms()
         if norms is not None:  # behind which nothing is left of a factor before
             norms.q_weight.mul_(by)
@@ -53,7 +58,8 @@ class DecoderAttention(nn.Module):
         return self.qkv_proj.scale_parts({"q_proj": by, "k_proj": 1 / by})
 
     def divide_values(self, by: float) -> bool:
-        """Have values come out divided by a power of two, and what attention makes of them multiplied by it."""
+        """Divide values by a power of two, and multiply attention's output by it, in the weights. Return False if that
+        is impossible."""
         if self.qkv_proj.weight is None or self.o_proj.weight is None:
             return False
         return self.qkv_proj.scale_parts({"v_proj": 1 / by}) and self.o_proj.scale(by)
@@ -84,14 +90,14 @@ class DecoderLayer(nn.Module):
     def forward_pending(
         self, x: torch.Tensor, pending: torch.Tensor | None, rotary: Rotation, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """`forward` of x + pending, in x: what it returns is still to be added to x, which the next norm does in one
-        launch with its own work. pending: what the layer before returned."""
+        """Compute `forward` of x + pending. The result is still to be added to x, which the next norm does in the same
+        launch. pending: the result of the layer before."""
         normed = self.input_layernorm(x) if pending is None else self.input_layernorm.add(pending, x)
         attended = self.self_attn(normed, rotary, forward_batch)
         return self.mlp(self.post_attention_layernorm.add(attended, x))
 
     def packed(self) -> LayerWeights | None:
-        """Its weights for the operators that compute whole layers; None unless all of them are packed."""
+        """Return the weights for operators that compute whole layers; None unless all of them are packed."""
         attention, mlp = self.self_attn, _packed_mlp(self.mlp)
         qkv, out = attention.qkv_proj.packed, attention.o_proj.packed
         if qkv is None or out is None or mlp is None or getattr(attention.o_proj, "sum_bias", None) is not None:
@@ -120,43 +126,76 @@ def _packed_mlp(mlp: GatedMLP | SparseMLP) -> MLPWeights | None:
     return MLPWeights(gate_up=mlp.gate_up_proj.packed, down=mlp.down_proj.packed)
 
 
-def make_mlp(config: ModelConfig, layer_id: int) -> GatedMLP | SparseMLP:
-    """Of a layer: sparse or dense, as the configuration says."""
+def make_mlp(config: ModelConfig, comm: Communicator, layer_id: int) -> GatedMLP | SparseMLP:
+    """Make a layer's MLP, sparse or dense as the configuration says."""
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is not None and layer_id in experts.sparse_layers:
-        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, config.shard)
-    return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, comm)
+    return GatedMLP(size, config.intermediate_size, act, bias=False, comm=comm)
 
 
-def make_embedding(config: ModelConfig) -> Embedding | VocabEmbedding | None:
-    """Of the first stage, and of the last one where it is the head, too."""
-    stage = config.shard.stage
+def make_embedding(config: ModelConfig, comm: Communicator) -> Embedding | VocabEmbedding | None:
+    """Make the embedding of the first stage, and of the last one if it is the head, too; None for other stages."""
+    stage = comm.shard.stage
     if not stage.is_first and not (stage.is_last and config.tie_word_embeddings):
         return None
-    if config.shard.is_whole:
+    if comm.shard.is_whole:
         return Embedding(config.vocab_size, config.hidden_size)
-    return VocabEmbedding(config.vocab_size, config.hidden_size, config.shard)
+    return VocabEmbedding(config.vocab_size, config.hidden_size, comm)
+
+
+class StageLayers(nn.ModuleList):
+    """A pipeline stage's layers, from number `first` on of `whole`. Their weights are named by these numbers, as in the
+    checkpoint; an index counts from the first layer here."""
+
+    def __init__(self, layers: Iterable[nn.Module], *, first: int, whole: int) -> None:
+        super().__init__()
+        self.first, self.whole = first, whole
+        for number, layer in enumerate(layers, first):
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def rules(self, rules: WeightRules) -> WeightRules:
+        """Extend the whole model's `rules` so that tensors of other stages are passed over. What this stage needs is a
+        parameter, and so never ignored."""
+        others = [str(number) for number in range(self.whole) if not 0 <= number - self.first < len(self)]
+        if not others:
+            return rules
+        elsewhere = (
+            rf"\blayers\.(?:{'|'.join(others)})\.",
+            r"\bembed_tokens\.weight$",
+            r"(?:^|[._])model\.norm\.weight$",
+        )
+        return replace(rules, ignored=(*rules.ignored, *elsewhere))
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm; of a pipeline stage, what it has of them.
+    """Embedding, layers and final norm, or a pipeline stage's part of these.
 
-    make_attention: index among the layers here -> its attention. rotary: positions -> what the attention layers turn
-    by.
+    make_attention: index among the layers here -> its attention. rotary: positions -> the angles that attention layers
+    turn by.
     """
 
-    def __init__(self, config: ModelConfig, make_attention: Callable[[int], DecoderAttention], rotary: MRotary) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        comm: Communicator,
+        make_attention: Callable[[int], DecoderAttention],
+        rotary: MRotary,
+    ) -> None:
         super().__init__()
-        own, stage, part = config.own_layers, config.shard.stage, config.of_part()
-        self.embed_tokens = make_embedding(config)
+        own, part = config.own_layers, config.of_part()
+        self.embed_tokens = make_embedding(config, comm)
         self.layers = StageLayers(
-            (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, i)) for i in own),
+            (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, comm, i)) for i in own),
             first=own.start,
             whole=config.num_layers,
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if stage.is_last else None
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if comm.shard.stage.is_last else None
         self._rotary = rotary
-        self._shard = config.shard
+        self._comm = comm
         self._packed: DecoderLayers | None = None
         self._shape = DecoderShape(
             heads=part.num_heads,
@@ -173,10 +212,10 @@ class Decoder(nn.Module):
         pack_experts(self, mode)
         packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
         layers = [layer for layer in packed if layer is not None]
-        shard = self._shard
-        sums = None if shard.collectives is None else shard.collectives.in_operators()
+        together = self._comm.collectives
+        sums = None if together is None else together.in_operators()
         # operators add up what all have, and exchange no tokens
-        adds_up = shard.group is None and (shard.collectives is None or sums is not None)
+        adds_up = self._comm.tokens is None and (together is None or sums is not None)
         self._packed = DecoderLayers(layers, self._shape, sums) if adds_up and len(layers) == len(packed) else None
 
     def forward(
@@ -187,12 +226,12 @@ class Decoder(nn.Module):
         deepstack_index: torch.Tensor | None = None,
         deepstack_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """input_embeds [N, hidden], positions int64 [3, N] -> final normalised hidden states [N, hidden]; of a stage
-        but the last, what its last layer makes.
+        """Compute final normalised hidden states [N, hidden] from input_embeds [N, hidden] and positions int64 [3, N].
 
-        input_embeds may be overwritten; of a stage but the first, they are what the one before made.
-        deepstack_embeds [layers, R, hidden] are added to tokens `deepstack_index` int64 [R] behind the first layers
-        (DeepStack, arXiv:2406.04334), one behind each; those beyond the layers here are for the next stage.
+        Without the last stage, the result is the output of the last layer here. input_embeds may be overwritten; a
+        later stage is given the output of the stage before. deepstack_embeds [layers, R, hidden] are added to tokens
+        `deepstack_index` int64 [R] behind the first layers, one behind each (DeepStack, arXiv:2406.04334). Those beyond
+        the layers here are for the next stage.
         """
         run = self._run_layers(self._rotary(positions), forward_batch)
         x = input_embeds
@@ -205,14 +244,15 @@ class Decoder(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def join(self) -> None:
-        """What the others need of this process in a step in which it has no tokens, and they have."""
+        """Join the collectives of other groups' steps while this group has no tokens."""
         assert self.embed_tokens is not None, "groups of ranks have all layers"
         x = self.embed_tokens(torch.empty(0, dtype=torch.int64, device=self.embed_tokens.weight.device))
         for layer in self.layers:
             cast(DecoderLayer, layer).mlp(x)
 
     def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
-        """Layers in one call where the weights and the attention backend allow it, otherwise one by one."""
+        """Return a function that runs layers: in one call if the weights and the attention backend allow it, otherwise
+        one by one."""
         if self._packed is not None:
             whole = forward_batch.attn_backend.whole_layers(self._packed, rotary, forward_batch)
             if whole is not None:
@@ -230,7 +270,7 @@ class Decoder(nn.Module):
     def _sums_pending(
         self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, first: int, last: int
     ) -> torch.Tensor:
-        """x behind layers first .. last - 1, in its own memory."""
+        """Return x behind layers first .. last - 1, in its own memory."""
         pending = None
         for layer in self.layers[first:last]:
             pending = cast(DecoderLayer, layer).forward_pending(x, pending, rotary, forward_batch)

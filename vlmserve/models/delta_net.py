@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from vlmserve.memory.recurrent_cache import RecurrentStep, Span
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import LinearAttentionConfig, ModelConfig
-from vlmserve_common.compute.delta_norms import GatedRMSNorm
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads
+from vlmserve_common.compute.layers import GatedRMSNorm
 from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import Cut, Cuts, stacked
 from vlmserve_common.kernels.quantized import Mode
@@ -23,7 +24,8 @@ _RUN = 16 * CHUNK
 
 
 class ConvWeight(nn.Module):
-    """A weight [channels, 1, width], stored as that of a convolution. channels: which of the stored ones."""
+    """A weight [channels, 1, width], stored as that of a convolution. channels: this process's part of the stored
+    ones."""
 
     def __init__(self, channels: Cuts, width: int) -> None:
         super().__init__()
@@ -36,22 +38,23 @@ class ConvWeight(nn.Module):
 
 
 class _NeverQuantised(MergedLinear):
-    """Few outputs, of which much depends."""
+    """A product with few outputs that matter much, and so keep their precision."""
 
     def pack(self, mode: Mode | None = None) -> None:
         super().pack(None)
 
 
 class GatedDeltaNet(nn.Module):
-    """See `compute.delta_rule`. index: its place among the recurrent layers.
+    """A gated delta net (see `compute.delta_rule`). index: its place among the recurrent layers.
 
-    A request's state in it: the last inputs of the convolution, and the delta rule's state. Where processes share the
-    model, each has some heads of keys with those of values that they serve, and their states.
+    A request's state in it is the last inputs of the convolution, and the delta rule's state. If processes share the
+    model, each has some key heads, the value heads that they serve, and their states.
     """
 
-    def __init__(self, config: ModelConfig, linear: LinearAttentionConfig, index: int) -> None:
+    def __init__(self, config: ModelConfig, comm: Communicator, linear: LinearAttentionConfig, index: int) -> None:
         super().__init__()
-        hidden, shard = config.hidden_size, config.shard.attention
+        hidden, comm = config.hidden_size, comm.attention
+        shard = comm.shard
         keys = shard.cut_heads(linear.num_key_heads, linear.key_dim, "linear_num_key_heads")
         values = shard.cut_heads(linear.num_value_heads, linear.value_dim, "linear_num_value_heads")
         channels, heads = stacked((keys, keys, values)), shard.cut(linear.num_value_heads, "linear_num_value_heads")
@@ -62,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.empty(heads.size), requires_grad=False)
         self.norm = GatedRMSNorm(linear.value_dim, config.rms_norm_eps)
         self.out_proj = row_linear(
-            linear.value_size, hidden, bias=False, shard=shard, what="linear_num_value_heads * linear_value_head_dim"
+            linear.value_size, hidden, bias=False, comm=comm, what="linear_num_value_heads * linear_value_head_dim"
         )
         self._linear = linear.of_part(shard)
         self._heads_cut = heads
@@ -98,7 +101,7 @@ class GatedDeltaNet(nn.Module):
         step: RecurrentStep,
         span: Span,
     ) -> None:
-        """Several tokens of one request."""
+        """Compute several tokens of one request."""
         convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
         conv, state = convs[span.state], states[span.state]
         for first, last in _runs(span):
@@ -120,7 +123,7 @@ class GatedDeltaNet(nn.Module):
         step: RecurrentStep,
         rows: torch.Tensor,
     ) -> None:
-        """One token of each of several requests."""
+        """Compute one token of each of several requests."""
         convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
         tokens = step.single_tokens
         if tokens is not None:
@@ -136,7 +139,8 @@ class GatedDeltaNet(nn.Module):
             out[tokens] = made
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """mixed [T, channels] -> queries, keys [T, heads, key_dim], values [T, heads, value_dim], in float32."""
+        """Split mixed [T, channels] into queries, keys [T, heads, key_dim] and values [T, heads, value_dim], in
+        float32."""
         linear = self._linear
         q, k, v = mixed.split([linear.key_size, linear.key_size, linear.value_size], dim=-1)
         q, k = (unit_heads(part.unflatten(-1, (-1, linear.key_dim)), linear.num_value_heads) for part in (q, k))
@@ -144,7 +148,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _runs(span: Span) -> Iterator[tuple[int, int]]:
-    """Tokens [first, last) that are computed together. All but the first run begin at a multiple of a chunk of the
-    request's tokens, so that it makes no difference where its prompt is cut, if that is at such multiples."""
+    """Yield tokens [first, last) that are computed together. All runs but the first begin at a multiple of a chunk of
+    the request's tokens. So a prompt that is cut at such multiples gives the same result."""
     aligned = range(-span.prefix_len % CHUNK or _RUN, span.length, _RUN)
     return itertools.pairwise(sorted({0, *aligned, *span.kept, span.length}))

@@ -1,6 +1,6 @@
-"""What a step cannot do without: bytes that have to be read, and floating-point operations, from a model's shapes.
+"""The least work of a step, from a model's shapes: bytes that have to be read, and floating-point operations.
 
-Multiplying and adding count as two operations. All takes outlines: models without weights, on the meta device.
+Multiplying and adding count as two operations. All functions take outlines: models without weights, on the meta device.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from vlmserve_common.compute.experts import Experts
 
 
 def expert_bytes(module: nn.Module) -> int:
-    """Of all experts in a module, apart from those that every token goes through."""
+    """Return the bytes of all experts in a module, without those that every token goes through."""
     return sum(weight_bytes(child) for child in module.modules() if isinstance(child, Experts))
 
 
 def part_hit(experts: ExpertsConfig | None, tokens: float) -> float:
-    """How many of a layer's experts so many tokens go through, as a part of all: the expectation where each token's are
-    a random choice of their own. Texts choose less evenly, and so hit fewer."""
+    """Return the expected part of a layer's experts that so many tokens go through, if each token's are a random choice
+    of their own. Texts choose less evenly, and so hit fewer."""
     return 0.0 if experts is None else 1 - (1 - experts.chosen / experts.count) ** tokens
 
 
 def decode_bytes(outline: VisionLanguageModel, kv_tokens: float, *, requests: int) -> float:
-    """Bytes that a decode step of so many requests reads: the weights of the decoder and the head once, but of experts
-    only those that are hit, as `part_hit` expects; and `kv_tokens` tokens of KV cache, over all requests. The
-    embedding's few rows, what is written, and what passes between the layers are left out."""
+    """Return the bytes that a decode step of so many requests reads: the weights of the decoder and the head once, and
+    `kv_tokens` tokens of KV cache over all requests. Only experts that are hit count, as `part_hit` expects. Rows of
+    the embedding, writes, and traffic between layers are left out."""
     decoder = outline.language_model
     head = decoder.embed_tokens if outline.lm_head is None else outline.lm_head
     missed = expert_bytes(decoder.layers) * (1 - part_hit(outline.config.experts, requests))
@@ -38,12 +38,13 @@ def decode_bytes(outline: VisionLanguageModel, kv_tokens: float, *, requests: in
 
 
 def kv_bytes(config: ModelConfig, outline: VisionLanguageModel) -> int:
-    """Bytes of a token in a KV cache of the model's own dtype."""
+    """Return the bytes of a token in a KV cache of the model's own dtype."""
     return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, outline.dtype)
 
 
 def prefill_flops(outline: VisionLanguageModel, tokens: int) -> float:
-    """Of one prompt of so many tokens: products with the weights, causal attention, and the last token's logits."""
+    """Return the operations of one prompt of so many tokens: products with the weights, causal attention, and the last
+    token's logits."""
     config = outline.config
     layers = outline.language_model.layers
     weights = sum(parameter.numel() for parameter in layers.parameters() if parameter.dim() > 1)
@@ -58,12 +59,13 @@ def prefill_flops(outline: VisionLanguageModel, tokens: int) -> float:
 
 
 def attention_flops(config: ModelConfig, layers: int, tokens: int) -> float:
-    """Of causal attention in so many layers over one prompt."""
+    """Return the operations of causal attention in so many layers over one prompt."""
     return 4.0 * layers * config.num_heads * config.head_dim * tokens * (tokens + 1) / 2
 
 
 def tower_flops(tower: VisionTower, pictures: int, patches: int) -> float:
-    """Of so many pictures with `patches` patches each: products, and attention inside pictures and windows."""
+    """Return the operations of so many pictures with `patches` patches each: products, and attention inside pictures
+    and windows."""
     full = len(tower.blocks) if tower.full_attention is None else len(tower.full_attention)
     windowed = 4.0 * (len(tower.blocks) - full) * tower.patch_embed.width * patches * min(patches, tower.window_patches)
     return pictures * (encoding_flops(tower, patches) + windowed)

@@ -1,9 +1,9 @@
-"""What a checkpoint wants keys and values to be divided by before a KV cache of 8-bit floats holds them.
+"""A checkpoint's scales of keys and values, which fit them into a KV cache of 8-bit floats.
 
-The next power of two is taken, and made part of the model: its keys and values come out divided, its queries and what
-follows attention are multiplied instead. Powers of two change no digit of a floating-point weight, so answers stay
-the same, to the bit, with a cache that rounds nothing; and no attention needs to know. A number that is rounded to a
-few binary digits loses as much whatever the power of two, so the exact scale would be no closer.
+Each scale is rounded up to a power of two and becomes part of the model. Keys and values come out divided; queries, and
+the product behind attention, are multiplied instead. Powers of two change no digit of a floating-point weight. So with
+a cache that rounds nothing answers stay the same, to the bit, and attention need not know. Rounding to a few binary
+digits loses as much whatever the power of two, so the exact scale would be no closer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NAME = re.compile(
 
 
 class KVScales:
-    """Those of a checkpoint. stored: their published names. CheckpointError for one that is no number."""
+    """The scales of a checkpoint. stored: their published names. CheckpointError for a scale that is no number."""
 
     def __init__(self, reader: CheckpointReader, rules: WeightRules) -> None:
         self._reader = reader

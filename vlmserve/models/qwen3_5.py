@@ -10,17 +10,14 @@ from torch import nn
 
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
-from vlmserve.models.decoder import DecoderAttention, make_embedding
+from vlmserve.models.decoder import DecoderAttention, StageLayers, make_embedding
 from vlmserve.models.delta_net import GatedDeltaNet
-from vlmserve.models.rotary import MRotary, interleaved_axes
-from vlmserve.models.stage_layers import StageLayers
 from vlmserve_common.compute.activations import Activation, activation
-from vlmserve_common.compute.delta_norms import ZeroCentredRMSNorm
+from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
-from vlmserve_common.compute.layers import GatedMLP
+from vlmserve_common.compute.layers import GatedMLP, ZeroCentredRMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
-from vlmserve_common.compute.rotary import Rotation, rotate
-from vlmserve_common.compute.shard import WHOLE, Shard
+from vlmserve_common.compute.rotary import MRotary, Rotation, interleaved_axes, rotate
 from vlmserve_common.kernels.quantized import Mode
 
 QWEN3_5_DEFAULTS = ModelDefaults(
@@ -31,11 +28,11 @@ QWEN3_5_MOE_DEFAULTS = replace(QWEN3_5_DEFAULTS, has_experts=True)
 
 class GatedAttention(DecoderAttention):
     """Attention whose output goes through gates that come with the queries. Only the first part of each head turns, so
-    heads are normalised and turned here, and backends are given what turns nothing."""
+    heads are normalised and turned here, and backends get a rotation by zero."""
 
-    def __init__(self, config: ModelConfig, layer_id: int) -> None:
-        super().__init__(config, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
-        own, shard = config.of_part(), config.shard.attention
+    def __init__(self, config: ModelConfig, comm: Communicator, layer_id: int) -> None:
+        super().__init__(config, comm, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+        own, shard = config.of_part(), comm.shard.attention
         self._heads, self._kv_heads = own.num_heads, own.num_kv_heads
         # a head's queries, and then its gates
         q = shard.cut_heads(config.num_heads, 2 * config.head_dim, "num_attention_heads")
@@ -47,11 +44,11 @@ class GatedAttention(DecoderAttention):
         self.k_norm = ZeroCentredRMSNorm(config.head_dim, config.rms_norm_eps)
 
     def divide_keys(self, by: float) -> bool:
-        """Its norms are no plain factors."""
+        """Return False: the norms are no plain factors."""
         return False
 
     def divide_values(self, by: float) -> bool:
-        """Not either, lest keys and values differ."""
+        """Return False, so that keys and values are treated alike."""
         return False
 
     def forward(
@@ -83,17 +80,17 @@ class _Gate(Linear):
 
 
 class SharedExpertMLP(SparseMLP):
-    """A sparse MLP with an expert that all tokens go through besides, times a gate."""
+    """A sparse MLP with one more expert, which all tokens go through, times a gate."""
 
-    def __init__(self, size: int, experts: ExpertsConfig, act: Activation, shard: Shard = WHOLE) -> None:
-        super().__init__(size, experts.intermediate_size, experts.count, experts.chosen, act, shard)
+    def __init__(self, size: int, experts: ExpertsConfig, act: Activation, comm: Communicator = ALONE) -> None:
+        super().__init__(size, experts.intermediate_size, experts.count, experts.chosen, act, comm)
         # added up together with what the other experts make
         self.shared_expert = GatedMLP(
             size,
             experts.shared_size,
             act,
             bias=False,
-            shard=shard,
+            comm=comm,
             summed=False,
             what="shared_expert_intermediate_size",
         )
@@ -109,11 +106,11 @@ class SharedExpertMLP(SparseMLP):
 class HybridLayer(nn.Module):
     """Pre-norm layer with a gated delta net (`linear_attn`) or attention (`self_attn`)."""
 
-    def __init__(self, config: ModelConfig, mixer: GatedDeltaNet | GatedAttention) -> None:
+    def __init__(self, config: ModelConfig, comm: Communicator, mixer: GatedDeltaNet | GatedAttention) -> None:
         super().__init__()
         self.self_attn = mixer if isinstance(mixer, GatedAttention) else None
         self.linear_attn = mixer if isinstance(mixer, GatedDeltaNet) else None
-        self.mlp = _make_mlp(config)
+        self.mlp = _make_mlp(config, comm)
         self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -128,34 +125,34 @@ class HybridLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(x), residual=x)
 
 
-def _make_mlp(config: ModelConfig) -> nn.Module:
+def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is None:
-        return GatedMLP(size, config.intermediate_size, act, bias=False, shard=config.shard)
+        return GatedMLP(size, config.intermediate_size, act, bias=False, comm=comm)
     if not experts.shared_size:
-        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, config.shard)
-    return SharedExpertMLP(size, experts, act, config.shard)
+        return SparseMLP(size, experts.intermediate_size, experts.count, experts.chosen, act, comm)
+    return SharedExpertMLP(size, experts, act, comm)
 
 
 class Qwen3_5Decoder(nn.Module):
-    """See `Decoder`. dtype: what it computes in."""
+    """A decoder of gated delta nets and gated attention. dtype: of its computation."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
         super().__init__()
         assert config.linear is not None
         own, layers = config.own_layers, []
-        self.embed_tokens = make_embedding(config)
+        self.embed_tokens = make_embedding(config, comm)
         recurrent = 0
         for index in own:
             mixer: GatedDeltaNet | GatedAttention
             if index in config.linear.layers:
-                mixer = GatedDeltaNet(config, config.linear, recurrent)
+                mixer = GatedDeltaNet(config, comm, config.linear, recurrent)
                 recurrent += 1
             else:
-                mixer = GatedAttention(config, index - own.start - recurrent)
-            layers.append(HybridLayer(config, mixer))
+                mixer = GatedAttention(config, comm, index - own.start - recurrent)
+            layers.append(HybridLayer(config, comm, mixer))
         self.layers = StageLayers(layers, first=own.start, whole=config.num_layers)
-        is_last = config.shard.stage.is_last
+        is_last = comm.shard.stage.is_last
         self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps) if is_last else None
         self._rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
 

@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint's: to measure with, where nothing is to be said."""
+"""Random weights in place of a checkpoint's, for measurements that need no sensible answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vlmserve.models.registry import load_config, make_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.weights import stored_tensors
-from vlmserve_common.compute.shard import WHOLE, Shard
+from vlmserve_common.compute.communicator import ALONE, Communicator
 
 _EMBED_STD, _LOGIT_STD = 0.05, 2.5
 
@@ -24,16 +24,16 @@ def random_model(
     dtype: torch.dtype | None = None,
     *,
     with_tower: bool = True,
-    shard: Shard = WHOLE,
+    comm: Communicator = ALONE,
 ) -> VisionLanguageModel:
-    """The model of a checkpoint folder, which needs no weights. dtype, with_tower, shard and errors are those of
+    """Make the model of a checkpoint folder, which needs no weights. dtype, with_tower, comm and errors: those of
     `load_model`.
 
     On the meta device it is an outline.
     """
-    config = load_config(folder, shard)
+    config = load_config(folder, comm.shard)
     model = make_model(
-        read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower
+        read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower, comm=comm
     )
     fill_randomly(model)
     return model
@@ -54,8 +54,8 @@ def fill_randomly(model: nn.Module, *, seed: int = 0) -> None:
 
 
 def moments(name: str, shape: Sequence[int]) -> tuple[float, float]:
-    """Mean and standard deviation of a weight, by its name and shape in a checkpoint. Matrices keep the size of what
-    goes through them; norms are near one, and the last one sets the logits' size."""
+    """Return mean and standard deviation of a weight, by its name and shape in a checkpoint. Matrices keep the size of
+    their inputs; norms are near one, and the last one sets the logits' size."""
     if name.endswith("embed_tokens.weight"):
         return 0.0, _EMBED_STD
     if name.endswith("language_model.norm.weight"):

@@ -15,8 +15,7 @@ from vision.towers.loading import OF_THE_TOWER, make_tower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
-from vlmserve.models.qwen2 import QWEN2_DEFAULTS, Qwen2Decoder
-from vlmserve.models.qwen3 import QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen3Decoder
+from vlmserve.models.qwen import QWEN2_DEFAULTS, QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen2Decoder, Qwen3Decoder
 from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
@@ -24,6 +23,7 @@ from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.checkpoint.quantized import Scheme, quantized_tensors, read_scheme
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, read_json
 from vlmserve_common.checkpoint.weights import match_weights
+from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.experts import choose_layouts
 from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.shard import WHOLE, Shard
@@ -33,7 +33,7 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's decoder is made of; its tower is in `vision.towers.loading`."""
+    """The classes of a family's decoder; its tower is in `vision.towers.loading`."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults
@@ -52,20 +52,20 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def load_config(folder: Path, shard: Shard = WHOLE) -> ModelConfig:
-    """The configuration of a checkpoint folder; see `load_model` for the shard and the errors."""
+    """Return the configuration of a checkpoint folder, for one part of the model. Errors: those of `load_model`."""
     return _model_config(folder, read_hf_config(folder), shard)
 
 
 def outline_model(
     folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, shard: Shard = WHOLE
 ) -> VisionLanguageModel:
-    """The model of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
+    """Make the model of a checkpoint folder without its weights, on the meta device: it has sizes, and no memory.
 
-    dtype, device, shard, errors: those of `load_model`; tensors are found, and not read.
+    dtype, device, errors: those of `load_model`. shard: the part of the model. Tensors are found, and not read.
     """
     hf_config = read_hf_config(folder)
     config = _model_config(folder, hf_config, shard)
-    model = _outline(hf_config, config, dtype or config.dtype)
+    model = _outline(hf_config, config, dtype or config.dtype, Communicator(shard))
     _Tensors(folder, hf_config, model, torch.device(device)).check()
     return model
 
@@ -77,23 +77,24 @@ def load_model(
     *,
     with_tower: bool = True,
     keep_fp8: bool | None = None,
-    shard: Shard = WHOLE,
+    comm: Communicator = ALONE,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
-    dtype: what it computes in; the checkpoint's own by default, but bfloat16 for quantised weights of float16 on a CPU.
+    dtype: computed in; by default the checkpoint's own, or bfloat16 for quantised weights of float16 on a CPU.
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
-    keep_fp8: whether 8-bit floats stay as they are, and so inputs are rounded; where the device multiplies them, by
-    default. shard: the part of the decoder that this process has; no more is read.
+    keep_fp8: whether 8-bit floats stay 8-bit, and inputs are rounded to them; by default if the device multiplies them.
+    comm: the part of the decoder that this process has, and its connections; only this part is read.
+
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
-    misshaped. EngineError for a model that cannot be shared so.
+    misshaped. EngineError for a model that cannot be shared in this way.
     """
     folder, device = resolve_model(str(path)), torch.device(device)
     hf_config = read_hf_config(folder)
-    config, scheme = _model_config(folder, hf_config, shard), quantization_of(folder, hf_config)
+    config, scheme = _model_config(folder, hf_config, comm.shard), quantization_of(folder, hf_config)
     if dtype is None and isinstance(scheme, Scheme) and config.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
-    model = _outline(hf_config, config, dtype or config.dtype)
+    model = _outline(hf_config, config, dtype or config.dtype, comm)
     tensors = _Tensors(folder, hf_config, model, device, with_tower=with_tower, keep_fp8=keep_fp8)
     _commit(model, device, with_tower=with_tower)
     tensors.load()
@@ -128,7 +129,7 @@ class _Tensors:
         )
 
     def check(self) -> None:
-        """CheckpointError for what is missing, unexpected or misshaped."""
+        """Raise CheckpointError for missing, unexpected or misshaped tensors."""
         self._match()
 
     def load(self) -> None:
@@ -150,7 +151,8 @@ class _Tensors:
 
 
 def quantization_of(folder: Path, hf_config: Mapping[str, Any] | None = None) -> Scheme | Fp8Scheme | None:
-    """How a checkpoint folder's weights are quantised, None if they are not. CheckpointError for ways not supported."""
+    """Return how a checkpoint folder's weights are quantised, None if they are not. CheckpointError for unsupported
+    ways."""
     try:
         return read_scheme(read_hf_config(folder) if hf_config is None else hf_config)
     except CheckpointError as error:
@@ -164,12 +166,14 @@ def make_model(
     dtype: torch.dtype,
     *,
     with_tower: bool = True,
+    comm: Communicator | None = None,
 ) -> VisionLanguageModel:
-    """An uninitialised model of a known family. On a CPU, its memory is committed as it is filled.
+    """Make an uninitialised model of a known family. On a CPU, its memory is committed as it is filled.
 
-    with_tower: otherwise the tower stays on the meta device, for pictures are encoded elsewhere.
+    with_tower: False keeps the tower on the meta device, because pictures are encoded elsewhere. comm: of the part that
+    `config` names; None makes a part that never computes together with others.
     """
-    model = _outline(hf_config, config, dtype)
+    model = _outline(hf_config, config, dtype, comm or Communicator(config.shard))
     _commit(model, device, with_tower=with_tower)
     return model
 
@@ -185,10 +189,12 @@ def _commit(model: VisionLanguageModel, device: torch.device, *, with_tower: boo
     share_workspace(model.visual)
 
 
-def _outline(hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype) -> VisionLanguageModel:
+def _outline(
+    hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype, comm: Communicator
+) -> VisionLanguageModel:
     with torch.device("meta"):
-        decoder = FAMILIES[config.family].decoder(config, dtype)
-        return VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype).to(dtype)
+        decoder = FAMILIES[config.family].decoder(config, dtype, comm)
+        return VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype, comm).to(dtype)
 
 
 def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHOLE) -> ModelConfig:

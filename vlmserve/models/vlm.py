@@ -12,6 +12,7 @@ from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.qwen3_5 import Qwen3_5Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.layers import Embedding, VocabEmbedding
 from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_weight
 from vlmserve_common.errors import CheckpointError
@@ -34,14 +35,20 @@ WEIGHT_RULES = WeightRules(
 
 
 class VisionLanguageModel(nn.Module):
-    """Composes a tower and a decoder. A tied model has no head of its own: the embedding is it. Only the last stage of
-    a pipeline has a head.
+    """A tower, a decoder and a head. A tied model's head is its embedding. Only the last stage of a pipeline has a
+    head.
 
-    config: of the whole model; `self.config` has the sizes of this process's part. dtype: what it computes in.
+    config: of the whole model; `self.config` has the sizes of this process's part. dtype: computed in. comm: the part,
+    with its connections.
     """
 
     def __init__(
-        self, config: ModelConfig, visual: VisionTower, decoder: Decoder | Qwen3_5Decoder, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        visual: VisionTower,
+        decoder: Decoder | Qwen3_5Decoder,
+        dtype: torch.dtype,
+        comm: Communicator,
     ) -> None:
         super().__init__()
         if visual.out_hidden_size != config.hidden_size:
@@ -54,10 +61,11 @@ class VisionLanguageModel(nn.Module):
                 f"config.json: {visual.num_deepstack_layers} deepstack_visual_indexes for {config.num_layers} layers"
             )
         self.config = config.of_part()
+        self.comm = comm
         self.dtype = dtype
         self.visual = visual
         self.language_model = decoder
-        self.lm_head = None if config.tie_word_embeddings or not config.shard.stage.is_last else _head(config)
+        self.lm_head = None if config.tie_word_embeddings or not comm.shard.stage.is_last else _head(config)
         self._head_workspace = Workspace()
         self._packed_head: PackedWeight | None = None
 
@@ -68,11 +76,11 @@ class VisionLanguageModel(nn.Module):
         if self.lm_head is not None:
             self.lm_head.pack(mode)
             self._packed_head = self.lm_head.packed
-        elif self.config.shard.stage.is_last and packed_products.can_pack(self._embedding.weight):
+        elif self.comm.shard.stage.is_last and packed_products.can_pack(self._embedding.weight):
             self._packed_head = pack_weight(self._embedding.weight, None, mode)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [N] -> [N, hidden]."""
+        """Embed input_ids int64 [N] -> [N, hidden]."""
         return self._embedding(input_ids)
 
     @property
@@ -94,12 +102,12 @@ class VisionLanguageModel(nn.Module):
         return self.language_model(input_embeds, positions, forward_batch, deepstack_index, deepstack_embeds)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [R, hidden] -> float32 [R, vocab]. Where processes share the model they all call it, and
-        the first one gets them; others get those of their part of the vocabulary."""
-        logits, shard = self._own_logits(hidden), self.config.shard
-        if shard.collectives is None:
+        """Compute logits float32 [R, vocab] of final hidden states [R, hidden]. All processes that share the model call
+        it. The first one gets the logits; the others get those of their part of the vocabulary."""
+        logits, together = self._own_logits(hidden), self.comm.collectives
+        if together is None:
             return logits
-        parts = shard.collectives.gather(logits)
+        parts = together.gather(logits)
         return torch.cat(parts, dim=1)[:, : self.config.vocab_size].contiguous() if parts else logits
 
     def _own_logits(self, hidden: torch.Tensor) -> torch.Tensor:

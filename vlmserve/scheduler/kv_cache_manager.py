@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.base import CacheGroup, CacheGroups
+from vlmserve.memory.cache_groups import CacheGroup, CacheGroups
 from vlmserve.memory.prefix_cache import MatchResult, PrefixCache
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.memory.req_to_token import ReqPoolAllocator

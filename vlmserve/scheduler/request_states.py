@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from vlmserve.executor.model_worker_batch import StateSnapshot
-from vlmserve.memory.groups.recurrent import RecurrentStates, StateCopy
+from vlmserve.memory.recurrent_states import RecurrentStates, StateCopy
 from vlmserve.scheduler.req import Req
 from vlmserve_common.compute.delta_rule import CHUNK
 

@@ -1,4 +1,4 @@
-"""How many CPU cores this process may really use."""
+"""Counts the CPU cores that this process may really use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def available_cpus(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores of this process's affinity, or of its container's CPU quota (cgroup v2) rounded up: the fewer.
+    """Return the cores of this process's affinity, or its container's CPU quota (cgroup v2) rounded up, if that is
+    less.
 
     A container on a large machine that may use 2 cores' time would otherwise start a thread for every core it sees.
     """
@@ -25,8 +26,8 @@ def available_cpus(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def usable_threads(wanted: int | None, setting: str) -> int:
-    """How many threads compute: as many as there are cores where nothing else is wanted, and never more, since these
-    would wait for one another. setting: where `wanted` comes from."""
+    """Return how many threads compute: by default as many as there are cores, and never more, since threads would wait
+    for one another. setting: the name of the setting of `wanted`."""
     cores = available_cpus()
     if wanted is None:
         return cores
@@ -36,7 +37,7 @@ def usable_threads(wanted: int | None, setting: str) -> int:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What the CPU calls itself; its architecture where that is not known."""
+    """Return the CPU's name, or its architecture if the name is not known."""
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text(errors="replace").splitlines():
             if line.startswith("model name"):

@@ -30,8 +30,8 @@ def unit_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 def recurrent_step(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> torch.Tensor:
-    """One token of each of B requests: q, k [B, heads, key_dim], v [B, heads, value_dim], g, beta [B, heads], state
-    [B, heads, key_dim, value_dim], which is updated -> [B, heads, value_dim]. All float32."""
+    """Compute one token of each of B requests: q, k [B, heads, key_dim], v [B, heads, value_dim], g, beta [B, heads] ->
+    [B, heads, value_dim]. state [B, heads, key_dim, value_dim] is updated. All float32."""
     state.mul_(g.exp()[..., None, None])
     known = (k.unsqueeze(-2) @ state).squeeze(-2)
     state.add_(k.unsqueeze(-1) * ((v - known) * beta.unsqueeze(-1)).unsqueeze(-2))
@@ -41,8 +41,8 @@ def recurrent_step(
 def chunk_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """T tokens of one request: q, k [T, heads, key_dim], v [T, heads, value_dim], g, beta [T, heads], state [heads,
-    key_dim, value_dim] -> [T, heads, value_dim] and the state behind. All float32."""
+    """Compute T tokens of one request: q, k [T, heads, key_dim], v [T, heads, value_dim], g, beta [T, heads], state
+    [heads, key_dim, value_dim] -> [T, heads, value_dim] and the state behind. All float32."""
     whole = len(q) - len(q) % CHUNK
     outs = []
     for tokens, size in ((slice(0, whole), CHUNK), (slice(whole, len(q)), len(q) - whole)):
@@ -63,10 +63,11 @@ def chunk_rule(
 
 
 def _chunks(parts: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """parts: q, k, v [heads, n, size, dim], g, beta [heads, n, size] -> [heads, n * size, value_dim], the state behind.
+    """Compute all chunks. q, k, v [heads, n, size, dim], g, beta [heads, n, size] -> [heads, n * size, value_dim], the
+    state behind.
 
-    Inside a chunk, token i's correction depends on those of tokens before it: a triangular system, solved for all
-    chunks at once. What is left to do in their order are products with the state.
+    Inside a chunk, a token's correction depends on those of tokens before it: a triangular system, solved for all
+    chunks at once. Only products with the state are left to do one after the other.
     """
     q, k, v, g, beta = parts
     size = q.shape[2]
@@ -95,8 +96,8 @@ def _scaled(q: torch.Tensor) -> torch.Tensor:
 
 
 def causal_conv(before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A convolution for each channel over a token and those before it, and SiLU: before [..., width - 1, C], x
-    [..., T, C], weight [C, width] -> [..., T, C]. The sum in float32, in the same order whatever T is."""
+    """Convolve each channel over a token and those before it, and apply SiLU: before [..., width - 1, C], x [..., T,
+    C], weight [C, width] -> [..., T, C]. The sum is in float32, in the same order whatever T is."""
     every, length = torch.cat((before, x), dim=-2), x.shape[-2]
     taps = weight.float()
     total = every.narrow(-2, 0, length).float() * taps[:, 0]

@@ -1,4 +1,4 @@
-"""The device that a setting names, if it is there."""
+"""Resolves the device that a setting names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _LEAST_BFLOAT16 = (8, 0)
 
 
 def resolve_device(name: str, setting: str = "--device") -> torch.device:
-    """auto, cpu, cuda or cuda:N as a torch device. EngineError if it cannot be used. setting: whose value it is.
+    """Turn auto, cpu, cuda or cuda:N into a torch device. setting: its name, for errors. EngineError if it cannot be
+    used.
 
-    cuda is the GPU that is the process's current one: the first, unless somebody chose another. auto says so in the log
-    where there is a GPU that PyTorch cannot use, and takes the CPU.
+    cuda is the process's current GPU: by default the first. auto takes the CPU, with a log line, if there is a GPU that
+    PyTorch cannot use.
     """
     available, trouble = (False, None) if name == "cpu" else _available()
     if name == "auto":
@@ -47,7 +48,7 @@ def resolve_device(name: str, setting: str = "--device") -> torch.device:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """EngineError if a GPU has no arithmetic for what a model is to be computed in."""
+    """Raise EngineError if a GPU has no arithmetic for the dtype that a model is to be computed in."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
     capability = torch.cuda.get_device_capability(device)
@@ -60,12 +61,12 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _current() -> int:
-    """The number of the current GPU; asking does not begin to use one."""
+    """Return the number of the current GPU, without beginning to use one."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else 0
 
 
 def _available() -> tuple[bool, str | None]:
-    """Whether there is a GPU, and what keeps PyTorch from using one: it tells that in a warning."""
+    """Return whether there is a GPU, and the warning with which PyTorch says why it cannot use one."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -83,5 +84,5 @@ def _available() -> tuple[bool, str | None]:
 
 
 def _version(number: str) -> str:
-    """12040 is 12.4."""
+    """Format a version: 12040 is 12.4."""
     return f"{int(number) // 1000}.{int(number) % 1000 // 10}"

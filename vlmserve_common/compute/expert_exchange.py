@@ -1,12 +1,12 @@
-"""How tokens get to their experts where several processes have these, and what experts make of them back.
+"""Brings tokens to their experts, and the results back, if several processes share the experts.
 
-`Replicated`: all processes have all tokens; each computes what its experts make of them, and the sums are added up: one
-all-reduce. `Dispatched`: each process has tokens of its own; a token's row travels once to each process that has one of
-its experts, which sends back the weighted sum of those it has (DeepSpeed-MoE, arXiv:2201.05596; DeepEP).
+`Replicated`: all processes have all tokens. Each computes its own experts, and one all-reduce adds the results up.
+`Dispatched`: each process has tokens of its own. It sends a token's row once to each process that has one of its
+experts, and gets the weighted sum over those back (DeepSpeed-MoE, arXiv:2201.05596; DeepEP).
 
-Per rank, of N rows of tokens that all `size` ranks have, an all-reduce moves 2 (size - 1) / size * N. Where each takes
-1 / size of the tokens, and `reached` ranks have experts of one, rows to them and back and the gathering of results move
-(size - 1) / size * N * (1 + 2 * reached / size): less only where `reached` is below half of the ranks.
+Rows that a rank moves, of N tokens that all `size` ranks have: an all-reduce moves 2 (size - 1) / size * N. If each
+rank takes 1 / size of the tokens and `reached` ranks have experts of one, sending rows, sums and results moves (size -
+1) / size * N * (1 + 2 * reached / size). That is less only if `reached` is below half of the ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from vlmserve_common.compute.communicator import Collectives, Communicator
 from vlmserve_common.compute.expert_part import first_placement, slots_of_parties
-from vlmserve_common.compute.shard import Collectives, Shard
+from vlmserve_common.compute.shard import Shard
 
 Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Experts [N, chosen] of each token, int64 (int32 on a GPU), and their scores [N, chosen] in its dtype."""
@@ -26,11 +27,12 @@ Compute: TypeAlias = Callable[[torch.Tensor, Choice], torch.Tensor]
 
 
 class Exchange(Protocol):
-    """x [N, size] and the choice of each token -> the sum of its experts [n, size], of the n tokens that this process
-    has: all N where all have the same. beside: this process's part of another sum [N, size], to be added; may be
-    overwritten.
+    """Computes the sum of each token's experts [n, size], of the n tokens that this process has, from x [N, size] and
+    the choice of each token. N is n if all processes have the same tokens. beside: this process's part of another sum
+    [N, size], which is added; it may be overwritten.
 
-    tokens: what x is, and a choice is made for, of what this process has. all_tokens: N tokens, of these two.
+    tokens: turns this process's tokens into the x that experts are chosen for. all_tokens: returns N tokens, given
+    those and their x.
     """
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -43,10 +45,10 @@ class Exchange(Protocol):
 
 
 class Slots:
-    """Where experts are: their slots at all parties, counted through. `place` may change that between steps.
+    """The slots of experts, numbered over all parties. `place` may move experts between steps.
 
-    placement: the expert of each slot. counts int64 [count]: how often each was chosen, where this is `counted`. Counts
-    and tables stay where they are in memory, as captured steps read and write them.
+    placement: the expert of each slot. counts int64 [count]: how often each expert was chosen, if this is `counted`.
+    Counts and tables keep their memory, which captured steps read and write.
     """
 
     def __init__(self, count: int, shard: Shard) -> None:
@@ -61,18 +63,18 @@ class Slots:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts are where their numbers say, for good, and nobody counts them."""
+        """Whether an expert's slot always is its number, and choices are not counted."""
         return not self.counted and self.placement == tuple(range(self.count))
 
     def place(self, placement: tuple[int, ...]) -> None:
-        """Experts are there from now on."""
+        """Put experts into these slots from now on."""
         self.placement = placement
         if self._found is not None:
             for table, new in zip(self._found, self._make_tables(), strict=True):
                 table.copy_(new)
 
     def note(self, ids: torch.Tensor) -> None:
-        """Count the experts that tokens go through; on the device, which nobody waits for."""
+        """Count the experts that tokens go through, on the device, without waiting."""
         if self.counted:
             if self.counts is None:
                 self.counts = torch.zeros(self.count, dtype=torch.int64, device=ids.device)
@@ -80,7 +82,7 @@ class Slots:
             self.counts.scatter_add_(0, flat, torch.ones_like(flat))
 
     def take_counts(self) -> torch.Tensor | None:
-        """The counts so far, which begin anew; None: of no token ever."""
+        """Return the counts so far, and begin anew; None if no token was ever counted."""
         if self.counts is None:
             return None
         taken = self.counts.clone()
@@ -88,8 +90,8 @@ class Slots:
         return taken
 
     def of(self, ids: torch.Tensor, first_token: int = 0) -> torch.Tensor:
-        """Experts [n, chosen] of tokens from number `first_token` on -> their slots. Tokens take turns at the copies
-        of an expert."""
+        """Return the slots of experts [n, chosen], for tokens from number `first_token` on. Tokens take turns at the
+        copies of an expert."""
         if self.is_plain:
             return ids
         slots, copies = self._tables(ids.device)
@@ -98,7 +100,7 @@ class Slots:
         return slots[wanted, turn].to(ids.dtype)
 
     def _tables(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots int64 [count, parties] of each expert, and how many these are int64 [count]."""
+        """Return the slots int64 [count, parties] of each expert, and their number int64 [count]."""
         if self._found is None:
             slots, copies = self._make_tables()
             self._found = slots.to(device), copies.to(device)
@@ -112,73 +114,75 @@ class Slots:
         return torch.tensor(rows), torch.tensor([len(slots) for slots in own])
 
     def here(self, slots: torch.Tensor, party_first: int | None = None) -> torch.Tensor:
-        """Slots of all -> those of one party, by default this process's; -1 for others."""
+        """Renumber slots for one party, by default this process's; -1 for slots of other parties."""
         own = slots - (self.first if party_first is None else party_first)
         return own.masked_fill((own < 0) | (own >= self.each), -1)
 
 
 class Replicated:
-    """See the module docstring."""
+    """Experts whose processes have all tokens: see the module docstring."""
 
-    def __init__(self, slots: Slots, shard: Shard) -> None:
-        self._slots, self._shard = slots, shard
-        self.tokens = shard.all_tokens
+    def __init__(self, slots: Slots, comm: Communicator) -> None:
+        self._slots, self._comm = slots, comm
+        self.tokens = comm.all_tokens
 
     def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`."""
+        """Return `routed`, which are all tokens."""
         return routed
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Exchange`."""
+        """Compute the sums."""
         ids, scores = choice
-        self._slots.note(self._shard.own_tokens(ids))
+        self._slots.note(self._comm.own_tokens(ids))
         out = compute(x, (self._slots.here(self._slots.of(ids)), scores))
-        return self._shard.all_reduce(out if beside is None else out.add_(beside))
+        return self._comm.all_reduce(out if beside is None else out.add_(beside))
 
 
 class Dispatched:
-    """See the module docstring."""
+    """Experts whose processes send tokens: see the module docstring."""
 
-    def __init__(self, slots: Slots, shard: Shard) -> None:
-        assert shard.collectives is not None
-        self._slots, self._shard, self._together = slots, shard, shard.collectives
-        self._same = shard.attention  # those who have the same tokens
+    def __init__(self, slots: Slots, comm: Communicator) -> None:
+        self._slots, self._comm = slots, comm
+        self._same = comm.attention  # of the ranks that have the same tokens
 
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`."""
+        """Return this process's own tokens."""
         return x
 
     def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """See `Exchange`."""
-        return self._shard.all_tokens(x)
+        """Return the tokens of all processes."""
+        return self._comm.all_tokens(x)
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Exchange`. Each of the processes that have the same tokens takes a stretch of these; the last ones may
-        have fewer, or none."""
+        """Compute the sums. Each of the processes with the same tokens takes a stretch of these; the last ones may have
+        fewer, or none."""
         ids, scores = choice
         self._slots.note(ids)
-        same = self._same
-        rows = -(-len(x) // same.size)
-        own = slice(min(len(x), same.rank * rows), min(len(x), (same.rank + 1) * rows))
+        same, shard = self._same.collectives, self._same.shard
+        rows = -(-len(x) // shard.size)
+        own = slice(min(len(x), shard.rank * rows), min(len(x), (shard.rank + 1) * rows))
+        everybody = self._comm.collectives
+        assert everybody is not None
         slots = self._slots.of(ids[own], own.start)
-        made = dispatch(x[own], (slots, scores[own]), compute, self._slots, self._shard.size, self._together)
+        made = dispatch(x[own], (slots, scores[own]), compute, self._slots, self._comm.shard.size, everybody)
         out = made
-        if same.collectives is not None and rows:
+        if same is not None and rows:
             padded = x.new_zeros((rows, x.shape[1]))
             padded[: len(made)] = made
-            out = same.collectives.all_gather(padded)[: len(x)]
-        return out if beside is None else out.add_(self._shard.all_reduce(beside))
+            out = same.all_gather(padded)[: len(x)]
+        return out if beside is None else out.add_(self._comm.all_reduce(beside))
 
 
 def dispatch(
     x: torch.Tensor, choice: Choice, compute: Compute, slots: Slots, size: int, together: Collectives
 ) -> torch.Tensor:
-    """This process's own tokens x [n, width], with slots and scores [n, chosen], through experts at `size` processes
-    -> their sums [n, width]. All call it at the same time; how many tokens each has is its own affair."""
+    """Send this process's own tokens x [n, width], with slots and scores [n, chosen], through experts at `size`
+    processes; return their sums [n, width]. All processes call it at the same time; each may have any number of
+    tokens."""
     wanted, scores = choice
     party = wanted.long() // slots.each
     reached = torch.zeros((len(x), size // slots.members), dtype=torch.bool, device=x.device).scatter_(1, party, True)
@@ -205,21 +209,22 @@ def dispatch(
 
 
 def moves_less_dispatched(chosen: int, shard: Shard) -> bool:
-    """Whether tokens that choose evenly reach less than half of the ranks; see the module docstring. Where processes
-    have tokens of their own, rows have to get to where others are in any case."""
+    """Return whether tokens that choose evenly reach less than half of the ranks; see the module docstring. Rows of
+    attention groups have to travel to other processes in any case."""
     parties = shard.experts.ep_size
-    if shard.group is not None:
+    if shard.groups > 1:
         return parties > 1
     reached = parties * (1 - (1 - 1 / parties) ** chosen)
     return reached < parties / 2
 
 
 def sends_rows(chosen: int, shard: Shard) -> bool:
-    """Whether tokens are `Dispatched`, as `shard.experts.a2a` says: then the host waits in the midst of a step."""
+    """Return whether tokens are `Dispatched`, as `shard.experts.a2a` says. The host then waits in the middle of a
+    step."""
     a2a = shard.experts.a2a
     return not shard.is_whole and (a2a == "torch" or (a2a == "auto" and moves_less_dispatched(chosen, shard)))
 
 
-def make_exchange(slots: Slots, shard: Shard, chosen: int) -> Exchange:
-    """See `sends_rows`."""
-    return Dispatched(slots, shard) if sends_rows(chosen, shard) else Replicated(slots, shard)
+def make_exchange(slots: Slots, comm: Communicator, chosen: int) -> Exchange:
+    """Make the exchange that `sends_rows` chooses."""
+    return Dispatched(slots, comm) if sends_rows(chosen, comm.shard) else Replicated(slots, comm)

@@ -1,8 +1,8 @@
-"""Which experts of a sparse MLP a process has, and how much of each.
+"""Divides the experts of a sparse MLP among processes.
 
-`ep_size` parties of a tensor-parallel group have experts of their own, one behind the other; the members of a party cut
-each of them by inner elements, as other MLPs are cut. With `redundant` ones there are more slots than experts, as many
-at each party, and busy experts are in several (DeepSeek's EPLB, https://github.com/deepseek-ai/EPLB).
+`ep_size` parties of a tensor-parallel group have experts of their own, one behind the other. The members of a party cut
+each of its experts by inner elements, as other MLPs are cut. `redundant` slots, spread evenly over the parties, hold
+copies of busy experts (DeepSeek's EPLB, https://github.com/deepseek-ai/EPLB).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Stretch = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertPart:
-    """Of `count` experts of `inner` elements: those of this process's slots, and which elements of each, from number
-    `first`, `size` of them. slots: of a party."""
+    """One process's part of `count` experts of `inner` elements: the experts of its slots (`own`), and `size` elements
+    of each, from number `first` on."""
 
     count: int
     inner: int
@@ -30,7 +30,7 @@ class ExpertPart:
 
     @property
     def cuts_experts(self) -> bool:
-        """Whether others have elements of its experts."""
+        """Whether other processes have elements of its experts."""
         return self.size < self.inner
 
     @property
@@ -55,7 +55,7 @@ def _stretches(experts: Sequence[int]) -> Iterator[Stretch]:
 
 
 def slots_of_parties(count: int, shard: Shard) -> int:
-    """Slots of each party for `count` experts. EngineError if they cannot be spread evenly."""
+    """Return the slots of each party for `count` experts. EngineError if they cannot be spread evenly."""
     sharing = shard.experts
     ep_size, slots = sharing.ep_size, count + sharing.redundant
     if slots % ep_size:
@@ -70,13 +70,13 @@ def slots_of_parties(count: int, shard: Shard) -> int:
 
 
 def first_placement(count: int, shard: Shard) -> tuple[int, ...]:
-    """The expert of each slot, those of all parties one behind the other, before anything is known of their loads."""
+    """Return the expert of each slot, party by party, before any loads are known."""
     slots_of_parties(count, shard)
     return tuple(slot % count for slot in range(count + shard.experts.redundant))
 
 
 def part_of_experts(count: int, inner: int, shard: Shard = WHOLE) -> ExpertPart:
-    """A process's part at the start. inner: moe_intermediate_size. EngineError for sizes that do not divide."""
+    """Return a process's part at the start. inner: moe_intermediate_size. EngineError for sizes that do not divide."""
     if shard.is_whole:
         return ExpertPart(count=count, inner=inner, own=tuple(range(count)), first=0, size=inner)
     slots = slots_of_parties(count, shard)

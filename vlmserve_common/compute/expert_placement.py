@@ -1,7 +1,7 @@
-"""Which experts are where, so that all parties have about as much to do, and how weights get there.
+"""Places experts so that all parties have about the same work, and moves their weights.
 
-As in DeepSeek's EPLB (https://github.com/deepseek-ai/EPLB): the spare slots go to copies of whichever expert has most
-to do for each copy, one by one; then experts, the busiest first, go to whichever party has least to do so far.
+Spare slots go one by one to a copy of the expert with most work for each copy. Then experts, the busiest first, go to
+the party with least work so far (DeepSeek's EPLB, https://github.com/deepseek-ai/EPLB).
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import replace
 
 import torch
 
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.expert_exchange import Slots
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.shard import Shard
 
 Placement = tuple[int, ...]
 """The expert of each slot, those of all parties one behind the other."""
 
 
 def place(loads: Sequence[float], old: Placement, parties: int) -> Placement:
-    """A placement for experts of such loads. No party has an expert twice. Experts that stay at a party stay in their
-    slots."""
+    """Return a placement for experts of such loads. No party has an expert twice. Experts that stay at a party stay in
+    their slots."""
     each, count = len(old) // parties, len(loads)
     copies = [1] * count
     for _ in range(len(old) - count):
@@ -62,30 +62,32 @@ def _in_order(own: Sequence[int], before: Sequence[int]) -> list[int]:
 
 
 def imbalance(loads: Sequence[float], placement: Placement, parties: int) -> float:
-    """How much the busiest party has to do, in times of the mean."""
+    """Return the work of the busiest party, as a multiple of the mean."""
     each = len(placement) // parties
     shares = [loads[expert] / placement.count(expert) for expert in placement]
     busy = [sum(shares[party * each : (party + 1) * each]) for party in range(parties)]
     return max(busy) * parties / sum(busy) if sum(busy) else 1.0
 
 
-def move(experts: Experts, slots: Slots, new: Placement, shard: Shard) -> int:
-    """Have a sparse MLP's experts lie so from now on; all ranks together. Returns how many slots got another one.
+def move(experts: Experts, slots: Slots, new: Placement, comm: Communicator) -> int:
+    """Move a sparse MLP's experts to a new placement; all ranks call it together. Return how many slots got another
+    expert.
 
-    Rows of bytes go from a rank that has the expert to the rank of the same number in the party that wants it.
+    Rows of bytes go from a rank that has the expert to the rank of the same number in the other party.
     """
     old, each, members = slots.placement, slots.each, slots.members
-    party, member = divmod(shard.rank, members)
+    size = comm.shard.size
+    party, member = divmod(comm.shard.rank, members)
     wanted = [slot for slot in range(len(new)) if new[slot] != old[slot]]
     source = {slot: _source(old, new[slot], slot // each, each) for slot in wanted}
     # source and target slots, by the other's rank
     sent = [(source[slot] % each, slot // each) for slot in wanted if source[slot] // each == party]
     received = [(slot % each, source[slot] // each) for slot in wanted if slot // each == party]
-    assert shard.collectives is not None
+    assert comm.collectives is not None
     for rows in experts.rows_of_slots():
         out = rows[[slot for slot, _ in sorted(sent, key=lambda entry: entry[1])]]
-        came = shard.collectives.all_to_all(
-            out, _by_rank(sent, member, members, shard.size), _by_rank(received, member, members, shard.size)
+        came = comm.collectives.all_to_all(
+            out, _by_rank(sent, member, members, size), _by_rank(received, member, members, size)
         )
         rows[[slot for slot, _ in sorted(received, key=lambda entry: entry[1])]] = came
     slots.place(new)
@@ -94,7 +96,7 @@ def move(experts: Experts, slots: Slots, new: Placement, shard: Shard) -> int:
 
 
 def _source(old: Placement, expert: int, party: int, each: int) -> int:
-    """The slot that an expert comes from to a party: parties take turns at those that have it."""
+    """Return the slot from which a party gets an expert: parties take turns at the slots that have it."""
     having = [slot for slot, there in enumerate(old) if there == expert]
     own = [slot for slot in having if slot // each == party]
     return own[0] if own else having[party % len(having)]
@@ -107,13 +109,13 @@ def _by_rank(moves: Sequence[tuple[int, int]], member: int, members: int, size: 
     return counts
 
 
-def loads_of(slots: Sequence[Slots], shard: Shard) -> list[list[int]]:
-    """How often experts of each sparse MLP were chosen since the last time, the same at all ranks."""
+def loads_of(slots: Sequence[Slots], comm: Communicator) -> list[list[int]]:
+    """Return how often experts of each sparse MLP were chosen since the last call, the same at all ranks."""
     counts = [one.take_counts() for one in slots]
     known = next((one for one in counts if one is not None), None)
     if known is None:
         return [[0] * one.count for one in slots]
     stacked = torch.stack([torch.zeros_like(known) if one is None else one for one in counts])
-    assert shard.collectives is not None
-    found: list[list[int]] = shard.collectives.all_reduce(stacked).tolist()
+    assert comm.collectives is not None
+    found: list[list[int]] = comm.collectives.all_reduce(stacked).tolist()
     return found

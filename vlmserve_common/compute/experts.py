@@ -1,4 +1,4 @@
-"""Sparse MLPs: a router chooses a few experts for each token, which goes through these alone."""
+"""Sparse MLPs: a router chooses a few experts for each token, and only these compute it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.expert_exchange import Choice, Replicated, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.fp8 import FP8
 from vlmserve_common.compute.fp8_experts import ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
-from vlmserve_common.compute.shard import WHOLE, Box, Cut, Shard
+from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import experts as native
 from vlmserve_common.kernels.linear import PackedWeight, can_pack, stacked
@@ -33,7 +34,7 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
-class Router(Linear):
+class ExpertRouter(Linear):
     """Chooses `chosen` of `num_experts` for each token. Its weights are never quantised."""
 
     def __init__(self, size: int, num_experts: int, chosen: int) -> None:
@@ -45,8 +46,9 @@ class Router(Linear):
         super().pack(None)
 
     def choose(self, x: torch.Tensor) -> Choice:
-        """x [N, size] -> the experts that a softmax in float32 over the router's outputs, rounded to x's dtype, holds
-        most likely, and their probabilities, which are made to add up to 1 and rounded to x's dtype."""
+        """Choose experts for x [N, size], and return them with their scores. A softmax in float32 over the router's
+        outputs, rounded to x's dtype, finds the likeliest. Their probabilities are scaled to add up to 1, and rounded
+        to x's dtype."""
         logits = self(x)
         if self.packed is not None:
             return native.route(logits, self.chosen)
@@ -59,11 +61,11 @@ class Router(Linear):
 
 
 class Experts(nn.Module):
-    """down_e(act(gate_e(x)) * up_e(x)) for each expert e; uninitialised, inference only. part: which of them this
+    """down_e(act(gate_e(x)) * up_e(x)) for each expert e; uninitialised, inference only. part: which experts this
     process has, and how much of each.
 
-    gate_up_proj, gates first, and down_proj lie as the checkpoint has them (see `lay_out`), so that they are read as
-    they are; `weights` are always the same.
+    gate_up_proj, gates first, and down_proj lie as in the checkpoint (see `lay_out`), so they are read without a copy.
+    `weights` always have the same layout.
     """
 
     gate_up_proj: nn.Parameter | None
@@ -90,7 +92,7 @@ class Experts(nn.Module):
         return self.gate_up_proj, self.down_proj
 
     def lay_out(self, layout: ExpertLayout) -> None:
-        """Before the weights are filled: as a checkpoint has them."""
+        """Lay the weights out as a checkpoint does, before they are filled."""
         gate_up, down = self.weights
         self.layout = layout
         if layout == "inputs_first":
@@ -99,7 +101,7 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(down.new_empty(down.shape), requires_grad=False)
 
     def rows_of_slots(self) -> Iterator[torch.Tensor]:
-        """Everything that belongs to experts, as views uint8 [slots, bytes] that may be written to."""
+        """Yield everything that belongs to experts, as writable views uint8 [slots, bytes]."""
         if self.packed is not None:
             whole = [weight.data for weight in self.packed]
             assert all(weight.count == len(self.part.own) for weight in self.packed)
@@ -109,7 +111,7 @@ class Experts(nn.Module):
             yield tensor.view(len(self.part.own), -1).view(torch.uint8)
 
     def hold_fp8(self, scales: ExpertScales) -> None:
-        """Have weights of 8-bit floats, uninitialised, in place of the plain ones, which go."""
+        """Replace the plain weights by uninitialised ones of 8-bit floats."""
         assert self.gate_up_proj is not None
         assert self.down_proj is not None
         self.gate_up_proj, self.down_proj = (
@@ -119,9 +121,9 @@ class Experts(nn.Module):
         self.fp8 = scales
 
     def pack(self, mode: Mode | None = None) -> None:
-        """Lay the weights out for this process's operators, where these can use them; the plain ones go.
+        """Lay the weights out for this process's operators, if these can use them; the plain ones go.
 
-        mode: quantised so, where that can be.
+        mode: how weights are quantised, if they can be.
         """
         if self.packed is not None or not all(can_pack(weights[0]) for weights in self.weights):
             return
@@ -160,7 +162,7 @@ class Experts(nn.Module):
             yield from (f"{name}.{expert}." for expert in self.part.elsewhere)
 
     def _box(self, leaf: str) -> Box:
-        """What is here of the tensor of all experts."""
+        """Return this process's part of the tensor of all experts."""
         part = self.part
         parts = len(_PARTS[leaf])
         inner = tuple((half * part.inner + part.first, part.size) for half in range(parts))
@@ -171,8 +173,8 @@ class Experts(nn.Module):
         return Box((part.stretches_of_experts(), outputs, inputs), (part.count, *shape))
 
     def stored_so(self, shapes: Mapping[str, tuple[int, ...]]) -> ExpertLayout:
-        """The layout of a checkpoint whose experts have tensors of these names and shapes; as published, if they do not
-        tell. CheckpointError for quantised ones."""
+        """Return the layout of a checkpoint whose experts have tensors of these names and shapes; the published one if
+        these do not tell. CheckpointError for quantised ones."""
         for name in shapes:
             if not name.endswith(_KNOWN):
                 raise CheckpointError(
@@ -194,10 +196,10 @@ class Experts(nn.Module):
         residual: torch.Tensor | None = None,
         workspace: Workspace | None = None,
     ) -> torch.Tensor:
-        """x [N, size] -> residual + the sum of each token's experts, times their scores, [N, size].
+        """Add the sum of each token's experts, times their scores, to `residual`: x [N, size] -> [N, size].
 
-        workspace: see `compute.linear.linear`. The choice has slots of this process's part, and numbers below 0 where
-        others have the expert.
+        workspace: see `compute.linear.linear`. The choice has slots of this process's part, and numbers below 0 for
+        experts elsewhere.
         """
         ids, scores = choice
         if self.packed is not None:
@@ -212,8 +214,8 @@ class Experts(nn.Module):
     def _one_by_one(
         self, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, workspace: Workspace | None
     ) -> torch.Tensor:
-        """The experts that are hit, each with all its tokens. A token's sum is in the order of its scores, whatever
-        else is in the batch."""
+        """Compute the experts that are hit, each with all its tokens. A token's sum is in the order of its scores,
+        whatever else is in the batch."""
         chosen = ids.shape[1]
         order = ids.flatten().argsort(stable=True)
         rows = x[order // chosen]
@@ -245,8 +247,8 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, under the names of published checkpoints. shard: this process's part; every process
-    has the router."""
+    """A router and its experts, under the names of published checkpoints. comm: between the processes that share the
+    experts; each of them has the whole router."""
 
     def __init__(
         self,
@@ -255,25 +257,25 @@ class SparseMLP(nn.Module):
         num_experts: int,
         chosen: int,
         act: Activation,
-        shard: Shard = WHOLE,
+        comm: Communicator = ALONE,
     ) -> None:
         super().__init__()
-        self.gate = Router(size, num_experts, chosen)
-        self.experts = Experts(part_of_experts(num_experts, intermediate_size, shard), size, act)
-        self.slots = None if shard.is_whole else Slots(num_experts, shard)
-        self._exchange = None if self.slots is None else make_exchange(self.slots, shard, chosen)
+        self.gate = ExpertRouter(size, num_experts, chosen)
+        self.experts = Experts(part_of_experts(num_experts, intermediate_size, comm.shard), size, act)
+        self.slots = None if comm.shard.is_whole else Slots(num_experts, comm.shard)
+        self._exchange = None if self.slots is None else make_exchange(self.slots, comm, chosen)
 
     @property
     def first_expert(self) -> int | None:
-        """Of the experts here, where these are a stretch of all that stays as it is, and every process has all tokens;
-        None elsewhere."""
+        """The first expert here, if the experts here are a fixed stretch of all, and every process has all tokens;
+        otherwise None."""
         if self.slots is None:
             return 0
         return self.slots.first if isinstance(self._exchange, Replicated) and self.slots.is_plain else None
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
-        """This process's part of a sum [N, size] that is to be added, of all tokens; None: there is none. x: what the
-        MLP is given; routed: what is routed of it, or from elsewhere."""
+        """Return this process's part of a sum [N, size] of all tokens that is to be added; None if there is none. x:
+        the MLP's input; routed: the tokens that are routed here."""
         return None
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -296,8 +298,8 @@ def pack_experts(module: nn.Module, mode: Mode | None = None) -> None:
 
 
 def choose_layouts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Have all `Experts` in `module`, before they are filled, lie as a checkpoint has them. shapes: of its tensors, by
-    our names. CheckpointError for quantised experts."""
+    """Give all `Experts` in `module` a checkpoint's layout, before they are filled. shapes: of its tensors, by our
+    names. CheckpointError for quantised experts."""
     for name, child in module.named_modules():
         if isinstance(child, Experts):
             prefix = f"{name}."

@@ -30,7 +30,7 @@ Inputs: TypeAlias = Literal["token", "group", "static"]
 
 
 class Fp8Scales(nn.Module):
-    """What a `Linear` multiplies its 8-bit weight's product by. dtype: what it computes in; see the module docstring.
+    """The scales of a `Linear`'s 8-bit weight. dtype: computed in; see the module docstring.
 
     Uninitialised; on the current default device.
     """
@@ -48,7 +48,7 @@ class Fp8Scales(nn.Module):
         self.rows, self.columns, self.inputs, self.dtype = rows, columns, inputs, dtype
 
     def of_rows(self, rows: slice) -> torch.Tensor:
-        """A view of the scales of some outputs, which begin with a block, and end with one or are the last."""
+        """Return a view of the scales of some outputs. These begin with a block, and end with one or are the last."""
         return self.weights[rows.start // self.rows : -(-rows.stop // self.rows)]
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -87,7 +87,7 @@ def scaled_product(
 def can_multiply(
     device: torch.device, weight_shape: tuple[int, int], rows: int, columns: int, inputs: Inputs, dtype: torch.dtype
 ) -> bool:
-    """Whether a GPU multiplies such weights as they are."""
+    """Return whether a GPU multiplies such weights as they are."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return False
     if inputs == "group":

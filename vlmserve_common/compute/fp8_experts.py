@@ -1,6 +1,6 @@
 """Experts whose weights are 8-bit floats (e4m3), with a scale for every block, output or expert (see `compute.fp8`).
 
-Inputs stay as they are: the weights are what a step waits for, and they are read as 8 bits.
+Inputs are not rounded: a step waits for weights, and these are read as 8 bits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Blocks:
 
 
 class ExpertScales(nn.Module):
-    """What the products with experts' 8-bit weights are multiplied by: float32 [slots, ceil(outputs / block),
-    ceil(inputs / block)] for gate_up and for down. stored: the blocks of whole experts, of `size` inputs.
+    """The scales of experts' 8-bit weights: float32 [slots, ceil(outputs / block), ceil(inputs / block)] for gate_up
+    and for down. stored: the blocks of whole experts, of `size` inputs.
 
-    Uninitialised; on the current default device. A part's blocks are smaller where its elements begin within one.
+    Uninitialised; on the current default device. A part's blocks are smaller if its elements begin within a block.
     """
 
     def __init__(self, part: ExpertPart, size: int, stored: tuple[Blocks, Blocks]) -> None:
@@ -42,7 +42,7 @@ class ExpertScales(nn.Module):
         self.down = _uninitialised(slots, size, part.size, self.down_blocks)
 
     def spread(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A scale for every element of a slot's gate_up and down."""
+        """Return a scale for every element of a slot's gate_up and down."""
         found = []
         for scales, blocks in ((self.gate_up, self.gate_up_blocks), (self.down, self.down_blocks)):
             rows = scales[slot].repeat_interleave(blocks.outputs, 0)
@@ -50,14 +50,14 @@ class ExpertScales(nn.Module):
         return found[0], found[1]
 
     def can_be_multiplied(self, device: torch.device) -> bool:
-        """Whether a GPU multiplies by such weights as they are."""
+        """Return whether a GPU multiplies by such weights as they are."""
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
             return False
         return all(step_of(blocks.inputs, 128) >= _SMALLEST_STEP for blocks in (self.gate_up_blocks, self.down_blocks))
 
 
 def step_of(inputs: int, most: int) -> int:
-    """The largest power of two up to `most` that divides a block of so many inputs."""
+    """Return the largest power of two up to `most` that divides a block of so many inputs."""
     return math.gcd(inputs, most)
 
 

@@ -14,20 +14,20 @@ class Graph(Protocol):
     """Something recorded."""
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Repeat the recorded work, on the same memory."""
         ...
 
 
 class Capturer(Protocol):
-    """Records graphs that share one pool of memory for what is between their inputs and their outputs.
+    """Records graphs that share one pool of memory for everything between their inputs and outputs.
 
-    So no two of them may run at a time, and the largest is best captured first: the others then fit into what it took.
+    So only one of them may run at a time. The largest is best captured first: the others then fit into its memory.
     """
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Record what `run` launches, which is called a few times, the last time to be recorded. It may read and write
-        tensors that outlive the graph and those it makes itself; it may not wait for the device, nor decide by values
-        on it. RuntimeError if it does, and where memory is short."""
+        """Record the work that `run` launches. `run` is called a few times, the last time to be recorded. It may read
+        and write tensors that outlive the graph, and those it makes itself. It may neither wait for the device, nor
+        decide by values on it: RuntimeError, as when memory is short."""
         ...
 
 

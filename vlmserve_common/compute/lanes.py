@@ -1,4 +1,4 @@
-"""Where work is launched beside other work of the same device."""
+"""Launches work beside other work of the same device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from vlmserve_common.compute.transfers import CudaMark, HostMark, Mark
 
 
 class Lane(Protocol):
-    """Its work is done in order, and in no order with that of others."""
+    """A sequence of work. It is done in order, and in no order with work of other lanes."""
 
     def launching(self) -> AbstractContextManager[object]:
-        """What is launched in this context is the lane's."""
+        """Launch everything in this context in the lane."""
         ...
 
     def mark(self) -> Mark:
-        """Behind all of the lane's that was launched so far."""
+        """Return a mark behind everything that was launched in the lane so far."""
         ...
 
     def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
-        """From now on tensors that were made in the lane, up to a mark that has passed, are used by what is launched
-        outside of it, and their memory is not used again before that is done."""
+        """Let work outside of the lane use tensors that were made in it, up to a mark that has passed. Their memory is
+        not reused before that work is done."""
         ...
 
 
 class HostLane:
-    """Of a CPU, where everything is done when a call returns."""
+    """The lane of a CPU, where everything is done when a call returns."""
 
     def launching(self) -> AbstractContextManager[object]:
         """See `Lane`."""
@@ -44,7 +44,7 @@ class HostLane:
 
 
 class CudaLane:
-    """A stream, which begins behind what the current one was asked for so far: weights are loaded there."""
+    """A stream of its own. It begins behind the current stream's work so far, which loads weights."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -66,5 +66,5 @@ class CudaLane:
 
 
 def lane_beside(device: torch.device) -> Lane:
-    """A new one of a device."""
+    """Make a new lane of a device."""
     return CudaLane(device) if device.type == "cuda" else HostLane()

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.linear import MergedLinear, row_linear
-from vlmserve_common.compute.shard import WHOLE, Cut, Shard
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.norm import can_normalise, layer_norm, rms_norm
 
@@ -49,6 +50,37 @@ def rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(x.dtype)
 
 
+class ZeroCentredRMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight) over the last dimension, all in float32, rounded once (hybrid models)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] -> the same shape and dtype."""
+        factor = self.weight.float() + 1
+        if x.dtype == torch.float32 and can_normalise(x):
+            return rms_norm(x, factor, self.eps)
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (wide * scale).mul_(factor).to(x.dtype)
+
+
+class GatedRMSNorm(nn.Module):
+    """x / rms(x) * weight * silu(gate) over the last dimension (hybrid models)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x, gate [..., size] -> the same shape and dtype."""
+        return (rms_normalise(x, self.eps).mul_(self.weight) * F.silu(gate.float())).to(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """Layer normalisation over the last dimension with weight and bias."""
 
@@ -78,21 +110,20 @@ class Embedding(nn.Module):
 
 
 class VocabEmbedding(nn.Module):
-    """An `Embedding` of which each process has its part of the tokens; the rows are added up over all processes, of
-    which one has each."""
+    """An `Embedding` cut by tokens. Each process looks its own tokens up, and the rows are added up over all."""
 
-    def __init__(self, count: int, size: int, shard: Shard) -> None:
+    def __init__(self, count: int, size: int, comm: Communicator) -> None:
         super().__init__()
-        self.cut, rows = shard.cut_vocab(count)
+        self.cut, rows = comm.shard.cut_vocab(count)
         self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
-        self._shard = shard
+        self._comm = comm
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids int64 [N] -> [N, size]."""
-        own = self._shard.all_tokens(ids) - self.cut.start
+        own = self._comm.all_tokens(ids) - self.cut.start
         elsewhere = (own < 0) | (own >= self.cut.size)
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight)
-        return self._shard.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+        return self._comm.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """See `checkpoint.weights.StoresParametersOtherwise`."""
@@ -104,9 +135,11 @@ class VocabEmbedding(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020). shard: this process's part of the inner elements; summed: see
-    `compute.linear.RowLinear`; where it is not, x is of all tokens already. what: the name of intermediate_size, for
-    errors."""
+    """down(act(gate(x)) * up(x)) (Shazeer 2020).
+
+    comm: between the processes that cut the inner elements among them. summed: see `compute.linear.RowLinear`; if
+    False, x already has the tokens of all groups. what: the name of intermediate_size, for errors.
+    """
 
     def __init__(
         self,
@@ -115,18 +148,18 @@ class GatedMLP(nn.Module):
         act: Activation,
         *,
         bias: bool,
-        shard: Shard = WHOLE,
+        comm: Communicator = ALONE,
         summed: bool = True,
         what: str = "intermediate_size",
     ) -> None:
         super().__init__()
-        inner = shard.cut(intermediate_size, what)
-        part = intermediate_size if shard.is_whole else inner
+        inner = comm.shard.cut(intermediate_size, what)
+        part = intermediate_size if comm.shard.is_whole else inner
         self.gate_up_proj = MergedLinear(size, {"gate_proj": part, "up_proj": part}, bias=bias, gated=True)
-        self.down_proj = row_linear(intermediate_size, size, bias=bias, shard=shard, what=what, summed=summed)
+        self.down_proj = row_linear(intermediate_size, size, bias=bias, comm=comm, what=what, summed=summed)
         self.act = act
-        self._shard = shard if summed else WHOLE
+        self._comm = comm if summed else ALONE
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x [N, size] -> [N, size], added to `residual`."""
-        return self.down_proj(self.gate_up_proj(self._shard.all_tokens(x), self.act), residual=residual)
+        return self.down_proj(self.gate_up_proj(self._comm.all_tokens(x), self.act), residual=residual)

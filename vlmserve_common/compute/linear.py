@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales
 from vlmserve_common.compute.shard import Cut, Cuts, Shard
 from vlmserve_common.kernels import linear as packed_products
@@ -55,7 +56,7 @@ def _cpu_flags() -> Mapping[str, object]:
 
 @functools.cache
 def has_native_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of a 16-bit dtype in hardware (or is of a kind that was not measured)."""
+    """Return whether this CPU multiplies matrices of a 16-bit dtype in hardware, or is a kind that was not measured."""
     flags = _cpu_flags()
     if flags.get("architecture") != "x86_64":
         return True
@@ -134,15 +135,15 @@ class Linear(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """The dtype that it computes in."""
         if self.fp8 is not None:
             return self.fp8.dtype
         return self.packed.dtype if self.weight is None else self.weight.dtype  # type: ignore[union-attr]
 
     def pack(self, mode: Mode | None = None) -> None:
-        """Lay the weight out for this process's operators, where these can use it; the plain one goes.
+        """Lay the weight out for this process's operators, if these can use it; the plain one goes.
 
-        mode: quantised so, where that can be.
+        mode: how the weight is quantised, if it can be.
         """
         if self.weight is not None and packed_products.can_pack(self.weight):
             self.packed = pack_weight(self.weight, self.bias, mode, gated=self.gated)
@@ -161,7 +162,7 @@ class Linear(nn.Module):
         self.fp8 = scales
 
     def scale(self, by: float) -> bool:
-        """Multiply the product, its bias excepted, by a power of two. False if the weight is of whole numbers."""
+        """Multiply the product, without its bias, by a power of two. Return False for a weight of integers."""
         if self.weight is None:
             return False
         (self.weight if self.fp8 is None else self.fp8.weights).mul_(by)
@@ -190,7 +191,7 @@ class Linear(nn.Module):
 
 
 class MergedLinear(Linear):
-    """Several projections of one input as one product: checkpoints store them side by side under their own names.
+    """Several projections of one input as one product. Checkpoints store them side by side under their own names.
 
     parts: name -> output features, in the order of the output; or this process's cut of them.
     """
@@ -203,7 +204,7 @@ class MergedLinear(Linear):
         super().__init__(in_features, sum(self.parts.values()), bias=bias, gated=gated)
 
     def scale_parts(self, by: Mapping[str, float]) -> bool:
-        """Multiply parts of the output by powers of two. False if the weight is of whole numbers."""
+        """Multiply parts of the output by powers of two. Return False for a weight of integers."""
         if self.weight is None:
             return False
         start = 0
@@ -235,19 +236,19 @@ class MergedLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A product whose inputs are spread over processes: each has its columns of the weight, and the products are added
-    up over all. in_features: of all processes together. summed: False: whoever calls it adds them up."""
+    """A product whose inputs are spread over processes. Each has some columns of the weight, and the partial products
+    are added up over all. in_features: of all processes together. summed: False if the caller adds them up."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str, summed: bool = True
+        self, in_features: int, out_features: int, *, bias: bool, comm: Communicator, what: str, summed: bool = True
     ) -> None:
         assert summed or not bias
-        self.cut = shard.cut(in_features, what, dim=1)
+        self.cut = comm.shard.cut(in_features, what, dim=1)
         self._summed = summed
         super().__init__(self.cut.size, out_features, bias=False)
         # added once, behind the sum
         self.sum_bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self._shard = shard
+        self._comm = comm
 
     def forward(
         self, x: torch.Tensor, act: Activation | None = None, residual: torch.Tensor | None = None
@@ -256,7 +257,7 @@ class RowLinear(Linear):
         assert act is None
         out = super().forward(x)
         if self._summed:
-            out = self._shard.all_reduce(out)
+            out = self._comm.all_reduce(out)
         if self.sum_bias is not None:
             out += self.sum_bias
         return out if residual is None else out.add_(residual)
@@ -272,7 +273,7 @@ class RowLinear(Linear):
 
 
 class VocabLinear(Linear):
-    """A head of this process's part of a vocabulary, without bias; all processes have as many rows."""
+    """A head for this process's part of a vocabulary, without bias. All processes have the same number of rows."""
 
     def __init__(self, in_features: int, vocab_size: int, shard: Shard) -> None:
         self.cut, rows = shard.cut_vocab(vocab_size)
@@ -289,13 +290,13 @@ class VocabLinear(Linear):
 
 
 def row_linear(
-    in_features: int, out_features: int, *, bias: bool, shard: Shard, what: str, summed: bool = True
+    in_features: int, out_features: int, *, bias: bool, comm: Communicator, what: str, summed: bool = True
 ) -> Linear:
-    """A product of what processes have each a part of. what: the name of in_features, for errors. summed: see
+    """Make a product whose inputs are spread over processes. what: the name of in_features, for errors. summed: see
     `RowLinear`."""
-    if shard.is_whole:
+    if comm.shard.is_whole:
         return Linear(in_features, out_features, bias=bias)
-    return RowLinear(in_features, out_features, bias=bias, shard=shard, what=what, summed=summed)
+    return RowLinear(in_features, out_features, bias=bias, comm=comm, what=what, summed=summed)
 
 
 class PatchProjection(Linear):

@@ -1,4 +1,4 @@
-"""How much memory a process may still take: of the machine, its control groups, or a GPU."""
+"""Free and total memory: of the machine, of control groups, of a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _GIB = 1024**3
 
 
 def available_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process may still take: the machine's available memory, or less where a control group (version 1 or 2)
-    that it is in has less left. Files in the page cache count as free: they are given up on demand."""
+    """Return the bytes that this process may still take: the machine's available memory, or less if one of its control
+    groups (version 1 or 2) has less left. Files in the page cache count as free: they are given up on demand."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # not Linux: the first figure stands
         for line in (proc / "meminfo").read_text().splitlines():
@@ -27,7 +27,8 @@ def available_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys
 
 
 def total_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> tuple[int, int | None]:
-    """Bytes of the machine's memory, and the least limit of this process's control groups if that is lower."""
+    """Return the bytes of the machine's memory, or the least limit of this process's control groups if that is
+    lower."""
     total, limits = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), []
     with contextlib.suppress(OSError, ValueError):
         limits = [limit for limit, _ in _groups(proc, cgroups) if limit < total]
@@ -35,9 +36,11 @@ def total_host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a device's memory: what this process may still take, and all there is (of a CPU's: the same again).
+    """Return the bytes of a device's memory that this process may still take, and all there is; for a CPU, the first
+    number twice.
 
-    What torch only keeps of a GPU's memory goes back to it, which takes a while: not for every step."""
+    A GPU gets unused memory that torch keeps back first, which takes a while: not for every step.
+    """
     if device.type == "cuda":
         import torch
 
@@ -48,12 +51,12 @@ def free_memory(device: torch.device) -> tuple[int, int]:
 
 
 def show_gib(size: float) -> str:
-    """Bytes for people: 1.25 GiB, or MiB where there is less than one."""
+    """Format bytes for people: 1.25 GiB, or MiB below one."""
     return f"{size / _GIB:.4g} GiB" if size >= _GIB else f"{size / 2**20:.4g} MiB"
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of each control group that this process is in."""
+    """Yield limit and use of each control group that this process is in."""
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -67,7 +70,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 def _with_those_above(
     root: Path, path: str, limit_file: str, used_file: str, cached: tuple[str, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Of a group and all above it. In a container its path may not be there, but its own group is the root then."""
+    """Yield a group and all above it. In a container its path may be missing, but its own group is the root then."""
     own = PurePosixPath(path.lstrip("/"))
     for folder in (root / own, *(root / parent for parent in own.parents)):
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"

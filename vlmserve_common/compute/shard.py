@@ -1,51 +1,23 @@
-"""Which part of a model a process has, where several share one: tensor parallelism (Megatron-LM, arXiv:1909.08053).
+"""The geometry of a model that processes share: which part each of them has. Connections are in `communicator`.
 
-Products are cut two ways. By outputs (rows of the weight): each process computes its own, and nothing is exchanged. By
-inputs (columns): each has the outputs of a product before, and the partial products are added up over all processes.
-Where layers are spread over stages (see `compute.stage`), that goes for those of a stage.
+Tensor parallelism (Megatron-LM, arXiv:1909.08053) cuts products two ways. By outputs (rows of the weight): each process
+computes its own outputs, and nothing is exchanged. By inputs (columns): each process has the inputs that it computed
+itself, and the partial products are added up over all processes.
+
+Pipeline parallelism (GPipe, arXiv:1811.06965) gives each stage some of the layers. A stage sends the output of its last
+layer to the next stage. Tensor parallelism then cuts the layers of one stage.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 import torch
 
-from vlmserve_common.compute.stage import ALL_LAYERS, Stage
-from vlmserve_common.compute.token_exchange import TokenExchange
 from vlmserve_common.errors import EngineError
-from vlmserve_common.kernels.decoder import Sums
-
-
-class Collectives(Protocol):
-    """What processes do together, all of them in the same order. Tensors are on the model's device."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in x's memory; x is contiguous."""
-        ...
-
-    def in_operators(self) -> Sums | None:
-        """What operators add up by that compute several layers in a call; None where they cannot."""
-        ...
-
-    def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Everybody's x, in order, at the first process; nothing at others."""
-        ...
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, ...] of everybody, who all have as many rows, in order: [size * n, ...]; x is contiguous."""
-        ...
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [size * n, ...] -> this process's n rows, in order, of the sum over all; x is contiguous."""
-        ...
-
-    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Rows of x, of which each process gets the next `sent`, in order -> the rows that came from each, `received`
-        of them, in order; x is contiguous."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +30,34 @@ class Cut:
     whole: int
 
     def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """The stored tensor's, for that of the part."""
+        """Return the shape of the stored tensor, given the part's shape."""
         return (*shape[: self.dim], self.whole, *shape[self.dim + 1 :])
 
     @property
     def pieces(self) -> tuple[Cut, ...]:
-        """Itself: see `Cuts`."""
+        """A tuple of this cut alone, as `Cuts` has."""
         return (self,)
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Several cuts of one stored tensor in one dimension, which are side by side in the part: a tensor that is several
-    of them one below the other, each of which is cut for itself."""
+    """Several cuts of one stored tensor in one dimension, which lie side by side in the part. Such a tensor is several
+    tensors stacked, each of which is cut by itself."""
 
     pieces: tuple[Cut, ...]
 
     @property
     def size(self) -> int:
-        """Entries of all of them."""
+        """Entries of all cuts together."""
         return sum(cut.size for cut in self.pieces)
 
     def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """See `Cut.whole_shape`."""
+        """Return the shape of the stored tensor, given the part's shape."""
         return self.pieces[0].whole_shape(shape)
 
 
 def stacked(cuts: Sequence[Cut]) -> Cuts:
-    """Cuts, in dimension 0, of tensors that are stored as one, in this order."""
+    """Join cuts, in dimension 0, of tensors that are stored as one tensor in this order."""
     whole, before, pieces = sum(cut.whole for cut in cuts), 0, []
     for cut in cuts:
         pieces.append(Cut(cut.dim, before + cut.start, cut.size, whole))
@@ -95,22 +67,25 @@ def stacked(cuts: Sequence[Cut]) -> Cuts:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Of each dimension of a stored tensor [*whole], stretches (start, size), which follow each other in the part."""
+    """A part of a stored tensor [*whole]: in each dimension, stretches (start, size) that follow each other in it."""
 
     stretches: tuple[tuple[tuple[int, int], ...], ...]
     whole: tuple[int, ...]
 
     def whole_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """The stored tensor's, for that of the part."""
+        """Return the shape of the stored tensor, given the part's shape."""
         assert tuple(shape) == tuple(sum(size for _, size in own) for own in self.stretches)
         return self.whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertSharing:
-    """How the processes that share a model share its experts (see `compute.expert_part`). ep_size: parties, each with
-    experts of its own, which its members cut. a2a: how tokens get to their experts (see `compute.expert_exchange`).
-    redundant: copies beside one of each. counted: how often each is chosen."""
+    """How the processes that share a model share its experts (see `compute.expert_part`).
+
+    ep_size: parties; each has experts of its own, which its members cut. a2a: how tokens get to their experts (see
+    `compute.expert_exchange`). redundant: extra slots for copies of busy experts. counted: whether to count how often
+    each expert is chosen.
+    """
 
     ep_size: int = 1
     a2a: Literal["auto", "none", "torch"] = "auto"
@@ -118,41 +93,64 @@ class ExpertSharing:
     counted: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionGroup:
-    """Of processes that have the same tokens, where others of the model have others: member number `rank` of `size`.
-
-    collectives: of its members; None where it is one. tokens: how those of all groups are exchanged; None for a
-    configuration that is only looked at.
-    """
+@dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """Stage number `rank` of `size`: a run of the model's layers."""
 
     rank: int = 0
     size: int = 1
-    collectives: Collectives | None = None
-    tokens: TokenExchange | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage begins with the embedding."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage ends with the final norm and the head."""
+        return self.rank == self.size - 1
+
+    def layers(self, count: int, head: float = 0.0) -> range:
+        """Return which of `count` layers this stage has. Layers are spread evenly; the first stages may have one more.
+
+        head: the work behind the last layer (norm and head), counted in layers. The last stage has fewer layers for it.
+        EngineError for more stages than layers.
+        """
+        if count < self.size:
+            raise EngineError(f"--pp-size is {self.size}: num_hidden_layers is {count}, too few for so many stages")
+        fair = (count + head) / self.size - head
+        last = max(1, min(count // self.size, math.ceil(fair - 0.5)))
+        if self.is_last:
+            return range(count - last if self.size > 1 else 0, count)
+        each, more = divmod(count - last, self.size - 1)
+        first = self.rank * each + min(self.rank, more)
+        return range(first, first + each + (self.rank < more))
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part number `rank` of `size`, of the layers of `stage`. collectives: how the processes that have the parts talk;
-    None where it is one. group: where these have tokens of their own (see `compute.token_exchange`); None: all have the
-    same. setting: what made the parts, for errors.
+    """Part number `rank` of `size` of the layers of `stage`.
+
+    groups: attention groups, each of which has requests and tokens of its own (see `compute.token_exchange`); a rank is
+    member `rank % (size // groups)` of group `rank // (size // groups)`. setting: the flag that made the parts, for
+    error messages.
     """
 
     rank: int = 0
     size: int = 1
-    collectives: Collectives | None = None
+    _: KW_ONLY
     experts: ExpertSharing = ExpertSharing()
-    stage: Stage = ALL_LAYERS
-    group: AttentionGroup | None = None
+    stage: PipelineStage = PipelineStage()
+    groups: int = 1
     setting: str = "--tp-size"
 
     @property
     def attention(self) -> Shard:
-        """The part of attention that this process has: of the heads of those who have the same tokens."""
-        if self.group is None:
+        """This process's part of attention: heads are cut among the ranks of one group."""
+        if self.groups == 1:
             return self
-        return Shard(self.group.rank, self.group.size, self.group.collectives, setting="--tp-size / --dp-size")
+        members = self.size // self.groups
+        return Shard(self.rank % members, members, setting="--tp-size / --dp-size")
 
     @property
     def is_whole(self) -> bool:
@@ -161,70 +159,57 @@ class Shard:
 
     @property
     def is_entry(self) -> bool:
-        """Whether this is the process that schedules, encodes pictures, and tells the others what to do."""
+        """Whether this process schedules, encodes pictures and gives orders."""
         return self.rank == 0 and self.stage.is_first
 
     @property
     def samples(self) -> bool:
-        """Whether the logits come together in this process."""
+        """Whether the logits are brought together in this process."""
         return self.rank == 0 and self.stage.is_last
 
-    @property
-    def has_everything(self) -> bool:
-        """Whether this process has the whole model."""
-        return self.is_whole and self.stage.size == 1
-
     def part(self, count: int, what: str) -> int:
-        """How many of `count` each has. EngineError if they cannot be shared evenly. what: their name, for errors."""
+        """Return how many of `count` each process has. what: their name, for errors. EngineError if `size` does not
+        divide them."""
         if count % self.size:
             raise EngineError(f"{self.setting} is {self.size}: {what} is {count}, which it does not divide")
         return count // self.size
 
     def cut(self, count: int, what: str, *, dim: int = 0) -> Cut:
-        """This process's entries of `count`. Errors: those of `part`."""
+        """Return this process's entries of `count`. Errors are those of `part`."""
         size = self.part(count, what)
         return Cut(dim, self.rank * size, size, count)
 
     def cut_heads(self, heads: int, head_dim: int, what: str) -> Cut:
-        """This process's outputs of so many heads. Errors: those of `part`."""
+        """Return this process's outputs of a projection to `heads` heads. Errors are those of `part`."""
         size = self.part(heads, what)
         return Cut(0, self.rank * size * head_dim, size * head_dim, heads * head_dim)
 
     def kv_heads(self, count: int) -> int:
-        """How many key-value heads each has: a part, or one that several have. EngineError if neither is possible."""
+        """Return how many of `count` key-value heads each process has.
+
+        Several processes hold a copy of one head if there are more processes than heads. EngineError if neither number
+        divides the other.
+        """
         if self.size > count and self.size % count == 0:
             return 1
         return self.part(count, "num_key_value_heads")
 
     def cut_kv(self, heads: int, head_dim: int) -> Cut:
-        """This process's outputs of a projection to so many key-value heads. Errors: those of `kv_heads`."""
+        """Return this process's outputs of a projection to `heads` key-value heads. Errors are those of `kv_heads`."""
         size = self.kv_heads(heads)
         first = self.rank * heads // self.size
         return Cut(0, first * head_dim, size * head_dim, heads * head_dim)
 
     def cut_vocab(self, count: int) -> tuple[Cut, int]:
-        """This process's tokens of a vocabulary, and the rows that all have for theirs: the last may need fewer.
-        EngineError for more processes than can have any."""
+        """Return this process's part of a vocabulary, and the number of rows that every process has for its part.
+
+        The last process may use fewer rows. EngineError if some process would have no tokens.
+        """
         rows = -(-count // self.size)
         if (self.size - 1) * rows >= count:
             raise EngineError(f"--tp-size is {self.size}: vocab_size is {count}, too few for so many")
         start = self.rank * rows
         return Cut(0, start, min(rows, count - start), count), rows
-
-    def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, ...] of the tokens that this process has -> of those that it computes its part for."""
-        return x if self.group is None or self.group.tokens is None else self.group.tokens.gather(x)
-
-    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, ...] of all tokens -> of those that this process has."""
-        return x if self.group is None or self.group.tokens is None else self.group.tokens.own(x)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """x [N, ...], this process's part of a sum over all, of all tokens -> the sum, of its own tokens. In x's memory
-        where all have the same tokens; x itself where this process has everything."""
-        if self.group is not None and self.group.tokens is not None:
-            return self.group.tokens.scatter(x)
-        return x if self.collectives is None else self.collectives.all_reduce(x)
 
 
 WHOLE = Shard()

@@ -8,24 +8,25 @@ from torch import nn
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16", "float32" ..., as settings and checkpoints have it."""
+    """Return a dtype's name in settings and checkpoints: "bfloat16", "float32" ..."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_setting(name: str) -> torch.dtype | None:
-    """What a `--dtype` stands for; None for "auto", the checkpoint's own."""
+    """Return the dtype of a `--dtype`; None for "auto", the checkpoint's own."""
     found: torch.dtype | None = None if name == "auto" else getattr(torch, name)
     return found
 
 
 def to_array(rows: torch.Tensor) -> tuple[np.ndarray, str]:
-    """The memory of a tensor on the CPU as an array, and the name of its dtype."""
+    """Return the memory of a tensor on the CPU as an array, and the name of its dtype."""
     bits = rows.view(torch.uint16) if rows.dtype == torch.bfloat16 else rows
     return bits.numpy(), dtype_name(rows.dtype)
 
 
 def from_array(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """What `to_array` was given, in the array's memory; a copy if that is read-only, as views of received bytes are."""
+    """Return the tensor that `to_array` was given, in the array's memory; a copy if that is read-only, as views of
+    received bytes are."""
     return torch.from_numpy(array if array.flags.writeable else array.copy()).view(getattr(torch, dtype))
 
 

@@ -1,11 +1,12 @@
-"""Processes that share a model and yet have tokens of their own: attention is data-parallel, and all else is shared
-(DeepSeek-V3, arXiv:2412.19437; SGLang's `--enable-dp-attention`).
+"""Exchanges tokens between processes that share a model and have requests of their own. Attention is data-parallel, and
+everything else is shared (DeepSeek-V3, arXiv:2412.19437; SGLang's `--enable-dp-attention`).
 
 `size` processes are `groups` of `members` each. A group has its own requests and their KV, and its members cut
-attention heads among them; MLPs and experts are cut over all processes. So an MLP begins by bringing the tokens of all
-groups together, and ends by adding up what each process makes of them, of which each takes its own: an all-gather and
-a reduce-scatter, for which groups are padded to the longest one, or two all-reduces of as many rows as there are
-tokens, whichever moves less (`layout_of`).
+attention heads among them. MLPs and experts are cut over all processes. So an MLP begins by bringing the tokens of all
+groups together. It ends by adding up the partial results of all processes, and each group takes its own rows.
+
+Padded to the longest group, rows take an all-gather and a reduce-scatter. Without padding they take two all-reduces.
+`layout_of` chooses the way that moves less.
 """
 
 from __future__ import annotations
@@ -13,49 +14,41 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-
-class Peers(Protocol):
-    """See `compute.shard.Collectives`."""
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor: ...
+if TYPE_CHECKING:
+    from vlmserve_common.compute.communicator import Collectives
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Rows of the tokens of all groups, of which each has `sizes`: one group behind the other. padded: each has as many
-    rows as the longest."""
+    """The rows of all groups' tokens, one group behind the other. sizes: tokens of each group. padded: whether each has
+    as many rows as the longest."""
 
     sizes: tuple[int, ...]
     padded: bool
 
     @property
     def longest(self) -> int:
-        """Tokens of the group that has most."""
+        """Tokens of the longest group."""
         return max(self.sizes)
 
     @property
     def rows(self) -> int:
-        """Of all groups."""
+        """Rows of all groups."""
         return self.longest * len(self.sizes) if self.padded else sum(self.sizes)
 
     def of_group(self, group: int) -> slice:
-        """The rows of a group's tokens."""
+        """Return the rows of a group's tokens."""
         start = self.longest * group if self.padded else sum(self.sizes[:group])
         return slice(start, start + self.sizes[group])
 
 
 def rows_moved(layout: TokenLayout, members: int) -> float:
-    """How many rows each process sends to bring tokens together and to take the sums back, by algorithms that send no
-    more than they must: (n - 1) / n of what n processes have together for a gathering or a scattering, and twice that
-    for an all-reduce."""
+    """Return how many rows each process sends to bring tokens together and to take the sums back, with optimal
+    algorithms. For n processes, gathering or scattering moves (n - 1) / n of all rows, and an all-reduce twice that."""
     groups = len(layout.sizes)
     size = groups * members
     if layout.padded:
@@ -64,20 +57,27 @@ def rows_moved(layout: TokenLayout, members: int) -> float:
 
 
 def layout_of(sizes: Sequence[int], members: int = 1) -> TokenLayout:
-    """What moves less; where both move as much, what has fewer rows to compute."""
+    """Return the layout that moves less; if both move the same, the one with fewer rows to compute."""
     packed, padded = TokenLayout(tuple(sizes), False), TokenLayout(tuple(sizes), True)
     return padded if rows_moved(padded, members) < rows_moved(packed, members) else packed
 
 
 class TokenExchange:
-    """At a process of group number `group`.
+    """The exchange at a process of group number `group`.
 
-    peers: the processes of all groups, one of each, that have the same place in theirs. members: those of this group,
-    `num_members` of them; None where it is one. everybody: all.
+    peers: the processes with the same place in each group. members: the `num_members` processes of this group; None if
+    it is one. everybody: all processes.
     """
 
     def __init__(
-        self, group: int, groups: int, *, peers: Peers, members: Peers | None, num_members: int, everybody: Peers
+        self,
+        group: int,
+        groups: int,
+        *,
+        peers: Collectives,
+        members: Collectives | None,
+        num_members: int,
+        everybody: Collectives,
     ) -> None:
         self.group, self.groups, self.num_members = group, groups, num_members
         self._peers, self._members, self._everybody = peers, members, everybody
@@ -85,8 +85,8 @@ class TokenExchange:
 
     @contextmanager
     def among(self, sizes: Sequence[int]) -> Iterator[TokenLayout]:
-        """For as long as groups have so many tokens each, not all of them none. Without it, they have as many as this
-        one."""
+        """Set the tokens of each group, at least one of which has some, inside this context. Outside, all groups have
+        as many as this one."""
         before, self._layout = self._layout, layout_of(sizes, self.num_members)
         try:
             yield self._layout
@@ -94,7 +94,7 @@ class TokenExchange:
             self._layout = before
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, ...] of the group's own tokens -> those of all, [rows, ...]; where there is padding, 0."""
+        """Return the tokens of all groups, [rows, ...], given x [n, ...] of this group's own. Padding is 0."""
         layout = self._layout or TokenLayout((len(x),) * self.groups, True)
         assert len(x) == layout.sizes[self.group], "not the tokens of this step"
         if layout.padded:
@@ -106,12 +106,12 @@ class TokenExchange:
         return self._peers.all_reduce(together)
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, ...] of the tokens of all -> those of the group's own, [n, ...], in x's memory."""
+        """Return the group's own tokens, [n, ...], of x [rows, ...] of all, in x's memory."""
         layout = self._layout or TokenLayout((len(x) // self.groups,) * self.groups, True)
         return x[layout.of_group(self.group)]
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, ...], of which each process has a part of the sum -> the sums of the group's own tokens [n, ...]."""
+        """Add x [rows, ...] up over all processes, and return the sums of the group's own tokens [n, ...]."""
         layout = self._layout or TokenLayout((len(x) // self.groups,) * self.groups, True)
         if not layout.padded:
             return self.own(self._everybody.all_reduce(x))

@@ -10,11 +10,12 @@ import warnings
 
 @functools.cache
 def make_torchvision_importable() -> object:
-    """Call before `transformers` imports a model or processor. Does nothing where torchvision is missing or works.
+    """Make torchvision importable; call this before `transformers` imports a model or processor. Does nothing if
+    torchvision is missing or works.
 
-    transformers imports torchvision where it is installed. Its compiled part may belong to another build of torch; all
-    it lacks at import then are two operators, which nothing here calls. Returns (and the cache so keeps alive) what
-    declares them.
+    transformers imports torchvision if it is installed. Its compiled part may belong to another build of torch. At
+    import it then lacks two operators, which nothing here calls. Returns (and the cache so keeps alive) the library
+    that declares them.
     """
     if importlib.util.find_spec("torchvision") is None:
         return None

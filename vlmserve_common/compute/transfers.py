@@ -1,8 +1,8 @@
-"""Arrays onto a device and results back, without waiting for the device.
+"""Copies arrays to a device and results back, without waiting for the device.
 
-On a GPU, arrays that go together are packed into one page-locked buffer and one copy, which its stream makes in its
-turn, and results come back likewise. torch's allocator of page-locked memory gives a buffer out again only when an
-event says that the copies from it and to it are done; it keeps them, so a step allocates nothing.
+On a GPU, arrays that belong together are packed into one page-locked buffer and one copy, which its stream makes in its
+turn. Results come back in the same way. torch's allocator of page-locked memory reuses a buffer only when an event says
+that its copies are done. It keeps its buffers, so a step allocates nothing.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _ALIGNMENT = 16  # bytes: of each array in a packed copy, for vector loads
 
 
 class Mark(Protocol):
-    """A place in a device's work, behind what was launched before it was made."""
+    """A place in a device's work, behind everything that was launched before."""
 
     def wait(self) -> None:
-        """Block until the device has come there. Raises what went wrong on the device until then."""
+        """Block until the device has reached the mark. Raises errors of the device until then."""
         ...
 
     def passed(self) -> bool:
-        """Whether the device has come there."""
+        """Return whether the device has reached the mark."""
         ...
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Between two marks that the device has passed."""
+        """Return the seconds between two marks that the device has passed."""
         ...
 
 
 class HostMark:
-    """Of a device that has done everything when a call returns."""
+    """A mark of a device that has done everything when a call returns."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
@@ -82,31 +82,32 @@ class Download:
         self._take = take
 
     def arrays(self) -> list[np.ndarray]:
-        """What they were, as the caller's own; to be asked for once. Waits for the device, as far as `mark`."""
+        """Return the tensors' values as arrays that the caller owns; to be called once. Waits for the device, as far as
+        `mark`."""
         self.mark.wait()
         return self._take()
 
 
 class Transfers(Protocol):
-    """Between the host and one device, on its current stream."""
+    """Copies between the host and one device, on its current stream."""
 
     device: torch.device
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Each on the device, for what is launched from now on. Nobody changes the arrays afterwards."""
+        """Return each array on the device, for work launched from now on. The arrays must not change afterwards."""
         ...
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """Have tensors of the device copied to the host, as they are in the device's turn."""
+        """Have tensors of the device copied to the host, in the device's turn."""
         ...
 
     def mark(self) -> Mark:
-        """Behind all that was launched so far."""
+        """Return a mark behind everything that was launched so far."""
         ...
 
 
 class HostTransfers:
-    """To the CPU itself: tensors are the arrays' own memory."""
+    """Transfers to the CPU itself: tensors are the arrays' own memory."""
 
     device = torch.device("cpu")
 
@@ -126,7 +127,7 @@ class HostTransfers:
 
 
 class PackedTransfers:
-    """To a GPU: see the module docstring. make_mark: of its current stream."""
+    """Transfers to a GPU: see the module docstring. make_mark: of its current stream."""
 
     def __init__(self, device: torch.device, make_mark: Callable[[], Mark] = CudaMark) -> None:
         self.device = device
@@ -184,29 +185,29 @@ def _unpacked(data: np.ndarray, forms: Sequence[tuple[tuple[int, ...], np.dtype]
 
 
 def transfers_for(device: torch.device) -> Transfers:
-    """Those of a device."""
+    """Return the transfers of a device."""
     return HostTransfers() if device.type == "cpu" else PackedTransfers(device)
 
 
 class Uploaded:
-    """An array that goes to the device together with others."""
+    """An array of an upload."""
 
     def __init__(self) -> None:
         self._tensor: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
-        """It, on the device; once the upload was sent."""
+        """The tensor on the device, once the upload was sent."""
         assert self._tensor is not None, "not sent yet"
         return self._tensor
 
     def arrived(self, tensor: torch.Tensor) -> None:
-        """Called once, by `Upload.send`."""
+        """Note the tensor; called once, by `Upload.send`."""
         self._tensor = tensor
 
 
 class Upload:
-    """Arrays that go to a device together, from several who need some: `add` each, `send` once."""
+    """Arrays that go to a device together, from several callers: `add` each, `send` once."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -214,21 +215,22 @@ class Upload:
         self._uploaded: list[Uploaded] = []
 
     def add(self, array: np.ndarray) -> Uploaded:
-        """Nobody changes the array afterwards."""
+        """Add an array, which must not change afterwards."""
         self._arrays.append(array)
         self._uploaded.append(Uploaded())
         return self._uploaded[-1]
 
     def send(self) -> None:
-        """From now on there are the tensors of what was added."""
+        """Send all arrays; their tensors exist from now on."""
         if self._arrays:
             for uploaded, tensor in zip(self._uploaded, self._transfers.upload(self._arrays), strict=True):
                 uploaded.arrived(tensor)
 
 
 def gathered(arrays: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
-    """Arrays one behind the other, in memory from which `to_device` copies without a detour: all of it, since torch
-    knows page-locked memory that went through numpy by its first byte alone, and by that keeps it until it is read."""
+    """Join arrays one behind the other, in memory that `to_device` copies without a detour. torch knows page-locked
+    memory that went through numpy by its first byte alone, and keeps it by that until it is read; so the whole memory
+    is used."""
     if device.type == "cpu":
         return np.concatenate(arrays)
     shape = sum(len(array) for array in arrays), *arrays[0].shape[1:]
@@ -237,7 +239,7 @@ def gathered(arrays: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device, for what is launched from now on there, without waiting for the device."""
+    """Return a tensor of the CPU on a device, for work launched there from now on, without waiting for the device."""
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, non_blocking=True)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,1 +1,1 @@
-"""Processes that compute together: how they meet, and what they exchange."""
+"""Processes that compute together: meeting, connecting and exchanging."""

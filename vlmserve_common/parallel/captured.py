@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class CountingCapturer:
-    """A `Capturer` of which each replay counts in the group as the collectives that were recorded: no line of Python
-    runs then that could count them."""
+    """A `Capturer` whose graphs count their recorded collectives in the group at each replay. No Python runs then that
+    could count them."""
 
     def __init__(self, capturer: Capturer, group: ProcessGroup) -> None:
         self._capturer, self._group = capturer, group

@@ -1,15 +1,17 @@
-"""What processes of a group exchange, by torch.distributed: gloo between CPUs, NCCL between GPUs; or through
-shared memory, between processes that compute on the CPU of one machine.
+"""A group of processes and its exchanges, by torch.distributed: gloo between CPUs, NCCL between GPUs. Processes that
+compute on the CPU of one machine use shared memory instead.
 
-Process groups are made as objects, not as the one group that torch keeps for a process: several engines may live in a
-process, one after another or side by side.
+Process groups are made as objects, not as the one group that torch keeps for a process. So several engines may live in
+a process, one after another or side by side.
 """
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import queue
 import socket
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +24,8 @@ import torch.distributed as dist
 from vlmserve_common.errors import RankLostError
 from vlmserve_common.parallel.shared_memory import SharedMemory, open_shared_memory
 
-# A collective that takes longer has lost somebody, who neither works nor closes a connection. Orders may be long in
-# coming: who is idle is not lost.
+# A collective that takes longer has lost a process that neither works nor closes its connection. Waiting for orders may
+# take any time: an idle process is not lost.
 COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=300)
 IDLE_TIMEOUT = datetime.timedelta(days=365)
 _HEADER_BYTES, _FIRST_BYTES = 8, 4096
@@ -32,19 +34,19 @@ _MOST_SENDING = 4
 
 
 class Captured(Protocol):
-    """Something that holds recorded collectives."""
+    """A holder of recorded collectives."""
 
     def drop(self) -> None:
-        """Hold them no more; they cannot be replayed then."""
+        """Drop the recording; it cannot be replayed any more."""
         ...
 
 
 class ProcessGroup:
-    """One group of `size` processes, of which this is number `rank`. counts: collectives so far, by name; bytes: of
-    the tensors in them, by the same names.
+    """A group of `size` processes, of which this is number `rank`. counts: collectives so far, by name. bytes: of the
+    tensors in them, by name.
 
-    device: where tensors are. host: this machine's address that others reach it by. called: this process's name, for
-    errors; by default, its number in the group. RankLostError where one of them is gone.
+    device: where tensors are. host: this machine's address for the group. called: this process's name in errors; by
+    default its number in the group. Methods raise RankLostError if a process is gone.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class ProcessGroup:
             self._group = _make_group(self._store, rank, size, device, host, timeout)
 
     def share_memory(self) -> None:
-        """Exchange through memory that all have, from now on, where that is possible; to be called by all."""
+        """Exchange through shared memory from now on, if possible. All processes call this."""
         if self._device.type == "cpu":
             with self._lost("sharing memory"):
                 self._shared = open_shared_memory(self._store, self.rank, self.size, self._timeout)
@@ -142,7 +144,7 @@ class ProcessGroup:
         return out
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """The first process's x at all of them, in x's memory; x is contiguous."""
+        """Copy the first process's x to all processes, into x's memory; x is contiguous."""
         self._count("broadcast", x)
         with self._lost("handing on"):
             if self._shared is not None:
@@ -152,7 +154,7 @@ class ProcessGroup:
         return x
 
     def send(self, x: torch.Tensor) -> None:
-        """In a group of two, from the first to the second: see `Link`."""
+        """Send x from the first to the second process of a group of two: see `Link`."""
         self._count("send", x)
         with self._lost("sending"):
             if len(self._sending) == _MOST_SENDING:
@@ -161,21 +163,21 @@ class ProcessGroup:
             self._sending.append((self._group.send([x], 1, 0), x))
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """In a group of two, at the second: see `Link`; x is contiguous."""
+        """Receive x at the second process of a group of two: see `Link`; x is contiguous."""
         self._count("receive", x)
         with self._lost("receiving"):
             self._group.recv([x], 0, 0).wait()
         return x
 
     def hand_on(self, x: torch.Tensor) -> torch.Tensor:
-        """`send` or `receive`; returns x."""
+        """Send or receive x, depending on the rank, and return it."""
         if self.rank:
             return self.receive(x)
         self.send(x)
         return x
 
     def smallest(self, number: int) -> int:
-        """The smallest of everybody's numbers."""
+        """Return the smallest of the numbers that all processes call this with."""
         value = torch.tensor([number], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
@@ -184,11 +186,11 @@ class ProcessGroup:
         return int(value.item())
 
     def outlives(self, captured: Captured) -> None:
-        """Have it dropped before the connections are let go of: NCCL would wait until it is gone."""
+        """Drop a recording before connections are closed: NCCL would wait until it is gone."""
         self._captured.add(captured)
 
     def close(self) -> None:
-        """Let go of the connections; others see that this process is gone."""
+        """Close the connections; the other processes see that this one is gone."""
         for captured in self._captured:
             captured.drop()
         self._group = None
@@ -212,7 +214,7 @@ class ProcessGroup:
 
 
 class Orders:
-    """Bytes from the first process to all others, in order: one exchange for most, two for long ones.
+    """Sends bytes from the first process to all others, in order. Most orders take one exchange, long ones two.
 
     exchange: `broadcast` or `hand_on` of a group of the CPU.
     """
@@ -221,7 +223,7 @@ class Orders:
         self._exchange = exchange
 
     def give(self, order: bytes) -> None:
-        """At the first process."""
+        """Send an order, at the first process."""
         first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         first[:_HEADER_BYTES].view(torch.int64)[0] = len(order)
         body = torch.frombuffer(bytearray(order), dtype=torch.uint8)
@@ -232,7 +234,7 @@ class Orders:
             self._exchange(body[len(head) :].clone())
 
     def take(self) -> bytes:
-        """At others: the next one; waits for it."""
+        """Wait for the next order and return it, at another process."""
         first = self._exchange(torch.zeros(_FIRST_BYTES, dtype=torch.uint8))
         size = int(first[:_HEADER_BYTES].view(torch.int64)[0])
         order = bytes(first[_HEADER_BYTES : _HEADER_BYTES + size].numpy())
@@ -241,8 +243,32 @@ class Orders:
         return order
 
 
+class TakenAhead:
+    """Takes orders in a thread of its own. Giving an order waits until all ranks have taken it; this lets a stage of a
+    pipeline begin the next step while a later stage computes."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._taken: queue.SimpleQueue[bytes | Exception] = queue.SimpleQueue()
+        threading.Thread(target=self._take_all, name="orders", daemon=True).start()
+
+    def take(self) -> bytes:
+        """Return the next order; wait for it."""
+        taken = self._taken.get()
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    def _take_all(self) -> None:
+        try:
+            while True:
+                self._taken.put(self._orders.take())
+        except Exception as error:  # of any kind: the taker would wait for good
+            self._taken.put(error)
+
+
 def address_towards(host: str) -> str:
-    """This machine's own address on the way to another, by which that one reaches it. Nothing is sent."""
+    """Return this machine's own address on the way to another machine. Nothing is sent."""
     family = socket.AF_INET6 if ":" in host and ipaddress.ip_address(host).version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))

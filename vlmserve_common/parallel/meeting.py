@@ -1,7 +1,7 @@
-"""How the processes of a group find each other, and see that they fit together before any of them computes.
+"""Lets the processes of a group find each other, and checks that they fit together before any of them computes.
 
-Each says what it is: versions, model, settings. The first one compares, and tells all what it found; so every process
-ends with the same words where they do not fit.
+Each process sends its versions, model and settings. The first one compares them and sends all the result. So every
+process ends with the same words if they do not fit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _WELL = "well"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeetingPlace:
-    """size: of the group. address: a path in a private directory, for processes of one machine, or HOST:PORT, where
-    the first one listens. ready_by: when waiting for others ends, by `time.monotonic`; timeout_s: how long that was,
-    for errors."""
+    """The place where a group of `size` meets. address: a path in a private directory, for processes of one machine, or
+    HOST:PORT, where the first one listens. ready_by: when waiting ends, by `time.monotonic`. timeout_s: how long the
+    wait was, for errors."""
 
     address: str
     size: int
@@ -37,16 +37,16 @@ class MeetingPlace:
 
     @property
     def is_file(self) -> bool:
-        """Whether all are on one machine."""
+        """Whether all processes are on one machine."""
         return self.address.startswith("/")
 
     def own_host(self) -> str:
-        """This machine's address, by which others of the group reach it."""
+        """Return this machine's address for the group."""
         return "127.0.0.1" if self.is_file else address_towards(split_address(self.address)[0])
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT. EngineError for anything else."""
+    """Split HOST:PORT. EngineError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise EngineError(f"--dist-init-addr is {address!r}; it must be HOST:PORT")
@@ -56,10 +56,10 @@ def split_address(address: str) -> tuple[str, int]:
 def meet(
     place: MeetingPlace, rank: int, about: Mapping[str, str], look: Callable[[], object] = lambda: None
 ) -> dist.Store:
-    """The store that all have in common, once all are there. about: what must be the same of all, by names for people.
-    look: called while others are waited for; raises what makes that hopeless.
+    """Meet all processes, and return the store that they share. about: facts that must be equal, by names for people.
+    look: called while waiting; raises an error if waiting is hopeless.
 
-    EngineError if somebody does not come in time, differs, or the address cannot be used.
+    EngineError if a process is late or differs, or the address cannot be used.
     """
     store = _open(place, rank, look)
     try:
@@ -105,7 +105,7 @@ def _open(place: MeetingPlace, rank: int, look: Callable[[], object]) -> dist.St
 
 
 def _await_listener(place: MeetingPlace, rank: int, look: Callable[[], object]) -> None:
-    """torch's store could wait, too, but it writes its stack when nobody comes."""
+    """Wait for the first process. torch's store could wait, too, but it prints its stack at the timeout."""
     while True:
         try:
             left = max(0.1, place.ready_by - time.monotonic())
@@ -145,7 +145,7 @@ def _await(store: dist.Store, key: str, place: MeetingPlace, who: str, look: Cal
 
 
 def _await_readers(store: dist.Store, place: MeetingPlace) -> None:
-    """The store goes with the first process: others who are there are to read the verdict before."""
+    """Wait until the other processes have read the verdict: the store goes with the first process."""
     there = [rank for rank in range(1, place.size) if store.check([_key(rank)])]
     until = time.monotonic() + _READ_S
     while not all(store.check([_read_key(rank)]) for rank in there) and time.monotonic() < until:

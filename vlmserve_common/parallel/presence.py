@@ -1,7 +1,7 @@
-"""Whether ranks of other machines are still there, while nothing is computed.
+"""Notices ranks of other machines that are gone while nothing is computed.
 
-They keep a connection to the first rank in which nothing is said: it ends with the process that has an end of it. A
-machine that falls silent is noticed by the kernel's own questions. The other ranks wait for orders, and so notice.
+Each rank keeps a silent connection to the first rank, which ends with either process. The kernel's keep-alive notices a
+machine that falls silent. Ranks without such a connection wait for orders, and so notice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN_BYTES, _RANK_BYTES = 16, 4
 
 
 class Presence:
-    """Of ranks that have met at an address. EngineError if one does not come in time."""
+    """The silent connections of ranks that met at an address. EngineError if a rank is late."""
 
     def __init__(self, place: MeetingPlace, store: dist.Store, rank: int) -> None:
         self._size = place.size
@@ -36,11 +36,12 @@ class Presence:
 
     @property
     def handles(self) -> list[int]:
-        """File descriptors one of which becomes readable when a rank is gone; of the first rank, of all others."""
+        """File descriptors, one of which becomes readable when a rank is gone. The first rank has one for each of the
+        others."""
         return [other.fileno() for other in self._others.values()]
 
     def check(self) -> None:
-        """RankLostError if one is gone."""
+        """Raise RankLostError if a rank is gone."""
         for rank, other in self._others.items():
             try:
                 other.recv(1, socket.MSG_DONTWAIT)
@@ -51,7 +52,7 @@ class Presence:
             raise RankLostError(f"rank {rank} of {self._size} is gone")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connections."""
         for other in self._others.values():
             other.close()
 
@@ -88,7 +89,7 @@ def _call(place: MeetingPlace, store: dist.Store, rank: int) -> socket.socket:
 
 
 def _read(caller: socket.socket, size: int) -> bytes:
-    """Fewer bytes from who says no more."""
+    """Read so many bytes, or fewer if the sender stops."""
     said = b""
     try:
         while len(said) < size and (more := caller.recv(size - len(said))):

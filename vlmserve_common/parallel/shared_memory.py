@@ -25,8 +25,8 @@ _TOKEN_BYTES = 16
 
 
 class SharedMemory:
-    """As process number `rank` of `size`; see `open_shared_memory`. ConnectionError where another one is gone, or does
-    not come in time."""
+    """Collectives of process number `rank` of `size`; made by `open_shared_memory`. ConnectionError if a process is
+    gone, or late."""
 
     def __init__(self, memory: mmap.mmap, pids: list[int], rank: int, timeout: datetime.timedelta) -> None:
         self.rank, self.size = rank, len(pids)
@@ -46,11 +46,11 @@ class SharedMemory:
 
     @property
     def address(self) -> int:
-        """Of the library's `Group`; as long as this lives."""
+        """The address of the library's `Group`, valid as long as this object lives."""
         return ctypes.addressof(self._group)
 
     def can_add(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce` takes such a tensor."""
+        """Return whether `all_reduce` takes such a tensor."""
         return x.dtype in (torch.float32, torch.bfloat16)
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ class SharedMemory:
         self.check(self._call("vs_all_reduce", own, x.numel(), narrow, None, own))
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """The first process's x at all of them, in x's memory; x is contiguous."""
+        """Copy the first process's x to all processes, into x's memory; x is contiguous."""
         self.check(self._call("vs_broadcast", x.data_ptr(), x.nbytes, 0))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ class SharedMemory:
         return [] if parts is None else list(parts)
 
     def close(self) -> None:
-        """Take part no more; others see that this process is gone."""
+        """Leave; the other processes see that this one is gone."""
         if not self._closed:
             self._closed = True
             self._call("vs_leave")
@@ -84,7 +84,7 @@ class SharedMemory:
 
     @staticmethod
     def check(lost: int) -> None:
-        """What the library returned: ConnectionError unless it is 0."""
+        """Raise ConnectionError unless the library returned 0."""
         if lost > 0:
             raise ConnectionError(f"number {lost - 1} of them is gone")
         if lost < 0:
@@ -92,9 +92,12 @@ class SharedMemory:
 
 
 def open_shared_memory(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> SharedMemory | None:
-    """The memory of a group, once all its processes have called this; None at all of them where one cannot have it: it
-    is on another machine, has no operators, or cannot see others end. timeout: of an exchange. store: the group's
-    own."""
+    """Open the memory of a group, once all its processes have called this. timeout: of an exchange. store: the group's
+    own.
+
+    Returns None at all processes if one of them is on another machine, has no operators, or cannot see the end of
+    another process.
+    """
     with contextlib.ExitStack() as stack:
         found = _make(store, size, stack) if rank == 0 else _find(store, size)
         store.set(f"shared/{rank}", str(os.getpid() if found is not None else 0))
@@ -109,13 +112,13 @@ def _size(size: int) -> int:
 
 
 def _check_watching() -> None:
-    """OSError or AttributeError where a process cannot see another one end: pidfd_open is of Linux 5.3, and some
+    """Raise OSError or AttributeError if a process cannot see another one end: pidfd_open needs Linux 5.3, and some
     containers forbid it."""
     os.close(os.pidfd_open(os.getpid()))
 
 
 def _make(store: dist.Store, size: int, stack: contextlib.ExitStack) -> mmap.mmap | None:
-    """stack: ends when all have it."""
+    """Make the memory at the first process. stack: ends when all processes have opened it."""
     made = None
     where = ""
     with contextlib.suppress(OSError, AttributeError):  # not of Linux
@@ -133,8 +136,8 @@ def _make(store: dist.Store, size: int, stack: contextlib.ExitStack) -> mmap.mma
 
 
 def _find(store: dist.Store, size: int) -> mmap.mmap | None:
-    """None where the first process's memory cannot be reached from here. The token tells it from a file of the same
-    name on another machine."""
+    """Open the first process's memory; None if it cannot be reached from here. A token distinguishes it from a file of
+    the same name on another machine."""
     where, _, token = store.get("shared").decode().partition(" ")
     if not where or active() is None:
         return None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import Served, make_served, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import Served, serving, write_checkpoint_folder
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise, when it is imported
 
@@ -21,15 +22,27 @@ def checkpoint_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def serve(checkpoint_folder: Path) -> Iterator[Callable[..., tuple[Served, TestClient]]]:
+    """Make front ends with settings of a test's own, each with a client. Nothing may be left of any request."""
+    with contextlib.ExitStack() as stack:
+
+        def make(
+            engine: dict[str, Any] | None = None, *, folder: Path = checkpoint_folder, **settings: Any
+        ) -> tuple[Served, TestClient]:
+            served = stack.enter_context(serving(folder, engine, **settings))
+            return served, TestClient(served.app, raise_server_exceptions=False)
+
+        yield make
+
+
+@pytest.fixture
 def served(checkpoint_folder: Path) -> Iterator[Served]:
-    served = make_served(checkpoint_folder)
-    yield served
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder) as served:
+        yield served
 
 
 @pytest.fixture
 def client(served: Served) -> Iterator[TestClient]:
-    """Every test with it must leave the house empty."""
     with TestClient(served.app, raise_server_exceptions=False) as client:
         yield client
         served.assert_idle()

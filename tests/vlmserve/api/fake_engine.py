@@ -263,6 +263,15 @@ def make_served(folder: Path, engine: dict[str, Any] | None = None, **settings: 
     return Served(frontend, scheduler)
 
 
+@contextlib.contextmanager
+def serving(folder: Path, engine: dict[str, Any] | None = None, **settings: Any) -> Iterator[Served]:
+    """Serve a folder; in the end nothing may be left of any request."""
+    served = make_served(folder, engine, **settings)
+    yield served
+    served.assert_idle()
+    asyncio.run(served.frontend.close())
+
+
 def write_checkpoint_folder(folder: Path) -> Path:
     """Everything of a Qwen2-VL checkpoint but its weights."""
     write_tokenizer_folder(folder)

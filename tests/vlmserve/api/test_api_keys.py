@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+import base64
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from processors.pool.cache import ProcessorCache
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, png_url
+from tests.vlmserve.api.fake_engine import MODEL, Served, png_url
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.batches.record import ENDED
 from vlmserve.config.checks import SettingsError
@@ -22,6 +21,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
+PNG = base64.b64decode(png_url().partition(",")[2])
 KEYS = f"""
 # who may ask
 alice   alices-key
@@ -90,27 +90,12 @@ def test_a_file_that_others_can_read(file: Path, caplog: pytest.LogCaptureFixtur
     assert "chmod 600" in caplog.text
 
 
-@pytest.fixture
-def make(checkpoint_folder: Path) -> Iterator[Callable[..., tuple[Served, TestClient]]]:
-    made = []
-
-    def serve(**settings: Any) -> tuple[Served, TestClient]:
-        served = make_served(checkpoint_folder, **settings)
-        made.append(served)
-        return served, TestClient(served.app, raise_server_exceptions=False)
-
-    yield serve
-    for served in made:
-        served.assert_idle()
-        asyncio.run(served.frontend.close())
-
-
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_metrics_are_the_operators(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
-    _, client = make(api_key_file=str(file), admin_api_key="admin")
+def test_metrics_are_the_operators(serve, file: Path) -> None:
+    _, client = serve(api_key_file=str(file), admin_api_key="admin")
     for path in ("/metrics", "/server_info"):
         assert client.get(path).status_code == 401
         assert client.get(path, headers=bearer("alices-key")).status_code == 401
@@ -141,9 +126,9 @@ def seen_by(served: Served, client: TestClient, route: str, *keys: str, **fields
     return [(r.cache_salt, digest, r.client) for r, digest in zip(made, digests, strict=True)]
 
 
-def test_every_generating_route_is_known_here(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
+def test_every_generating_route_is_known_here(serve, file: Path) -> None:
     """And none of them shares between names; requests of one name do, whichever of its keys they bring."""
-    served, client = make(api_key_file=str(file))
+    served, client = serve(api_key_file=str(file))
     routes = {getattr(route, "path", "") for route in served.app.routes} & GENERATING.keys()
     assert routes == GENERATING.keys()
     for route in sorted(routes):
@@ -155,8 +140,8 @@ def test_every_generating_route_is_known_here(make: Callable[..., tuple[Served, 
             assert alice[1] != bob[1]
 
 
-def test_media_of_warmups_are_not_shared_either(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
-    served, client = make(api_key_file=str(file))
+def test_media_of_warmups_are_not_shared_either(serve, file: Path) -> None:
+    served, client = serve(api_key_file=str(file))
     for key in ("alices-key", "bobs-key"):
         assert client.post("/v1/warmup", json={"messages": MESSAGES}, headers=bearer(key)).status_code == 200
     alice, bob = (encode.items[0].digest for encode in served.scheduler.encodes)
@@ -164,8 +149,8 @@ def test_media_of_warmups_are_not_shared_either(make: Callable[..., tuple[Served
     assert seen_by(served, client, CHAT, "alices-key")[0][1][0][0] == alice, "her own requests find it"
 
 
-def test_nobody_finds_a_name_by_a_salt(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
-    served, client = make(api_key_file=str(file), api_key="everybodys")
+def test_nobody_finds_a_name_by_a_salt(serve, file: Path) -> None:
+    served, client = serve(api_key_file=str(file), api_key="everybodys")
     ((salt, _, _),) = seen_by(served, client, CHAT, "alices-key")
     own, other, more = (
         seen_by(served, client, CHAT, key, cache_salt=salt)[0][0] for key in ("alices-key", "bobs-key", "everybodys")
@@ -173,17 +158,15 @@ def test_nobody_finds_a_name_by_a_salt(make: Callable[..., tuple[Served, TestCli
     assert len({salt, own, other, more}) == 4
 
 
-def test_sharing_can_be_chosen(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
-    served, client = make(api_key_file=str(file), cache_scope="all")
+def test_sharing_can_be_chosen(serve, file: Path) -> None:
+    served, client = serve(api_key_file=str(file), cache_scope="all")
     alice, bob = seen_by(served, client, CHAT, "alices-key", "bobs-key")
     assert alice[:2] == bob[:2]
 
 
-def test_media_that_are_only_counted_are_not_shared_either(
-    make: Callable[..., tuple[Served, TestClient]], file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_media_that_are_only_counted_are_not_shared_either(serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How long /tokenize takes tells whether a picture was there."""
-    _, client = make(api_key_file=str(file))
+    _, client = serve(api_key_file=str(file))
     made = []
     key = ProcessorCache.key
     monkeypatch.setattr(ProcessorCache, "key", staticmethod(lambda *given: made.append(key(*given)) or made[-1]))
@@ -192,8 +175,8 @@ def test_media_that_are_only_counted_are_not_shared_either(
     assert made[0] != made[1] == made[2]
 
 
-def test_responses_follow_the_name(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
-    _, client = make(api_key_file=str(file))
+def test_responses_follow_the_name(serve, file: Path) -> None:
+    _, client = serve(api_key_file=str(file))
     asked = {"model": MODEL, **GENERATING["/v1/responses"]}
     made = client.post("/v1/responses", json=asked, headers=bearer("bobs-key")).json()["id"]
     for key, status in (("alices-key", 404), ("bobs-new-key", 200)):
@@ -204,9 +187,9 @@ def test_responses_follow_the_name(make: Callable[..., tuple[Served, TestClient]
     assert client.delete(f"/v1/responses/{made}", headers=bearer("alices-key")).status_code == 404
 
 
-def test_lines_of_a_batch_are_asked_by_its_owner(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
+def test_lines_of_a_batch_are_asked_by_its_owner(serve, file: Path) -> None:
     """Their caches, files and stored responses are its owner's, and nobody else sees the batch or its files."""
-    served, client = make(api_key_file=str(file))
+    served, client = serve(api_key_file=str(file))
     ((salt, digest, _),) = seen_by(served, client, CHAT, "bobs-key")
     line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": MODEL, **GENERATING[CHAT]}}
     with client:  # one event loop for all requests: batches go on between them
@@ -230,11 +213,18 @@ def test_lines_of_a_batch_are_asked_by_its_owner(make: Callable[..., tuple[Serve
     assert [(i.digest, i.patch_digests) for i in made.mm_inputs.items] == digest
 
 
-def test_files_follow_the_name(make: Callable[..., tuple[Served, TestClient]], file: Path) -> None:
-    _, client = make(api_key_file=str(file))
-    upload = {"files": {"file": ("x.png", b"x")}, "data": {"purpose": "vision"}}
+def test_files_follow_the_name(serve, file: Path, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    _, client = serve(api_key_file=str(file), file_store_dir=str(tmp_path / "store"))
+    upload = {"files": {"file": ("x.png", PNG)}, "data": {"purpose": "vision"}}
     made = client.post("/v1/files", headers=bearer("bobs-key"), **upload).json()["id"]
-    statuses = [
-        client.get(f"/v1/files/{made}", headers=bearer(key)).status_code for key in ("bobs-new-key", "alices-key")
-    ]
-    assert statuses == [200, 404]
+    assert not any(b"bobs-key" in path.read_bytes() for path in (tmp_path / "store").glob("*.json"))
+    content = [{"type": "file", "file": {"file_id": made}}, {"type": "text", "text": "what"}]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    for key, status in (("alices-key", 404), ("bobs-new-key", 200)):
+        asked = client.post(CHAT, json=body, headers=bearer(key))
+        assert asked.status_code == status
+        assert status == 200 or asked.json()["error"]["param"] == "messages[0].content[0].file.file_id"
+        assert len(client.get("/v1/files", headers=bearer(key)).json()["data"]) == (status == 200)
+        for method, path in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
+            assert client.request(method, f"/v1/files/{made}{path}", headers=bearer(key)).status_code == status

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, make_served
-from tests.vlmserve.api.test_operations import assert_error, make_client  # noqa: F401
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
+from tests.vlmserve.api.test_operations import assert_error
 from vlmserve import __version__
 from vlmserve.api import control
 from vlmserve.api.auth import CONTROL_PATHS
@@ -34,9 +34,9 @@ def test_every_endpoint_is_behind_the_key() -> None:
 
 @pytest.mark.parametrize("api_key", ["usual", None])
 @pytest.mark.parametrize("admin_key", ["special", None])
-def test_keys(make_client, api_key: str | None, admin_key: str | None) -> None:  # noqa: F811
+def test_keys(serve, api_key: str | None, admin_key: str | None) -> None:
     needed = admin_key or api_key
-    _, client = make_client(api_key=api_key, admin_api_key=admin_key)
+    _, client = serve(api_key=api_key, admin_api_key=admin_key)
     with client:
         for method, path in ENDPOINTS:
             for given in ("usual", "special", "wrong", None):
@@ -50,8 +50,8 @@ def test_keys(make_client, api_key: str | None, admin_key: str | None) -> None: 
             assert reply.status_code == (200 if api_key in (None, given) else 401)
 
 
-def test_info_has_no_secrets(make_client) -> None:  # noqa: F811
-    _, client = make_client(api_key="sesame", engine={"page_size": 8})
+def test_info_has_no_secrets(serve) -> None:
+    _, client = serve(api_key="sesame", engine={"page_size": 8})
     with client:
         reply = client.get("/server_info", headers={"Authorization": "Bearer sesame"})
     assert "sesame" not in reply.text
@@ -143,8 +143,8 @@ def test_a_timeout_is_told_whole_or_in_the_stream(client: TestClient, served: Se
         assert_error(client.post(URL, json=BODY | {"timeout": timeout}), 400)
 
 
-def test_refused_because_of_a_limit(make_client) -> None:  # noqa: F811
-    served, client = make_client({"max_running_requests": 1, "max_queued_requests": 1})
+def test_refused_because_of_a_limit(serve) -> None:
+    served, client = serve({"max_running_requests": 1, "max_queued_requests": 1})
     manager = served.frontend.manager
     now = [0.0]
     manager._live._clock = lambda: now[0]
@@ -155,11 +155,11 @@ def test_refused_because_of_a_limit(make_client) -> None:  # noqa: F811
         assert reply.headers["retry-after"] == "7"
 
 
-def test_profiling_needs_its_folder(make_client, tmp_path: Path) -> None:  # noqa: F811
-    _, client = make_client()
+def test_profiling_needs_its_folder(serve, tmp_path: Path) -> None:
+    _, client = serve()
     with client:
         assert "--profile-dir" in client.post("/start_profile").json()["error"]["message"]
-    _, client = make_client(profile_dir=str(tmp_path))
+    _, client = serve(profile_dir=str(tmp_path))
     with client:
         assert_error(client.post("/start_profile", json={"num_steps": 0}), 400)
         assert_error(client.post("/stop_profile"), 409)
@@ -175,8 +175,8 @@ def test_an_engine_that_does_not_answer(client: TestClient, served: Served, monk
     assert client.get("/health").status_code == 200
 
 
-def test_an_engine_at_a_long_step(checkpoint_folder: Path, monkeypatch) -> None:
-    served = make_served(checkpoint_folder)
+def test_an_engine_at_a_long_step(serve, monkeypatch) -> None:
+    served, _client = serve()
     monkeypatch.setattr(control, "ANSWER_S", 0.02)
 
     async def never(_: object) -> None:
@@ -185,4 +185,3 @@ def test_an_engine_at_a_long_step(checkpoint_folder: Path, monkeypatch) -> None:
     api = control.ControlApi(served.frontend.manager, never, None, MODEL)  # type: ignore[arg-type]
     with pytest.raises(Exception, match=r"still at a step after 0\.02 s"):
         asyncio.run(api.flush_cache())
-    asyncio.run(served.frontend.close())

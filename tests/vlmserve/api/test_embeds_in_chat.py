@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Iterator
 
@@ -10,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save
-from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import ROW_WIDTH, Served, make_served
+from tests.vlmserve.api.fake_engine import ROW_WIDTH, Served, serving
 from tests.vlmserve.api.test_files_in_chat import ask, media_of, refused, upload
 from vlmserve.ipc.messages import TokenizedGenerateReqInput
 from vlmserve_common.transport.wire import WireCodec
@@ -25,9 +23,8 @@ TEXT = base64.b64encode(DATA).decode()
 
 @pytest.fixture
 def served(checkpoint_folder) -> Iterator[Served]:
-    served = make_served(checkpoint_folder, {"enable_mm_embeds": True}, media_max_bytes=10_000)
-    yield served
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder, {"enable_mm_embeds": True}, media_max_bytes=10_000) as served:
+        yield served
 
 
 def embeds(value):
@@ -74,11 +71,10 @@ def test_what_is_refused(client):
     refused(ask(client, embeds({"file_id": "file-x"})), 404, f"{PLACE}.image_embeds.file_id", "file_not_found")
 
 
-def test_off_unless_asked_for(checkpoint_folder):
-    served = make_served(checkpoint_folder)
-    with TestClient(served.app) as client:
+def test_off_unless_asked_for(serve):
+    _served, client = serve()
+    with client:
         message = refused(ask(client, embeds(TEXT)), 400, PLACE, "unsupported_content")
         assert "setting --enable-mm-embeds" in message
         message = refused(ask(client, embeds({"url": "http://127.0.0.1:1/x"})), 400, PLACE, "unsupported_content")
         assert "setting --enable-mm-embeds" in message, "nothing is fetched"
-    asyncio.run(served.frontend.close())

@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import WAIT_S, Served, make_served, png_url, real_server
+from tests.vlmserve.api.fake_engine import WAIT_S, Served, png_url, real_server, serving
 from vlmserve.api import file_store
 from vlmserve.api.app import build_app
 from vlmserve.api.file_store import FileStore, Upload
@@ -28,10 +27,6 @@ from vlmserve.config.settings import ServerSettings
 
 SMALL = ServerSettings(engine=EngineArgs(model=""), max_file_bytes=1000, max_file_store_bytes=1000, max_files=10)
 PNG = base64.b64decode(png_url().split(",")[1])
-
-
-def served_with(folder: Path, store: Path, **settings) -> Served:
-    return make_served(folder, file_store_dir=str(store), **settings)
 
 
 @pytest.fixture
@@ -43,9 +38,9 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(checkpoint_folder, store) -> Iterator[Served]:
-    served = served_with(checkpoint_folder, store, max_file_bytes=300_000, max_files=6, max_file_store_bytes=500_000)
-    yield served
-    asyncio.run(served.frontend.close())
+    limits = {"max_file_bytes": 300_000, "max_files": 6, "max_file_store_bytes": 500_000}
+    with serving(checkpoint_folder, file_store_dir=str(store), **limits) as served:
+        yield served
 
 
 @pytest.fixture
@@ -135,11 +130,10 @@ def test_limits_of_all_files(client):
     assert "the limit is 6 (setting --max-files)" in refused(upload(client), 400, "too_many_files")
 
 
-def test_no_files_at_all(checkpoint_folder, store):
-    served = served_with(checkpoint_folder, store, max_files=0)
-    with TestClient(served.app) as client:
+def test_no_files_at_all(serve, store):
+    _, client = serve(file_store_dir=str(store), max_files=0)
+    with client:
         assert "the limit is 0 (setting --max-files)" in refused(upload(client), 400, "too_many_files")
-    asyncio.run(served.frontend.close())
 
 
 @pytest.mark.parametrize(
@@ -231,8 +225,8 @@ def test_a_client_that_leaves_within_an_upload_leaves_nothing(port, store):
     assert list(store.glob("file-*")) == []
 
 
-def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
-    served = served_with(checkpoint_folder, store, body_timeout_s=0.5, max_files=2)
+def test_an_upload_that_stalls_is_dropped(serve, store):
+    served, _ = serve(file_store_dir=str(store), body_timeout_s=0.5, max_files=2)
     with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
         head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
         form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
@@ -248,25 +242,11 @@ def test_an_upload_that_stalls_is_dropped(checkpoint_folder, store):
             assert {path.stem for path in store.glob("file-*")} == {kept.id}
             assert ai.files.content(kept.id).read() == PNG
             assert ai.files.create(file=("z", PNG), purpose="vision").bytes == len(PNG), "its place is free again"
-    served.assert_idle()
-    asyncio.run(served.frontend.close())
 
 
-def test_a_question_that_stalls_is_dropped(checkpoint_folder, store):
-    served = served_with(checkpoint_folder, store, body_timeout_s=0.5)
-    with real_server(served.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        link.sendall(head + b'Content-Length: 1000\r\n\r\n{"messages": ')
-        answer = b"".join(iter(lambda: link.recv(65536), b""))
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"nothing more of the request's body came for 0.5 s (setting --body-timeout-s)" in answer
-    served.assert_idle()
-    asyncio.run(served.frontend.close())
-
-
-def test_a_slow_upload_may_take_longer_than_the_limit(checkpoint_folder, store):
+def test_a_slow_upload_may_take_longer_than_the_limit(serve, store):
     """50 seconds by a fake clock before each of its parts, where 60 without one are too many."""
-    served = served_with(checkpoint_folder, store, body_timeout_s=60, min_body_bytes_per_s=0)
+    served, _ = serve(file_store_dir=str(store), body_timeout_s=60, min_body_bytes_per_s=0)
     fields = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     parts = iter([fields, head, *[b"x"] * 10, b"\r\n--b--\r\n"])
@@ -299,10 +279,9 @@ def test_a_slow_upload_may_take_longer_than_the_limit(checkpoint_folder, store):
     asyncio.run(scenario())
     assert sent[0]["status"] == 200, sent
     assert [path.read_bytes() for path in store.glob("*.bin")] == [b"x" * 10]
-    asyncio.run(served.frontend.close())
 
 
-def test_memory_holds_a_part_of_an_upload_only(checkpoint_folder, store, monkeypatch):
+def test_memory_holds_a_part_of_an_upload_only(serve, store, monkeypatch):
     """What is handed to the form at a time is bounded, however the file comes."""
     from vlmserve.api import upload_form
 
@@ -311,14 +290,13 @@ def test_memory_holds_a_part_of_an_upload_only(checkpoint_folder, store, monkeyp
     monkeypatch.setattr(
         upload_form.UploadForm, "feed", lambda self, data: (sizes.append(len(data)), feed(self, data))[1]
     )
-    served = served_with(checkpoint_folder, store)
+    served, _ = serve(file_store_dir=str(store))
     with real_server(served.app) as port:
         base = f"http://127.0.0.1:{port}/v1"
         with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=WAIT_S) as ai:
             file = ai.files.create(file=("x", io.BytesIO(bytes(8_000_000))), purpose="vision")
         assert file.bytes == 8_000_000
     assert max(sizes) < 1_000_000
-    asyncio.run(served.frontend.close())
 
 
 class WatchedLock:
@@ -353,44 +331,18 @@ def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
     files.close()
 
 
-def test_files_belong_to_the_key_that_brought_them(served, tmp_path):
-    folder = tmp_path / "keys"
-    folder.mkdir()
-    files = FileStore(folder, SMALL)
-    one, two = (
-        TestClient(build_app(served.frontend.manager, "m", replace(SMALL, api_key=key), files))
-        for key in ("one", "two")
-    )
-    one.headers["Authorization"], two.headers["Authorization"] = "Bearer one", "Bearer two"
-    mine = upload(one).json()["id"]
-    assert two.get("/v1/files").json()["data"] == []
-    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/content")):
-        refused(two.request(method, f"/v1/files/{mine}{path}"), 404, "file_not_found")
-    assert one.get(f"/v1/files/{mine}/content").content == PNG
-    one.headers["Authorization"] = "Bearer three"
-    refused(upload(one), 401, "invalid_api_key")
-    assert not any(b"one" in path.read_bytes() for path in folder.glob("*.json")), "no key is written down"
-    files.close()
-
-
 def test_files_stay_in_a_folder_of_the_users(checkpoint_folder, store):
-    served = served_with(checkpoint_folder, store)
-    with TestClient(served.app) as client:
+    with serving(checkpoint_folder, file_store_dir=str(store)) as served, TestClient(served.app) as client:
         kept = upload(client).json()
-    asyncio.run(served.frontend.close())
-    served = served_with(checkpoint_folder, store)
-    with TestClient(served.app) as client:
+    with serving(checkpoint_folder, file_store_dir=str(store)) as served, TestClient(served.app) as client:
         assert client.get(f"/v1/files/{kept['id']}").json() == kept
-    asyncio.run(served.frontend.close())
 
 
 def test_without_a_folder_files_go_with_the_server(checkpoint_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    served = make_served(checkpoint_folder)
-    with TestClient(served.app) as client:
+    with serving(checkpoint_folder) as served, TestClient(served.app) as client:
         assert upload(client).status_code == 200
-    assert len(list(tmp_path.glob("vlmserve-files-*/files/file-*"))) == 2
-    asyncio.run(served.frontend.close())
+        assert len(list(tmp_path.glob("vlmserve-files-*/files/file-*"))) == 2
     assert list(tmp_path.iterdir()) == []
 
 

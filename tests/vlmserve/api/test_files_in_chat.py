@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, png_url
-from vlmserve.api.app import build_app
-from vlmserve.api.file_store import FileStore
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.settings import ServerSettings
+from tests.vlmserve.api.fake_engine import MODEL, Served, png_url, serving
 from vlmserve.frontend.file_parts import with_files
 from vlmserve_common.errors import BadRequestError
 
@@ -24,9 +17,8 @@ PNG = base64.b64decode(png_url().split(",")[1])
 
 @pytest.fixture
 def served(checkpoint_folder) -> Iterator[Served]:
-    served = make_served(checkpoint_folder, media_max_bytes=100_000)
-    yield served
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder, media_max_bytes=100_000) as served:
+        yield served
 
 
 def upload(client, data=PNG, name="x.png") -> str:
@@ -190,20 +182,6 @@ def test_shapes_that_are_refused(client):
     message = refused(ask(client, {"type": "image_url", "image_url": {"url": name}}), 400, place, "invalid_media_url")
     assert "belongs into file_id" in message
     refused(ask(client, {"type": "file", "file": {"file_id": name}}, role="system"), 400, f"{place}.type")
-
-
-def test_another_keys_file_is_not_there(served, tmp_path):
-    settings = ServerSettings(engine=EngineArgs(model=""))
-    files = FileStore(tmp_path, settings)
-    one, two = (
-        TestClient(build_app(served.frontend.manager, MODEL, replace(settings, api_key=key), files))
-        for key in ("one", "two")
-    )
-    one.headers["Authorization"], two.headers["Authorization"] = "Bearer one", "Bearer two"
-    part = {"type": "file", "file": {"file_id": upload(one)}}
-    refused(ask(two, part), 404, "messages[0].content[0].file.file_id", "file_not_found")
-    assert ask(one, part).status_code == 200
-    files.close()
 
 
 def test_without_a_server_there_are_no_files():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, png_url
+from tests.vlmserve.api.fake_engine import MODEL, Served, png_url, serving
 
 URL = "/v1/chat/completions"
 PICTURE = png_url(size=(300, 200))
@@ -24,10 +23,8 @@ CLIP = "data:video/mp4;base64," + base64.b64encode(make_clip(30, width=320, heig
 
 @pytest.fixture(scope="module")
 def served(checkpoint_folder: Path) -> Iterator[Served]:
-    served = make_served(checkpoint_folder, {"low_detail_tokens": 16})
-    yield served
-    served.assert_idle()
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder, {"low_detail_tokens": 16}) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL, write_checkpoint_folder
 from tests.vlmserve.documented import ask
 from vlmserve.ipc.messages import FinishReason
 
@@ -20,16 +18,15 @@ RESPONSE = {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "tool_ch
 
 
 @pytest.mark.parametrize(("name", "body"), [("createChatCompletion", CHAT), ("createResponse", RESPONSE)])
-def test_thoughts_and_calls(tmp_path: Path, name: str, body: dict[str, Any]) -> None:
+def test_thoughts_and_calls(serve, tmp_path: Path, name: str, body: dict[str, Any]) -> None:
     folder = write_checkpoint_folder(tmp_path)
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + "<think>\n")
-    served = make_served(folder)
+    served, client = serve(folder=folder)
     served.scheduler.say(SAID)
-    with TestClient(served.app) as client:
+    with client:
         whole = ask(client, name, json={"model": MODEL, **body})
         events = ask(client, name, json={"model": MODEL, **body, "stream": True})
-    asyncio.run(served.frontend.close())
     if name == "createResponse":
         assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
         said = whole["output"][1]["content"][0]
@@ -44,11 +41,10 @@ def test_thoughts_and_calls(tmp_path: Path, name: str, body: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("name", "body"), [("createChatCompletion", CHAT), ("createResponse", RESPONSE)])
-def test_an_engine_that_fails(checkpoint_folder: Path, name: str, body: dict[str, Any]) -> None:
-    served = make_served(checkpoint_folder)
+def test_an_engine_that_fails(serve, name: str, body: dict[str, Any]) -> None:
+    served, client = serve()
     served.scheduler.fail_with = FinishReason(type="error", message="out of memory", status=500)
-    with TestClient(served.app) as client:
+    with client:
         assert ask(client, name, json={"model": MODEL, **body})["error"]["type"] == "server_error"
         served.frontend.fail_all("the scheduler died")
         assert ask(client, "getHealth")["error"]["code"] == "engine_unavailable"
-    asyncio.run(served.frontend.close())

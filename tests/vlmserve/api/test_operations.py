@@ -7,9 +7,8 @@ import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served
+from tests.vlmserve.api.fake_engine import MODEL
 from vlmserve import __version__
 
 URL = "/v1/chat/completions"
@@ -104,23 +103,8 @@ def test_health_follows_the_engine(client, served):
     assert ("vlmserve:num_requests_running",) not in figures(client)
 
 
-@pytest.fixture
-def make_client(checkpoint_folder):
-    made = []
-
-    def make(engine=None, **settings):
-        served = make_served(checkpoint_folder, engine, **settings)
-        made.append(served)
-        return served, TestClient(served.app, raise_server_exceptions=False)
-
-    yield make
-    for served in made:
-        served.assert_idle()
-        asyncio.run(served.frontend.close())
-
-
-def test_api_keys(make_client):
-    _, client = make_client(api_key="sésame")
+def test_api_keys(serve):
+    _, client = serve(api_key="sésame")
     with client:
         for header in (None, "Bearer wrong", "Bearer ", "sésame", "Basic sésame", "Bearer sésamee"):
             headers = {} if header is None else {"Authorization": header.encode()}
@@ -134,8 +118,8 @@ def test_api_keys(make_client):
             assert client.get(path).status_code == 200
 
 
-def test_a_body_that_is_too_large(make_client):
-    _, client = make_client(max_body_mib=0.01)
+def test_a_body_that_is_too_large(serve):
+    _, client = serve(max_body_mib=0.01)
     with client:
         large = b" " * 20000
         for content in (large, iter([large[:9000], large[9000:]])):  # announced, and not
@@ -146,9 +130,9 @@ def test_a_body_that_is_too_large(make_client):
 
 
 @pytest.mark.parametrize(("headers", "parts_read"), [([(b"content-length", b"99999999")], 0), ([], 2)])
-def test_no_more_of_a_large_body_is_read_than_allowed(make_client, headers, parts_read):
+def test_no_more_of_a_large_body_is_read_than_allowed(serve, headers, parts_read):
     """The client goes on for ever; only an early answer ends this."""
-    served, _ = make_client(max_body_mib=1.5)
+    served, _ = serve(max_body_mib=1.5)
     read, sent = [], []
 
     async def receive():
@@ -183,8 +167,8 @@ def test_a_large_body_is_answered(client):
     assert client.post(URL, json=padded).status_code == 200
 
 
-def test_a_full_house_answers_429(make_client):
-    served, client = make_client({"max_running_requests": 2, "max_queued_requests": 1})
+def test_a_full_house_answers_429(serve):
+    served, client = serve({"max_running_requests": 2, "max_queued_requests": 1})
     with client:
         reply = client.post(URL, json={**BODY, "n": 4})
         assert_error(reply, 429, "rate_limit_error")
@@ -194,8 +178,8 @@ def test_a_full_house_answers_429(make_client):
     assert len(served.scheduler.requests) == 3
 
 
-def test_sampling_defaults_can_be_openais(make_client):
-    served, client = make_client({"sampling_defaults": "openai"})
+def test_sampling_defaults_can_be_openais(serve):
+    served, client = serve({"sampling_defaults": "openai"})
     with client:
         client.post(URL, json={**BODY, "temperature": None})
     params = served.scheduler.requests[0].sampling_params

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import socket
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, make_served, png_url, real_server
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, png_url, real_server
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -112,9 +111,9 @@ def test_a_client_that_leaves_aborts_its_request(port, served, stream, pause_aft
     assert json.loads(start(port, max_tokens=4).getresponse().read())["usage"]["completion_tokens"] == 4
 
 
-def test_a_client_that_leaves_while_its_picture_is_fetched(checkpoint_folder):
+def test_a_client_that_leaves_while_its_picture_is_fetched(serve):
     """The picture's server accepts and says nothing; nothing ever reaches the scheduler."""
-    served = make_served(checkpoint_folder, allow_private_media=True)
+    served, _client = serve(allow_private_media=True)
     with socket.create_server(("127.0.0.1", 0)) as silent, real_server(served.app) as port:
         silent.settimeout(WAIT_S)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.png"
@@ -130,7 +129,6 @@ def test_a_client_that_leaves_while_its_picture_is_fetched(checkpoint_folder):
             assert json.loads(start(port, max_tokens=4).getresponse().read())["usage"]["completion_tokens"] == 4
             served.assert_idle()
         assert len(served.scheduler.requests) == 2
-    asyncio.run(served.frontend.close())
 
 
 def test_a_client_that_leaves_within_its_body_harms_nobody(port):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from vlmserve.api.repeated_lines import OnceInAWhile
+from vlmserve.api.http_server import OnceInAWhile
 
 
 def test_a_line_comes_once_and_the_next_one_counts() -> None:

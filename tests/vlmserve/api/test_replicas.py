@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served
+from tests.vlmserve.api.fake_engine import MODEL, Served, serving
 
 ROUTES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
@@ -20,9 +19,8 @@ ROUTES = {
 
 @pytest.fixture
 def replicated(checkpoint_folder: Path) -> Iterator[Served]:
-    served = make_served(checkpoint_folder, {"dp_size": 2, "max_running_requests": 2, "max_queued_requests": 3})
-    yield served
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder, {"dp_size": 2, "max_running_requests": 2, "max_queued_requests": 3}) as served:
+        yield served
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served
-from vlmserve.api.request_log import requests
+from tests.vlmserve.api.fake_engine import MODEL, Served
+from vlmserve.api.outermost import requests
 from vlmserve.frontend.live_requests import Admission
 from vlmserve_common.logs import configure_logging, request_id
 
@@ -29,8 +27,8 @@ def test_the_clients_own_is_kept_and_the_engines_are_different(client: TestClien
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 405, 413, 429, 500, 503])
-def test_errors_have_it_too(checkpoint_folder: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    served = make_served(checkpoint_folder, api_key="key", max_body_mib=0.001)
+def test_errors_have_it_too(serve, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    served, client = serve(api_key="key", max_body_mib=0.001)
     manager = served.frontend.manager
     monkeypatch.setattr(manager._live, "_admission", Admission(max_pending=1, setting="--x"))
     if status == 500:
@@ -39,12 +37,9 @@ def test_errors_have_it_too(checkpoint_folder: Path, monkeypatch: pytest.MonkeyP
         manager.fail("it is gone")
     body = {400: {"temperature": 9}, 404: {"model": "other"}, 413: {"stop": "x" * 2000}, 429: {"n": 128}}.get(status)
     headers = {"X-Request-Id": "mine", "Authorization": "Bearer wrong" if status == 401 else "Bearer key"}
-    try:
-        with TestClient(served.app, raise_server_exceptions=False) as client:
-            method = "DELETE" if status == 405 else "POST"
-            reply = client.request(method, URL, json={**BODY, **(body or {})}, headers=headers)
-    finally:
-        asyncio.run(served.frontend.close())
+    with client:
+        method = "DELETE" if status == 405 else "POST"
+        reply = client.request(method, URL, json={**BODY, **(body or {})}, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert reply.headers["X-Request-Id"] == "mine"
@@ -97,13 +92,12 @@ def test_the_log_of_a_failure_names_the_request(
     assert request_id.get() == ""
 
 
-def test_log_requests(checkpoint_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    served = make_served(checkpoint_folder, log_requests=True)
+def test_log_requests(serve, caplog: pytest.LogCaptureFixture) -> None:
+    _served, client = serve(log_requests=True)
     try:
-        with TestClient(served.app) as client:
+        with client:
             reply = client.post(URL, json=BODY, headers={"X-Request-Id": "job-7"})
     finally:
-        asyncio.run(served.frontend.close())
         requests.setLevel(logging.NOTSET)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "vlmserve.requests"]
     prompt = reply.json()["usage"]["prompt_tokens"]

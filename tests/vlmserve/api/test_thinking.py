@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, ids_of, make_served, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL, Served, ids_of, serving, write_checkpoint_folder
 from tests.vlmserve.api.test_generation import chat, finishes, joined, stream
 
 TEMPLATE = """\
@@ -30,10 +29,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model whose prompts begin its thoughts."""
     folder = write_checkpoint_folder(tmp_path_factory.mktemp("thinker"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    served = make_served(folder)
-    yield served
-    served.assert_idle()
-    asyncio.run(served.frontend.close())
+    with serving(folder) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +111,7 @@ def test_variables_that_the_template_does_not_know(client):
     assert "chat_template_kwargs.enable_thinkin " in warning
 
 
-def test_a_model_that_cannot_think_or_not_think(tmp_path):
+def test_a_model_that_cannot_think_or_not_think(serve, tmp_path):
     for template, effort, warning in (
         ("{{ messages[0].content }}", "none", None),
         ("{{ messages[0].content }}", "low", "does not think"),
@@ -123,8 +120,8 @@ def test_a_model_that_cannot_think_or_not_think(tmp_path):
     ):
         folder = write_checkpoint_folder(tmp_path)
         (folder / "chat_template.jinja").write_text(template)
-        served = make_served(folder)
-        with TestClient(served.app) as client:
+        served, client = serve(folder=folder)
+        with client:
             reply = client.post(
                 "/v1/chat/completions",
                 json={
@@ -136,16 +133,14 @@ def test_a_model_that_cannot_think_or_not_think(tmp_path):
             ).json()
         assert [warning in line for line in reply.get("warnings", [])] == ([] if warning is None else [True])
         assert prompt_of(served) == ("hilow" if "reasoning_effort" in template else template[25:].join(["hi", ""]))
-        asyncio.run(served.frontend.close())
 
 
-def test_thoughts_stay_where_they_are_not_looked_for(tmp_path):
+def test_thoughts_stay_where_they_are_not_looked_for(serve, tmp_path):
     folder = write_checkpoint_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    served = make_served(folder, reasoning_parser="none")
+    served, client = serve(folder=folder, reasoning_parser="none")
     served.scheduler.say(ANSWER)
-    with TestClient(served.app) as client:
+    with client:
         answer = chat(client, max_tokens=100)
     assert message_of(answer) == (None, ANSWER)
     assert "completion_tokens_details" not in answer["usage"]
-    asyncio.run(served.frontend.close())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,7 +15,6 @@ from tests.vlmserve.api.fake_engine import (
     WAIT_S,
     Served,
     ids_of,
-    make_served,
     real_server,
     write_checkpoint_folder,
 )
@@ -164,10 +161,10 @@ def test_calls_and_their_results_are_rendered(ai, served):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_template_without_tools(tmp_path, choice):
+def test_a_template_without_tools(serve, tmp_path, choice):
     folder = write_checkpoint_folder(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    served = make_served(folder)
+    served, _client = serve(folder=folder)
     served.scheduler.say("ok")
     with real_server(served.app) as port, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-") as ai:
         answer = ask(ai, tools=[TOOL], tool_choice="auto")
@@ -178,14 +175,12 @@ def test_a_template_without_tools(tmp_path, choice):
         with pytest.raises(openai.BadRequestError, match="knows no tools") as caught:
             ask(ai, tools=[TOOL], tool_choice=choice)
         assert caught.value.param == "tool_choice"
-    asyncio.run(served.frontend.close())
 
 
-def test_the_format_of_calls_is_set(checkpoint_folder: Path):
-    served = make_served(checkpoint_folder, tool_call_parser="qwen3_coder")
+def test_the_format_of_calls_is_set(serve):
+    served, _client = serve(tool_call_parser="qwen3_coder")
     served.scheduler.say("<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>")
     typed = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
     with real_server(served.app) as port, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-") as ai:
         [call] = ask(ai, tools=[{"type": "function", "function": typed}]).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"x": 5}
-    asyncio.run(served.frontend.close())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import CONTEXT, MODEL, Served, make_served, png_url
+from tests.vlmserve.api.fake_engine import CONTEXT, MODEL, Served, png_url, serving
 
 SAMPLES = Path(__file__).resolve().parents[3] / "assets" / "samples"
 URL = "/v1/chat/completions"
@@ -29,9 +28,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 @pytest.fixture(scope="module")
 def served(checkpoint_folder: Path) -> Iterator[Served]:
     """One for all of this file: a refused request leaves nothing behind."""
-    served = make_served(checkpoint_folder)
-    yield served
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -76,58 +74,40 @@ REFUSED = [
     ({"model": ...}, "model"),
     ({"model": 3}, "model"),
     ({"messages": ...}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": "hello"}, "messages"),
     ({"messages": ["hello"]}, "messages[0]"),
-    (message(role="robot", content="hi"), "messages[1]"),
     (message(content="hi"), "messages[1]"),
-    (message(role="user"), "messages[1].content"),
     (message(role="user", content=None), "messages[1].content"),
-    (message(role="user", content=42), "messages[1].content"),
     (message(role="user", content=[]), "messages[1].content"),
     (message(role="user", content="x", colour="red"), "messages[1].colour"),
-    (message(role="assistant"), "messages[1]"),
     (message(role="assistant", tool_calls=[{"id": "1", "type": "function"}]), "messages[1].tool_calls[0].function"),
     (message(role="tool", content="x"), "messages[1].tool_call_id"),
     (part({"type": "hologram", "hologram": {"url": "x"}}), "messages[0].content[0]"),
     (part({"text": "x"}), "messages[0].content[0]"),
     (part("x"), "messages[0].content[0]"),
-    (part({"type": "text"}), "messages[0].content[0].text"),
-    (part({"type": "text", "text": 3}), "messages[0].content[0].text"),
     (part({"type": "image_url"}), "messages[0].content[0].image_url"),
     (part({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url"),
     (part({"type": "image_url", "image_url": {"url": 5}}), "messages[0].content[0].image_url.url"),
-    (
-        part({"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}),
-        "messages[0].content[0].image_url.detail",
-    ),
     (
         {"messages": [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
     ({"temperature": -0.5}, "temperature"),
     ({"temperature": 2.5}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": True}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
-    ({"top_p": -0.1}, "top_p"),
     ({"min_p": 1.5}, "min_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 10**30}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
     ({"n": 0}, "n"),
-    ({"n": -1}, "n"),
     ({"n": 129}, "n"),
     ({"n": 1.5}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -5}, "max_tokens"),
     ({"max_tokens": "many"}, "max_tokens"),
     ({"max_tokens": 2.0}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_tokens"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
-    ({"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
     ({"logprobs": "yes"}, "logprobs"),
@@ -138,10 +118,7 @@ REFUSED = [
     ({"logit_bias": {"99999999999999": 5}}, "logit_bias"),
     ({"logit_bias": {"5": 1000}}, "logit_bias"),
     ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
-    ({"logit_bias": [5]}, "logit_bias"),
-    ({"seed": 2**63}, "seed"),
     ({"seed": "x"}, "seed"),
-    ({"stop": 5}, "stop"),
     ({"stop": [1, 2]}, "stop[0]"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
@@ -150,7 +127,6 @@ REFUSED = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include": True}}, "stream_options.include"),
-    ({"stream": "yes"}, "stream"),
     ({"response_format": {"type": "poem"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema", "json_schema": "x"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -178,7 +154,6 @@ REFUSED = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"continue_final_message": True}, "continue_final_message"),
-    ({"no_such_field": True}, "no_such_field"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),  # the template's own rule
     ({"messages": [{"role": "user", "content": "What is <|image_pad|> for?"}]}, "messages[0].content"),
     (part({"type": "text", "text": "<|video_pad|>"}), "messages[0].content[0].text"),
@@ -255,7 +230,9 @@ IN_WORDS = [
 @pytest.mark.parametrize(("fields", "message"), IN_WORDS, ids=lambda value: str(value)[:60])
 def test_in_plain_words(client, fields, message):
     error = error_of(client.post(URL, json=body(**fields)), 400)
-    assert message is None or error["message"] == message
+    if message is not None:
+        assert error["message"] == message
+        assert error["message"].startswith(error["param"])
 
 
 def test_what_comes_back_of_a_value_is_short(client):

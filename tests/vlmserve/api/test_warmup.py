@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import socket
 
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, make_served, png_url, real_server
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, png_url, real_server
 from tests.vlmserve.api.test_embeds_in_chat import TEXT
 from tests.vlmserve.api.test_files_in_chat import by_url, refused, upload
 from vlmserve.ipc.messages import EncodeOutput, EncodeReqInput, FinishReason
@@ -84,9 +82,9 @@ def test_text_alone_has_nothing_to_encode(client):
         (body(*[by_url()] * 3), 400, "messages", None),
     ],
 )
-def test_what_is_refused(checkpoint_folder, fields, status, param, code):
-    served = make_served(checkpoint_folder, max_images_per_request=2)
-    with TestClient(served.app, raise_server_exceptions=False) as client:
+def test_what_is_refused(serve, fields, status, param, code):
+    served, client = serve(max_images_per_request=2)
+    with client:
         answer = client.post(URL, json=fields)
         if status == 200:
             assert answer.status_code == 200
@@ -94,26 +92,24 @@ def test_what_is_refused(checkpoint_folder, fields, status, param, code):
             refused(answer, status, param, code)
         served.assert_idle()
     assert not served.scheduler.encodes or status == 200
-    asyncio.run(served.frontend.close())
 
 
-def test_what_comes_encoded_has_nothing_to_encode(checkpoint_folder):
-    served = make_served(checkpoint_folder, {"enable_mm_embeds": True})
-    with TestClient(served.app) as client:
+def test_what_comes_encoded_has_nothing_to_encode(serve):
+    _served, client = serve({"enable_mm_embeds": True})
+    with client:
         answer = warm(client, {"type": "image_embeds", "image_embeds": TEXT})
         assert "nothing to encode ahead of time" in refused(answer, 400, PLACE, "unsupported_content")
-    asyncio.run(served.frontend.close())
 
 
-def test_pinning_needs_a_disk_and_bodies_have_a_limit(checkpoint_folder, tmp_path):
-    served = make_served(checkpoint_folder, {"embedding_cache_dir": str(tmp_path)}, max_body_mib=0.01, api_key="secret")
-    with TestClient(served.app, headers={"Authorization": "Bearer secret"}) as client:
+def test_pinning_needs_a_disk_and_bodies_have_a_limit(serve, tmp_path):
+    served, client = serve({"embedding_cache_dir": str(tmp_path)}, max_body_mib=0.01, api_key="secret")
+    client.headers["Authorization"] = "Bearer secret"
+    with client:
         assert warm(client, by_url(), pin=True).status_code == 200
         assert served.scheduler.encodes[0].pin
         assert refused(warm(client, by_url(png_url(size=(2000, 2000)))), 413, None, "body_too_large")
         client.headers.pop("Authorization")
         assert warm(client, by_url()).status_code == 401
-    asyncio.run(served.frontend.close())
 
 
 @pytest.mark.parametrize(("status", "kind"), [(429, "rate_limit_error"), (500, "server_error")])
@@ -124,8 +120,8 @@ def test_errors_of_the_engine(client, served, status, kind):
     assert (answer.json()["error"]["message"], answer.json()["error"]["type"]) == ("no luck", kind)
 
 
-def test_they_count_as_pending(checkpoint_folder):
-    served = make_served(checkpoint_folder, {"max_running_requests": 1, "max_queued_requests": 1})
+def test_they_count_as_pending(serve):
+    served, _client = serve({"max_running_requests": 1, "max_queued_requests": 1})
     served.scheduler.pause_encodes = True
     with real_server(served.app) as port:
         links = [post(port) for _ in range(2)]
@@ -136,8 +132,6 @@ def test_they_count_as_pending(checkpoint_folder):
         for link in links:
             link.close()
         served.scheduler.wait_until(lambda: len(served.scheduler.aborts) == 2)
-    served.assert_idle()
-    asyncio.run(served.frontend.close())
 
 
 def post(port: int) -> http.client.HTTPConnection:

@@ -100,10 +100,9 @@ def test_probes_ask_by_any_name(client: TestClient) -> None:
     assert client.get("/metrics", headers={"Host": "evil.example"}).status_code == 403
 
 
-def test_a_page_that_is_allowed_can_read_the_answer(checkpoint_folder: Path) -> None:
+def test_a_page_that_is_allowed_can_read_the_answer(serve) -> None:
     """Also one that sends a key, which it must ask for first."""
-    served = make_served(checkpoint_folder, api_key="secret", allowed_origins="https://app.example")
-    client = TestClient(served.app)
+    _served, client = serve(api_key="secret", allowed_origins="https://app.example")
     page = {"Origin": "https://app.example"}
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     asked = client.options(URL, headers=page | wish)
@@ -112,4 +111,3 @@ def test_a_page_that_is_allowed_can_read_the_answer(checkpoint_folder: Path) -> 
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://app.example")
     other = client.options(URL, headers={"Origin": "https://evil.example"} | wish)
     assert "access-control-allow-origin" not in other.headers
-    asyncio.run(served.frontend.close())

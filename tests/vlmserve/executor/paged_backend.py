@@ -6,8 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import position_and_store
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, position_and_store
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms

@@ -8,7 +8,7 @@ import torch
 from tests import hf_env  # noqa: F401
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Rig
-from vlmserve.executor.device_errors import device_errors
+from vlmserve.executor.launched_step import device_errors
 from vlmserve_common.errors import DeviceLostError, EngineError
 
 ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"

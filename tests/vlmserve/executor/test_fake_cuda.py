@@ -46,29 +46,6 @@ def cuda():
         yield made
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_what_waits_is_counted(cuda, name):
-    x = to_device(torch.arange(3.0), CUDA)
-    assert not cuda.counts.syncs
-    WAITS[name](x)
-    assert sum(cuda.counts.syncs.values()) == 1, name
-
-
-@pytest.mark.parametrize("name", WAITS_NOT)
-def test_what_does_not_wait_is_not(cuda, name):
-    WAITS_NOT[name](to_device(torch.arange(3.0), CUDA))
-    assert not cuda.counts.syncs
-
-
-def test_host_and_device_do_not_mix(cuda):
-    x = torch.ones(3, device=CUDA)
-    assert (x.device, x.is_cuda, x.is_cpu) == (CUDA, True, False)
-    with pytest.raises(RuntimeError, match="same device"):
-        x + torch.ones(3)
-    with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
-        x.numpy()
-
-
 def test_a_download_is_garbage_until_it_is_waited_for(cuda):
     transfers = PackedTransfers(CUDA, cuda.mark)
     ids, values = torch.arange(5, device=CUDA), torch.full((2, 3), 0.5, device=CUDA)

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests import hf_env  # noqa: F401
-from vlmserve.executor.forwarded import Forwarded
-from vlmserve.executor.launched_result import LaunchedResult
+from vlmserve.executor.launched_step import Forwarded, LaunchedResult
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.penalties import adjust
 from vlmserve.executor.sampler import _unpacked_zeros, sample

@@ -133,19 +133,14 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert num_runs(self.allocator.alloc_extend(0, self.allocator.size, -1)) == 1
 
 
-class AllocatorMachine4(AllocatorMachine):
-    page_size = 4
-
-
 class AllocatorMachine16(AllocatorMachine):
     page_size = 16
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+SETTINGS = settings(max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None)
 TestAllocator1 = AllocatorMachine.TestCase
-TestAllocator4 = AllocatorMachine4.TestCase
 TestAllocator16 = AllocatorMachine16.TestCase
-for case in (TestAllocator1, TestAllocator4, TestAllocator16):
+for case in (TestAllocator1, TestAllocator16):
     case.settings = SETTINGS
 
 
@@ -194,13 +189,6 @@ def test_rooms_are_halved_when_open_space_is_short():
     assert [num_runs(slots) for slots in requests] == [1, 1, 1]
 
 
-def test_rooms_are_a_wish_and_the_last_page_can_be_had():
-    allocator = TokenToKVPoolAllocator(8, 1)
-    allocator.alloc_extend(0, 1, -1, room=100)
-    assert allocator.alloc_extend(0, 7, -1, room=100).tolist() == [2, 3, 4, 5, 6, 7, 8]
-    assert allocator.alloc_extend(0, 1, -1) is None
-
-
 def test_the_shortest_gap_that_holds_a_request_and_its_room_is_taken():
     allocator = TokenToKVPoolAllocator(100, 1)
     slots = allocator.alloc_extend(0, 100, -1)
@@ -210,32 +198,6 @@ def test_the_shortest_gap_that_holds_a_request_and_its_room_is_taken():
     assert allocator.alloc_extend(0, 3, -1, room=3)[0] == 31
     assert allocator.alloc_extend(0, 3, -1, room=5)[0] == 11
     assert allocator.alloc_extend(0, 3, -1, room=90)[0] == 51
-
-
-def test_a_request_longer_than_any_gap_takes_the_longest_first():
-    allocator = TokenToKVPoolAllocator(100, 1)
-    slots = allocator.alloc_extend(0, 100, -1)
-    allocator.free(slots[10:20])
-    allocator.free(slots[30:36])
-    allocator.free(slots[50:90])
-    assert allocator.alloc_extend(0, 45, -1).tolist() == [*range(51, 91), *range(31, 36)]
-    assert allocator.alloc_extend(0, 11, -1).tolist() == [*range(11, 21), 36]
-
-
-def test_the_largest_room_is_halved_where_that_gives_more_than_open_space_does():
-    allocator = TokenToKVPoolAllocator(100, 1)
-    allocator.alloc_extend(0, 4, -1, room=80)  # the room is 5..84, open 85..100
-    assert allocator.alloc_extend(0, 4, -1, room=60)[0] == 45
-    allocator = TokenToKVPoolAllocator(100, 1)
-    allocator.alloc_extend(0, 4, -1, room=56)  # the room is 5..60, open 61..100
-    assert allocator.alloc_extend(0, 4, -1, room=60)[0] == 61
-
-
-def test_a_room_is_topped_up_as_its_request_grows():
-    allocator = TokenToKVPoolAllocator(32, 1)
-    slots = allocator.alloc_extend(0, 4, -1, room=8)  # 5..12
-    allocator.alloc_extend(4, 5, int(slots[-1]), room=8)  # 6..13
-    assert allocator.alloc_extend(0, 1, -1)[0] == 14
 
 
 def test_a_room_ends_with_its_request():
@@ -313,16 +275,3 @@ def test_nonsense_is_refused():
     for prefix_len, seq_len, room in ((-1, 1, 0), (18, 18, 0), (18, 2, 0), (0, 1, -1)):
         with pytest.raises(ValueError, match="extend"):
             allocator.alloc_extend(prefix_len, seq_len, -1, room)
-
-
-def test_a_large_fragmented_pool_stays_consistent():
-    allocator = TokenToKVPoolAllocator(100_000, 1)
-    slots = allocator.alloc_extend(0, 100_000, -1)
-    allocator.free(slots[::2])
-    assert allocator.available_size() == 50_000
-    taken = allocator.alloc_extend(0, 1000, -1)
-    assert len(np.unique(taken)) == 1000
-    assert (taken % 2 == 1).all()
-    allocator.free(taken)
-    allocator.free(slots[1::2])
-    assert num_runs(allocator.alloc_extend(0, 100_000, -1)) == 1

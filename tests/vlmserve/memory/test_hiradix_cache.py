@@ -240,7 +240,7 @@ TestLargeHost = LargeHost.TestCase
 TestWriteThrough = WriteThrough.TestCase
 TestTinyHost = TinyHost.TestCase
 for case in (TestSmallHost, TestLargeHost, TestWriteThrough, TestTinyHost):
-    case.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+    case.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 
 
 class Harness:

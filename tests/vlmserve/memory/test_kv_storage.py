@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmserve.memory.kv_storage import KVStorage
-from vlmserve.memory.page_digests import namespace_digest, page_digests
+from vlmserve.memory.media_keys import namespace_digest, page_digests
 from vlmserve_common.errors import EngineError
 
 MEDIA = {-1: b"cat", -2: b"dog"}

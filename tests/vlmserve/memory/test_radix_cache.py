@@ -1,7 +1,6 @@
 """The prefix cache: against a naive model, and one by one what the model does not say."""
 
 import itertools
-import timeit
 from dataclasses import dataclass
 
 import numpy as np
@@ -199,34 +198,21 @@ class RadixMachine(RuleBasedStateMachine):
         assert self.allocator.available_size() == self.allocator.size
 
 
-class RadixMachine4(RadixMachine):
+class LfuMachine4(RadixMachine):
     page_size = 4
-
-
-class RadixMachine16(RadixMachine):
-    page_size = 16
-
-
-class LfuMachine(RadixMachine):
     policy = "lfu"
 
 
-class PriorityMachine4(RadixMachine4):
+class PriorityMachine16(RadixMachine):
+    page_size = 16
     policy = "priority"
 
 
-class FifoMachine4(RadixMachine4):
-    policy = "fifo"
-
-
-TestRadix1 = RadixMachine.TestCase
-TestRadix4 = RadixMachine4.TestCase
-TestRadix16 = RadixMachine16.TestCase
-TestLfu1 = LfuMachine.TestCase
-TestPriority4 = PriorityMachine4.TestCase
-TestFifo4 = FifoMachine4.TestCase
-for case in (TestRadix1, TestRadix4, TestRadix16, TestLfu1, TestPriority4, TestFifo4):
-    case.settings = settings(max_examples=70, stateful_step_count=30, deadline=None, derandomize=True, database=None)
+TestLru1 = RadixMachine.TestCase
+TestLfu4 = LfuMachine4.TestCase
+TestPriority16 = PriorityMachine16.TestCase
+for case in (TestLru1, TestLfu4, TestPriority16):
+    case.settings = settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True, database=None)
 
 
 class Harness:
@@ -322,23 +308,6 @@ def test_namespaces_share_nothing_and_leave_nothing():
     assert harness.cache._tree.below(harness.cache._tree.root) == [harness.cache._tree.root]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_long_prompt_takes_little_time(page_size):
-    """Under a millisecond on a quiet machine, for a prompt in 16 nodes; ten times that is allowed here."""
-    harness = Harness(size=65_536, page_size=page_size)
-    key = np.random.default_rng(0).integers(0, 150_000, 32_768)
-    slots = harness.allocator.alloc_extend(0, len(key), -1)
-    for end in range(2048, len(key) + 1, 2048):
-        harness.cache.insert(key[:end], slots[:end])
-
-    def best(call) -> float:
-        return min(timeit.repeat(call, number=1, repeat=5))
-
-    assert best(lambda: harness.cache.match_prefix(key)) < 0.01
-    assert best(lambda: harness.cache.match_len(key)) < 0.01
-    assert best(lambda: harness.cache.insert(key, slots)) < 0.01
-
-
 def test_no_cache_shares_nothing():
     cache = ChunkCache(4)
     assert (cache.page_size, cache.shares) == (4, False)
@@ -359,26 +328,6 @@ def test_looking_at_a_length_is_not_use():
     harness.cached([1, 2])
     harness.cache.evict(1)
     assert (harness.cached([1, 2]), harness.cached([3, 4])) == (0, 2)
-
-
-def test_a_shared_prefix_outlives_its_branches():
-    harness = Harness()
-    harness.add([1, 2, 3, 4])
-    harness.add([1, 2, 5, 6])
-    assert harness.cache.evict(2) == 2
-    assert harness.cached([1, 2, 3, 4]) == 2
-    assert harness.cache.evict(2) == 2
-    assert harness.cached([1, 2, 5, 6]) == 2
-    assert harness.cache.evict(100) == 2
-    assert harness.allocator.available_size() == 64
-
-
-def test_a_node_matched_in_part_does_not_lead_to_its_children():
-    harness = Harness()
-    harness.add([1, 2, 3, 4, 5])
-    harness.add([1, 2, 3, 4, 6])
-    assert (harness.cached([1, 2, 5]), harness.cached([1, 2, 6])) == (2, 2)
-    assert len(harness.cache.match_prefix(np.array([1, 2, 5])).indices) == 2
 
 
 def test_a_handle_means_its_whole_prefix_after_splits():
@@ -413,14 +362,6 @@ def test_locks_are_counted():
     assert harness.cache.protected_size() == 0
 
 
-def test_nothing_matched_can_be_locked():
-    harness = Harness()
-    handle = harness.cache.match_prefix(np.array([1])).last_node
-    harness.cache.inc_lock_ref(handle)
-    harness.cache.dec_lock_ref(handle)
-    assert total_size(harness.cache) == 0
-
-
 def test_the_tree_keeps_copies():
     harness = Harness()
     key, slots = np.array([1, 2, 3]), harness.allocator.alloc_extend(0, 3, -1)
@@ -446,15 +387,3 @@ def test_slots_that_are_not_pages_are_refused():
         with pytest.raises(ValueError, match="slots"):
             harness.cache.insert(np.arange(4), np.array(slots))
     assert total_size(harness.cache) == 0
-
-
-def test_many_entries_and_a_long_one():
-    harness = Harness(size=60_000)
-    for first in range(2000):
-        harness.add([first, *range(5000, 5010)])
-    harness.add(list(range(3000, 33_000)))
-    assert harness.cached(list(range(3000, 33_000))) == 30_000
-    assert harness.cache.evict(11 * 1990) == 11 * 1990
-    assert [harness.cached([first, *range(5000, 5010)]) for first in (1989, 1990, 1999)] == [0, 11, 11]
-    harness.cache.reset()
-    assert harness.allocator.available_size() == 60_000

@@ -9,8 +9,13 @@ import torch
 
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import build as engine
+from vlmserve.engine import model_loading
+from vlmserve.engine.kv_tiers import build_prefix_cache
 from vlmserve.memory import sizing
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
+from vlmserve.memory.prefix_cache import ChunkCache
+from vlmserve.memory.radix_cache import RadixCache
 from vlmserve_common.errors import EngineError
 
 GIB = 2**30
@@ -95,7 +100,7 @@ def test_what_computing_takes_stays_free(free: pytest.MonkeyPatch) -> None:
 
 def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> None:
     loaded: list[object] = []
-    free.setattr(engine, "load_model", lambda *args, **kwargs: loaded.append(args))
+    free.setattr(model_loading, "load_model", lambda *args, **kwargs: loaded.append(args))
     free.setattr(sizing, "free_memory", lambda device: (2**20, 2**20))
     with pytest.raises(EngineError, match=r"the weights of .* take .* MiB in float32, and 1 MiB .* --dtype bfloat16"):
         LLM(dtype="float32")
@@ -117,3 +122,28 @@ def test_a_gpus_memory(free: pytest.MonkeyPatch) -> None:
     assert _slots(device=gpu, mem_fraction_static=0.5) == (60 - 40) * 1024
     with pytest.raises(EngineError, match=r"60 GiB of memory are free on cuda:0, of which the weights take 30 GiB"):
         _slots(30 * GIB, device=gpu, mem_fraction_static=0.5)
+
+
+def test_settings_choose_the_prefix_cache():
+    device, host = TokenToKVPoolAllocator(64, 16), TokenToKVPoolAllocator(64, 16)
+    assert type(build_prefix_cache(EngineArgs(model="m"), device)) is RadixCache
+    assert type(build_prefix_cache(EngineArgs(model="m"), device, host)) is HiRadixCache
+    for tier in (None, host):
+        assert type(build_prefix_cache(EngineArgs(model="m", disable_radix_cache=True), device, tier)) is ChunkCache
+
+
+def test_the_hosts_slots(monkeypatch):
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (8 * 2**30, 8 * 2**30))
+
+    def slots(**settings: object) -> int:
+        args = EngineArgs(model="m", **settings)
+        return sizing.host_pool_size(args, bytes_per_token=2**20, device=CPU)
+
+    assert slots() == 0
+    assert slots(enable_hierarchical_cache=True, disable_radix_cache=True) == 0
+    assert slots(enable_hierarchical_cache=True) == 4096 - 16
+    assert slots(enable_hierarchical_cache=True, hicache_size_gib=1.01, page_size=64) == 1024 - 64
+    with pytest.raises(EngineError, match=r"--hicache-size-gib is 7.9, room for .* 8 GiB of memory are free"):
+        slots(enable_hierarchical_cache=True, hicache_size_gib=7.9)
+    with pytest.raises(EngineError, match=r"--hicache-size-gib is 0.03, room for 0 tokens of 1048576 bytes"):
+        slots(enable_hierarchical_cache=True, hicache_size_gib=0.03)

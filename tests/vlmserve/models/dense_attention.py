@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
-from vlmserve.models.attention.positioning import positioned
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention, positioned
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
 

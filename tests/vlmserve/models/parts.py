@@ -7,18 +7,18 @@ from typing import TypeVar
 
 from tests.rank_threads import at_all
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.compute.shard import Shard
+from vlmserve_common.compute.communicator import Communicator
 
 T = TypeVar("T")
 
 
 def in_parts(
-    size: int, load: Callable[[Shard], VisionLanguageModel], compute: Callable[[VisionLanguageModel], T]
+    size: int, load: Callable[[Communicator], VisionLanguageModel], compute: Callable[[VisionLanguageModel], T]
 ) -> tuple[T, list[VisionLanguageModel]]:
     """What the first part computes together with all others, and all parts."""
 
-    def work(shard: Shard) -> tuple[T, VisionLanguageModel]:
-        model = load(shard)
+    def work(comm: Communicator) -> tuple[T, VisionLanguageModel]:
+        model = load(comm)
         return compute(model), model
 
     done = at_all(size, work)

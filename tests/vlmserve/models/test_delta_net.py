@@ -7,8 +7,8 @@ import torch
 
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from vlmserve.engine.recurrent import state_shape
-from vlmserve.memory.groups.recurrent import StateCopy
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
+from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve.models.registry import load_model
 

@@ -16,6 +16,7 @@ from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint import stream
 from vlmserve_common.checkpoint.weights import stored_cuts, stored_tensors
 from vlmserve_common.compute.activations import activation
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.experts import Experts
 from vlmserve_common.compute.shard import Box, Cut, ExpertSharing, Shard
@@ -51,7 +52,9 @@ def test_every_rank_has_its_part_of_each_expert(folder: Path, tp: int, ep: int, 
     members, size = tp // ep, INNER * ep // tp
     for rank in range(tp):
         read.clear()
-        model = load_model(folder, shard=Shard(rank, tp, experts=ExpertSharing(ep_size=ep)), with_tower=False)
+        model = load_model(
+            folder, comm=Communicator(Shard(rank, tp, experts=ExpertSharing(ep_size=ep))), with_tower=False
+        )
         for layer, (experts, expected) in enumerate(zip(experts_of(model), experts_of(whole), strict=True)):
             own = slice(rank // members * COUNT // ep, (rank // members + 1) * COUNT // ep)
             inner = slice(rank % members * size, (rank % members + 1) * size)
@@ -91,9 +94,11 @@ def test_a_shared_expert_is_cut_and_added_with_the_others(ep_size: int, a2a: str
     x, residual = (torch.randn(5, 16, generator=torch.Generator().manual_seed(seed)) for seed in (8, 9))
     stored = dict(stored_tensors(whole))
 
-    def work(shard: Shard) -> torch.Tensor:
+    def work(comm: Communicator) -> torch.Tensor:
         sharing = ExpertSharing(ep_size=ep_size, a2a=a2a)
-        part = SharedExpertMLP(16, config, activation("silu"), replace(shard, experts=sharing))
+        part = SharedExpertMLP(
+            16, config, activation("silu"), replace(comm, shard=replace(comm.shard, experts=sharing))
+        )
         cuts = stored_cuts(part)
         for name, target in stored_tensors(part):
             target.copy_(cut_out(stored[name], cuts.get(name)))

@@ -6,18 +6,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vlmserve.executor.gumbel import choose
+from vlmserve.executor.sampler import choose
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
-from vlmserve.models.attention.positioning import position_and_store
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, position_and_store
 from vlmserve.models.config import ModelConfig
-from vlmserve.models.qwen2 import Qwen2Decoder
-from vlmserve.models.qwen3 import Qwen3Decoder
+from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import fused
 
 pytest.importorskip("triton")
-from vlmserve.commands.bench.launches import launches
+from vlmserve.commands.bench.gpu.counts import launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = (Qwen2Decoder, Qwen3Decoder)

@@ -39,7 +39,7 @@ def kernels(request):
 
 
 def together(folder: Path, size: int, **how) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
-    return in_parts(size, lambda shard: load_model(folder, shard=shard, **how), logits_of)
+    return in_parts(size, lambda comm: load_model(folder, comm=comm, **how), logits_of)
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ def test_parts_are_quantised_at_the_start_as_the_whole_is(plain, mode):
     truth = logits_of(load_model(plain)).log_softmax(-1)
     library.activate("auto", threads=1)
     try:
-        logits, parts = in_parts(2, lambda shard: load_model(plain, shard=shard), quantised)
+        logits, parts = in_parts(2, lambda comm: load_model(plain, comm=comm), quantised)
         assert [kinds(part) for part in parts] == [{mode}] * 2
     finally:
         library.activate("off", threads=1)

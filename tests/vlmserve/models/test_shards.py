@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_checkpoints import FAMILIES, HYBRID, make_checkpoint
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vlmserve.models import registry
-from vlmserve.models.registry import load_config, load_model, outline_model
-from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.models.registry import load_model, outline_model
 from vlmserve_common.checkpoint import reader, stream
-from vlmserve_common.checkpoint.weights import pieces_of, stored_cuts, stored_tensors
+from vlmserve_common.checkpoint.weights import stored_cuts, stored_tensors
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import CheckpointError, EngineError
 
@@ -30,7 +30,7 @@ def test_parts_have_their_share_of_every_product_and_nothing_else(folder: Path, 
     head_dim = HEAD_DIM.get(folder.name[:8], HIDDEN // HEADS)
     seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
     for rank in range(size):
-        part = load_model(folder, shard=Shard(rank, size))
+        part = load_model(folder, comm=Communicator(Shard(rank, size)))
         cuts = stored_cuts(part)
         for name, tensor in stored_tensors(part):
             count, expected = seen[name], whole[name]
@@ -71,7 +71,7 @@ def test_a_part_reads_its_rows_only_and_is_never_whole(folder: Path, monkeypatch
     monkeypatch.setattr(stream.Stream, "run", watched)
     whole = {name: tensor.nbytes for name, tensor in stored_tensors(load_model(folder))}
     wanted.clear()
-    part = load_model(folder, shard=Shard(1, 2), with_tower=False)
+    part = load_model(folder, comm=Communicator(Shard(1, 2)), with_tower=False)
     ours = {registry.WEIGHT_RULES.our_name(name): size for name, size in wanted.items()}
     cuts = stored_cuts(part)
     for name, size in ours.items():
@@ -113,62 +113,4 @@ def test_a_wrong_shape_is_told_in_the_checkpoint_s_own_numbers(folder: Path, tmp
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"down_proj.weight is \[64, 96\], not \[64, 90\]"):
-        load_model(tmp_path, shard=Shard(1, 2))
-
-
-def test_two_all_reduces_a_layer(folder: Path):
-    class Counted:
-        calls = 0
-
-        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return x
-
-        def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-            return []
-
-    counted = Counted()
-    model: VisionLanguageModel = load_model(folder, shard=Shard(0, 2, counted))
-    batch = None
-    x = torch.zeros((3, HIDDEN))
-    for layer in model.language_model.layers:
-        attended = torch.zeros((3, HEADS // 2 * layer.self_attn.head_dim))
-        layer.self_attn.attn.forward = lambda *_, attended=attended: attended
-        before = counted.calls
-        layer(x, None, batch)
-        assert counted.calls == before + 2
-    before = counted.calls
-    model.embed_tokens(torch.zeros(3, dtype=torch.int64))
-    assert counted.calls == before + 1
-
-
-def test_parts_of_a_hybrid_model_have_whole_heads(tmp_path: Path):
-    """Queries, keys and values that are stored as one are each cut for themselves."""
-    folder = make_checkpoint(HYBRID, tmp_path)
-    whole = dict(stored_tensors(load_model(folder)))
-    seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in whole.items()}
-    for rank in range(2):
-        part = load_model(folder, shard=Shard(rank, 2))
-        cuts, linear = stored_cuts(part), load_config(folder).linear
-        for name, tensor in stored_tensors(part):
-            for view, cut in pieces_of(tensor, cuts.get(name)):
-                count, expected = seen[name], whole[name]
-                if cut is not None:
-                    count, expected = (one.narrow(cut.dim, cut.start, cut.size) for one in (count, expected))
-                assert torch.equal(view, expected), name
-                count += 1
-        q, k, v = (
-            one.chunk(2)[rank]
-            for one in whole["language_model.layers.0.linear_attn.conv1d.weight"].split(
-                [linear.key_size, linear.key_size, linear.value_size]
-            )
-        )
-        net = part.language_model.layers[0].linear_attn
-        assert torch.equal(net.conv1d.weight, torch.cat((q, k, v)))
-        assert net.out_proj.weight.shape == (HIDDEN, linear.value_size // 2)
-        assert net.A_log.shape == net.dt_bias.shape == (linear.num_value_heads // 2,)
-        own = part.config.linear
-        assert (own.num_key_heads, own.num_value_heads) == (linear.num_key_heads // 2, linear.num_value_heads // 2)
-    alike = ("norm", "visual")
-    for name, count in seen.items():
-        assert torch.all(count == (2 if any(kind in name for kind in alike) else 1)), name
+        load_model(tmp_path, comm=Communicator(Shard(1, 2)))

@@ -14,14 +14,17 @@ from tests.vlmserve.models.dense_attention import IDS, POSITIONS, DenseAttention
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.weights import stored_tensors
-from vlmserve_common.compute.shard import Shard
-from vlmserve_common.compute.stage import Stage
+from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.shard import PipelineStage, Shard
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels import library
 
 
 def stages_of(folder: Path, size: int) -> list[VisionLanguageModel]:
-    return [load_model(folder, shard=Shard(stage=Stage(rank, size)), with_tower=False) for rank in range(size)]
+    return [
+        load_model(folder, comm=Communicator(Shard(stage=PipelineStage(rank, size))), with_tower=False)
+        for rank in range(size)
+    ]
 
 
 @torch.inference_mode()
@@ -75,13 +78,18 @@ def test_stages_compute_what_the_whole_does(form: str, size: int, operators: str
 
 
 def test_layers_are_shared_out_evenly():
-    assert [Stage(rank, 4).layers(94) for rank in range(4)] == [range(24), range(24, 48), range(48, 71), range(71, 94)]
-    assert [Stage(rank, 3).layers(5) for rank in range(3)] == [range(2), range(2, 4), range(4, 5)]
+    assert [PipelineStage(rank, 4).layers(94) for rank in range(4)] == [
+        range(24),
+        range(24, 48),
+        range(48, 71),
+        range(71, 94),
+    ]
+    assert [PipelineStage(rank, 3).layers(5) for rank in range(3)] == [range(2), range(2, 4), range(4, 5)]
     with pytest.raises(EngineError, match="--pp-size is 4: num_hidden_layers is 3, too few for so many stages"):
-        Stage(0, 4).layers(3)
+        PipelineStage(0, 4).layers(3)
 
 
 def test_the_last_stage_has_fewer_layers_for_its_head():
-    assert [len(Stage(rank, 2).layers(28, 4.9)) for rank in range(2)] == [16, 12]
-    assert [Stage(rank, 3).layers(9, 100.0) for rank in range(3)] == [range(4), range(4, 8), range(8, 9)]
-    assert Stage().layers(28, 4.9) == range(28)
+    assert [len(PipelineStage(rank, 2).layers(28, 4.9)) for rank in range(2)] == [16, 12]
+    assert [PipelineStage(rank, 3).layers(9, 100.0) for rank in range(3)] == [range(4), range(4, 8), range(8, 9)]
+    assert PipelineStage().layers(28, 4.9) == range(28)

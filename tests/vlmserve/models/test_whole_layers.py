@@ -16,8 +16,7 @@ from vlmserve.models.attention.native_backend import NativeAttentionBackend
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig, ModelConfig
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.qwen2 import Qwen2Decoder
-from vlmserve.models.qwen3 import Qwen3Decoder
+from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import library
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ import torch
 
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import ranks
-from vlmserve.engine.ranks import join_ranks, rank_args
+from vlmserve.engine import rank_processes
+from vlmserve.engine.rank_processes import join_ranks, rank_args
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 from vlmserve_common.parallel.meeting import MeetingPlace
@@ -63,9 +63,11 @@ def test_other_settings_on_another_machine(tmp_path: Path, folders: list[EngineA
 
 
 def test_another_version_on_another_machine(tmp_path: Path, folders: list[EngineArgs], monkeypatch: pytest.MonkeyPatch):
-    about, model = ranks._about, folders[1].model
+    about, model = rank_processes._about, folders[1].model
     monkeypatch.setattr(
-        ranks, "_about", lambda args: about(args) | ({"vlmserve's version": "0.0"} if args.model == model else {})
+        rank_processes,
+        "_about",
+        lambda args: about(args) | ({"vlmserve's version": "0.0"} if args.model == model else {}),
     )
     assert said_by_both(tmp_path, *folders).startswith("rank 1 differs from rank 0: vlmserve's version is '0.0' there")
 
@@ -76,7 +78,7 @@ def test_ranks_share_the_memory_of_a_cpu(folders: list[EngineArgs]):
 
 
 def test_more_ranks_than_gpus(folders: list[EngineArgs], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ranks, "resolve_device", lambda name: torch.device("cuda", 1))
+    monkeypatch.setattr(rank_processes, "resolve_device", lambda name: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(EngineError, match=r"2 ranks .*--tp-size.* want as many GPUs, from cuda:1 on; the last one is"):
         rank_args(replace(folders[0], device="cuda:1"), 0)

@@ -22,15 +22,15 @@ from tests.vlmserve.reference import conversations
 from vlmserve import LLM
 from vlmserve.commands.offline import engine
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import build, rank_process, ranks
+from vlmserve.engine import build, rank_processes
 from vlmserve.engine.build import EngineInfo
-from vlmserve.engine.decode_graphs import GraphTools
+from vlmserve.engine.graph_planning import GraphTools
 from vlmserve.engine.warm_up import warm_up
-from vlmserve.executor.graphs.decode import DecodeGraphs
-from vlmserve.executor.groups.part import RoundPart
+from vlmserve.executor.cuda_graphs import DecodeGraphs
+from vlmserve.executor.distributed.group_part import GroupPart
+from vlmserve.executor.distributed.orders import SampleOrder
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import PendingResult
-from vlmserve.executor.ranks.orders import SampleOrder
 from vlmserve.models.attention.base import ForwardBatch, ForwardMode
 from vlmserve_common.compute.experts import Experts, SparseMLP
 from vlmserve_common.compute.graphs import Graph
@@ -58,7 +58,7 @@ class RankThreads:
 
     def _follow(self, args: EngineArgs, rank: int, place: MeetingPlace) -> None:
         try:
-            ranks.follow(args, rank, place, ready=self._ready[rank - 1].set)
+            rank_processes.follow(args, rank, place, ready=self._ready[rank - 1].set)
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # lets go of the connections, as the end of a process does
             self._errors.append(error)
@@ -127,8 +127,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(build, "wanted_sizes", lambda *about: SIZES)
     monkeypatch.setattr(build, "cuda_tools", made.tools)
     monkeypatch.setattr(build, "choose_backend", lambda *args, **kwargs: PagedBackend())
-    monkeypatch.setattr(rank_process, "RankProcesses", RankThreads)
-    monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(rank_processes, "RankProcesses", RankThreads)
+    monkeypatch.setattr(rank_processes, "LAST_WORDS_S", 0.0)
     monkeypatch.setattr(Experts, "_one_by_one", every_expert)
     make_recordable_groups(monkeypatch)
     return made
@@ -193,7 +193,7 @@ def test_only_who_has_the_logits_samples_to_warm_up(tmp_path: Path, gpu: Gpu, mo
         return runner, info
 
     monkeypatch.setattr(ModelRunner, "sample", counted)
-    monkeypatch.setattr(ranks, "build_runner", warmed_up)
+    monkeypatch.setattr(rank_processes, "build_runner", warmed_up)
     monkeypatch.setattr(engine, "build_runner", warmed_up)
     folder = str(make_checkpoint("qwen3_vl", tmp_path / "model"))
     with LLM(folder, tp_size=2, **OURS) as llm:
@@ -245,7 +245,7 @@ class Replays:
 
 
 @torch.inference_mode()
-def overwritten_first(part: RoundPart, steps: Sequence[SampleOrder | None]) -> Iterator[torch.Tensor]:
+def overwritten_first(part: GroupPart, steps: Sequence[SampleOrder | None]) -> Iterator[torch.Tensor]:
     """As if the others had replayed once more before any step is sampled."""
     graphs = part._runner._graphs
     assert graphs is not None
@@ -253,7 +253,7 @@ def overwritten_first(part: RoundPart, steps: Sequence[SampleOrder | None]) -> I
     return sampled_logits(part, steps)
 
 
-sampled_logits = RoundPart.logits
+sampled_logits = GroupPart.logits
 TWO_GROUPS = {"dp_size": 2, "enable_dp_attention": True}
 
 
@@ -274,7 +274,7 @@ def test_groups_replay_together(family: str, settings: dict, tmp_path: Path, gpu
         with LLM(folder, **OURS) as llm:
             wanted = answers(llm)
     monkeypatch.setattr(build, "wanted_sizes", lambda *about: (1, 2))
-    monkeypatch.setattr(RoundPart, "logits", overwritten_first)
+    monkeypatch.setattr(GroupPart, "logits", overwritten_first)
     replays = Replays(monkeypatch)
     with LLM(folder, **settings, **TWO_GROUPS, **OURS) as llm:
         assert answers(llm) == wanted

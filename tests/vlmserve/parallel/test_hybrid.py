@@ -12,7 +12,7 @@ from tests.vlmserve.parallel.test_tensor_parallel import assert_alike
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.ranks import rank_args
+from vlmserve.engine.rank_processes import rank_args
 from vlmserve_common.errors import EngineError
 
 WORDS = "How many red circles are there on the left side of the blue square? " * 5

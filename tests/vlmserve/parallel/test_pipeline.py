@@ -108,7 +108,7 @@ def test_the_same_answers_as_alone(family: str, sizes: dict, tmp_path: Path):
         deepstack = max(0, 2 - own) if family in ("qwen3_vl", MOE) else 0
         assert len(llm._runner.kv_cache.layers) == own
         assert counted.rows > 0
-        assert ranks.shard.stage.behind.bytes["send"] == (counted.tokens + deepstack * counted.rows) * HIDDEN * 4
+        assert ranks.comm.behind.bytes["send"] == (counted.tokens + deepstack * counted.rows) * HIDDEN * 4
 
 
 @pytest.mark.slow

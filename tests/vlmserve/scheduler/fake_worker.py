@@ -15,7 +15,7 @@ from vlmserve.executor.model_worker_batch import (
     RowLogprobs,
     SamplingBatchInfo,
 )
-from vlmserve.memory.groups.recurrent import BLANK
+from vlmserve.memory.recurrent_states import BLANK
 
 VOCAB = 50
 

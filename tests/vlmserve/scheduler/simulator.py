@@ -21,10 +21,10 @@ from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.ipc.messages import AbortReq, FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.groups.recurrent import RecurrentStates
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.estimates import NewTokenRatio
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions

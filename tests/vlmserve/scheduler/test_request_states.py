@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.memory.groups.recurrent import BLANK, RecurrentStates, StateCopy
+from vlmserve.memory.recurrent_states import BLANK, RecurrentStates, StateCopy
 from vlmserve.scheduler.request_states import RequestStates, snapshot_unit
 
 UNIT = 8

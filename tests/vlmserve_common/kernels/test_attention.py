@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.positioning import positioned
+from vlmserve.models.attention.base import positioned
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.kernels import library
 from vlmserve_common.kernels.attention import HeadNorms, attend, can_attend, write_kv

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve_common.kernels.triton_device import DEVICE, DTYPES, assert_rounded_alike, seeded
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.positioning import positioned
+from vlmserve.models.attention.base import positioned
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.kernels.attention import HeadNorms
 

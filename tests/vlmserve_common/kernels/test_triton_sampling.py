@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vlmserve_common.kernels.triton_device import DEVICE
-from vlmserve.executor.gumbel import choose
+from vlmserve.executor.sampler import choose
 
 sampling = pytest.importorskip("vlmserve_common.kernels.gpu.sampling")
 

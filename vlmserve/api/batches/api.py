@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.auth import client_of, owner_of, tenant_of
 from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.record import Batch
+from vlmserve.api.batches.record import Batch, BatchList, BatchObject
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
+from vlmserve.api.errors import invalid_value
 from vlmserve.api.file_store import FileStore
+from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.paging import PageRequest, page_query
 from vlmserve.api.protocol import StrictModel
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings
@@ -43,7 +46,7 @@ class BatchRequest(StrictModel):
 
 
 class BatchesApi:
-    """The routes under /v1/batches. What is found belongs to the API key that asks."""
+    """The endpoints under /v1/batches. A batch belongs to the API key that made it."""
 
     def __init__(self, journal: BatchJournal, runner: BatchRunner, files: FileStore, settings: ServerSettings) -> None:
         self._journal = journal
@@ -51,15 +54,15 @@ class BatchesApi:
         self._files = files
         self._settings = settings
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Register them."""
-        app.add_api_route("/v1/batches", self.create, methods=["POST"])
-        app.add_api_route("/v1/batches", self.list, methods=["GET"])
-        app.add_api_route("/v1/batches/{batch_id}", self.retrieve, methods=["GET"])
-        app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"])
-
+    @operation(
+        *("POST", "/v1/batches", "createBatch", "Batches"),
+        request=BatchRequest,
+        example={"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+        answer=BatchObject,
+        errors=(*BODY_ERRORS, *ID_ERRORS, 429, 507),
+    )
     async def create(self, request: Request) -> Response:
-        """Take a batch; its lines are looked at when it begins."""
+        """Answer a file of requests when there is room. Its lines are looked at when the batch begins."""
         body, owner = await read_body(request, BatchRequest, self._settings), owner_of(request)
         try:
             file = await asyncio.to_thread(self._files.find, owner, body.input_file_id)
@@ -68,7 +71,7 @@ class BatchesApi:
             raise
         if file.purpose != PURPOSE:
             what = f"the file {file.id} has the purpose {file.purpose!r}; input files are uploaded with {PURPOSE!r}"
-            raise BadRequestError(what, param="input_file_id", code="invalid_value")
+            raise invalid_value("input_file_id", what)
         now, kept = int(time.time()), body.output_expires_after
         batch = Batch(
             id=new_id("batch").replace("-", "_"),
@@ -87,40 +90,41 @@ class BatchesApi:
         self._runner.run(batch)
         return JSONResponse(await self._shown(batch))
 
+    @operation("GET", "/v1/batches/{batch_id}", "getBatch", "Batches", answer=BatchObject, errors=ID_ERRORS)
     async def retrieve(self, request: Request, batch_id: str) -> Response:
-        """A batch as it is now."""
+        """Describe a batch as it is now."""
         return JSONResponse(await self._shown(await self._find(request, batch_id)))
 
+    @operation(
+        *("POST", "/v1/batches/{batch_id}/cancel", "cancelBatch", "Batches"),
+        answer=BatchObject,
+        errors=(*ID_ERRORS, 409),
+    )
     async def cancel(self, request: Request, batch_id: str) -> Response:
-        """Begin no further line of it, and drop those under way."""
+        """Begin no further line of a batch, and drop those under way."""
         batch = await self._find(request, batch_id)
         if batch.has_ended:
             what = f"the batch {batch_id} is {batch.status}: there is nothing to cancel"
             raise BadRequestError(what, code="batch_ended", status=409)
         return JSONResponse(await self._shown(await self._runner.cancel(batch)))
 
+    @operation(
+        *("GET", "/v1/batches", "listBatches", "Batches"),
+        query=page_query(_LIST_LIMIT, 20),
+        answer=BatchList,
+        errors=(400,),
+    )
     async def list(self, request: Request) -> Response:
-        """A page of the caller's batches, the newest first."""
-        query = request.query_params
-        limit = query.get("limit", "20")
-        if not (limit.isdecimal() and 1 <= int(limit) <= _LIST_LIMIT):
-            what = f"limit is {limit!r}; it must be between 1 and {_LIST_LIMIT}"
-            raise BadRequestError(what, param="limit", code="invalid_value")
+        """List batches, the newest first."""
+        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=20)
         found = await asyncio.to_thread(self._journal.batches, owner_of(request))
-        if "after" in query:
-            places = [place for place, batch in enumerate(found) if batch.id == query["after"]]
-            if not places:
-                what = f"after is {query['after'][:80]!r}; it must be the id of a batch in the list"
-                raise BadRequestError(what, param="after", code="invalid_value")
-            found = found[places[0] + 1 :]
-        page = [await self._shown(batch) for batch in found[: int(limit)]]
-        ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return JSONResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(found)})
+        batches, page = asked.cut(found[::-1], lambda batch: batch.id)
+        return JSONResponse(page | {"data": [await self._shown(batch) for batch in batches]})
 
     async def _find(self, request: Request, batch_id: str) -> Batch:
         return await asyncio.to_thread(self._journal.find, owner_of(request), batch_id)
 
-    async def _shown(self, batch: Batch) -> dict[str, Any]:
+    async def _shown(self, batch: Batch) -> BatchObject:
         completed, failed = batch.completed, batch.failed
         if not batch.has_ended:
             completed, failed = await asyncio.to_thread(self._journal.counts, batch.id)

@@ -1,7 +1,7 @@
 """Batches and their finished lines: an SQLite file beside the uploaded files.
 
-A line is on disk before anybody is told of it, and once: whatever ends the server, the next one goes on with the lines
-that are not here. The lines of a batch are forgotten when its files are written.
+A line is on disk before it is reported, and only once. Whatever ends the server, the next one goes on with the missing
+lines. The lines of a batch are forgotten when its files are written.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MOST_ENDED = 10_000  # batches that are over and still listed
 
 
 class BatchJournal:
-    """Thread-safe; each write is on disk when it returns."""
+    """A thread-safe journal; each write is on disk when it returns."""
 
     def __init__(self, folder: Path) -> None:
         self._lock = threading.Lock()
         self._db = open_database(folder / "batches.sqlite3", _SCHEMA)
 
     def add(self, batch: Batch, most: int) -> None:
-        """A new one. Raises BadRequestError (429) beyond `most` that have not ended."""
+        """Add a new batch. Raises BadRequestError (429) beyond `most` unfinished batches."""
         with self._lock, self._db:
             (count,) = self._db.execute("SELECT count(*) FROM batches WHERE NOT ended").fetchone()
             if count >= most:
@@ -54,7 +54,7 @@ class BatchJournal:
             )
 
     def put(self, batch: Batch) -> None:
-        """What is known of it now."""
+        """Replace the record of a batch."""
         with self._lock, self._db:
             self._db.execute(
                 "UPDATE batches SET record = ?, ended = ? WHERE id = ?", (_encoded(batch), batch.has_ended, batch.id)
@@ -63,7 +63,7 @@ class BatchJournal:
                 self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
 
     def find(self, owner: str, batch_id: str) -> Batch:
-        """Raises BadRequestError (404) for one that is not there, or not this owner's, which looks the same."""
+        """Return a batch. Raises BadRequestError (404) for an unknown batch and for a batch of another owner alike."""
         with self._lock:
             row = self._db.execute(
                 "SELECT record FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
@@ -74,37 +74,38 @@ class BatchJournal:
         return _decoded(row[0])
 
     def batches(self, owner: str) -> list[Batch]:
-        """An owner's, the newest first."""
+        """Return an owner's batches, the newest first."""
         with self._lock:
             rows = self._db.execute("SELECT record FROM batches WHERE owner = ? ORDER BY seq DESC", (owner,)).fetchall()
         return [_decoded(row[0]) for row in rows]
 
     def unfinished(self) -> list[Batch]:
-        """Those of all owners that have not ended, the oldest first."""
+        """Return the unfinished batches of all owners, the oldest first."""
         with self._lock:
             rows = self._db.execute("SELECT record FROM batches WHERE NOT ended ORDER BY seq").fetchall()
         return [_decoded(row[0]) for row in rows]
 
     def add_lines(self, batch_id: str, lines: Sequence[tuple[int, bool, dict[str, Any]]]) -> None:
-        """Finished ones: number, whether it has an answer, and its record. Those that are there stay as they are."""
+        """Add finished lines: number, whether the line has an answer, and its record. Lines that are there already
+        stay."""
         rows = [(batch_id, number, good, json.dumps(record)) for number, good, record in lines]
         with self._lock, self._db:
             self._db.executemany("INSERT OR IGNORE INTO lines (batch, line, good, record) VALUES (?, ?, ?, ?)", rows)
 
     def done(self, batch_id: str) -> set[int]:
-        """The numbers of a batch's finished lines."""
+        """Return the numbers of a batch's finished lines."""
         with self._lock:
             return {row[0] for row in self._db.execute("SELECT line FROM lines WHERE batch = ?", (batch_id,))}
 
     def counts(self, batch_id: str) -> tuple[int, int]:
-        """Finished lines: with an answer, and without."""
+        """Return how many finished lines have an answer, and how many have none."""
         with self._lock:
             rows = self._db.execute("SELECT good, count(*) FROM lines WHERE batch = ? GROUP BY good", (batch_id,))
             found = dict(rows.fetchall())
         return found.get(1, 0), found.get(0, 0)
 
     def lines(self, batch_id: str, *, good: bool) -> Iterator[str]:
-        """The records of finished lines as JSON, in the order of the input, a few at a time."""
+        """Yield the records of finished lines as JSON, in the order of the input, a few at a time."""
         last = -1
         while True:
             with self._lock:
@@ -118,7 +119,7 @@ class BatchJournal:
             last = rows[-1][0]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             self._db.close()
 

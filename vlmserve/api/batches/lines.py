@@ -1,14 +1,18 @@
-"""The lines of a batch's input file: {"custom_id", "method", "url", "body"}, one JSON object each."""
+"""The files of a batch: the lines of its input ({"custom_id", "method", "url", "body"}), its answers and its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import pydantic_core
 
-from vlmserve.api.body_counts import check_values
+from vlmserve.api.batches.journal import BatchJournal
+from vlmserve.api.batches.record import Batch, BatchUsage
+from vlmserve.api.body_budget import check_values
+from vlmserve.api.file_store import FileStore
 from vlmserve_common.errors import BadRequestError
 
 MOST_ID_CHARS = 512
@@ -16,7 +20,8 @@ MOST_ID_CHARS = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """number: from 1, blank lines counted. problem: (code, message) of a line that cannot be asked; it has no body."""
+    """A line of the input. number: counted from 1, with blank lines. problem: (code, message) if the line cannot be
+    answered; such a line has no body."""
 
     number: int
     custom_id: str | None
@@ -25,7 +30,7 @@ class Line:
 
 
 def count_lines(file: BinaryIO) -> int:
-    """Those that are not blank. Reads what may be large in pieces."""
+    """Count the lines that are not blank. A large file is read in pieces."""
     count, blank = 0, True
     while chunk := file.read(2**20):
         parts = chunk.split(b"\n")
@@ -38,9 +43,9 @@ def count_lines(file: BinaryIO) -> int:
 
 
 def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: int) -> Iterator[Line]:
-    """All that are not blank, good and bad. A file gives the same lines each time.
+    """Yield all lines that are not blank, good and bad. A file gives the same lines each time.
 
-    most_bytes, most_values: of a line.
+    most_bytes, most_values: the limits of a line.
     """
     seen: set[str] = set()
     number = 0
@@ -95,3 +100,40 @@ def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str], most_values:
 def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "..."
+
+
+PURPOSE = "batch_output"  # no upload may have this purpose
+
+
+def write_file(files: FileStore, journal: BatchJournal, batch: Batch, kind: str) -> str:
+    """Write the file of the kind "output" or "error", unless an earlier server wrote it; return its id. Raises
+    BadRequestError at a limit of the store, and OSError."""
+    name = f"{batch.id}_{kind}.jsonl"
+    for record in files.files(batch.owner):
+        if (record.purpose, record.filename) == (PURPOSE, name):
+            return record.id
+    with files.begin(batch.owner) as upload:
+        for line in journal.lines(batch.id, good=kind == "output"):
+            upload.write(line.encode() + b"\n")
+        record = upload.commit(filename=name, purpose=PURPOSE, expire_after_s=batch.output_expires_after_s)
+        return record.id
+
+
+def add_up(lines: Iterable[str]) -> BatchUsage:
+    """Add up the tokens of a batch's answers."""
+    tokens = dict.fromkeys(("input", "output", "cached", "reasoning"), 0)
+    for line in lines:
+        usage = json.loads(line)["response"]["body"].get("usage") or {}
+        of_input = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        tokens["input"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        tokens["output"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        tokens["cached"] += of_input.get("cached_tokens") or 0
+        tokens["reasoning"] += of_output.get("reasoning_tokens") or 0
+    return {
+        "input_tokens": tokens["input"],
+        "input_tokens_details": {"cached_tokens": tokens["cached"]},
+        "output_tokens": tokens["output"],
+        "output_tokens_details": {"reasoning_tokens": tokens["reasoning"]},
+        "total_tokens": tokens["input"] + tokens["output"],
+    }

@@ -12,23 +12,58 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from vlmserve.api.batches.endpoints import Answer
+from pydantic import BaseModel
+
+from vlmserve.api.auth import Caller
 from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.lines import Line, count_lines, read_lines
-from vlmserve.api.batches.output import add_up, write_file
+from vlmserve.api.batches.lines import Line, add_up, count_lines, read_lines, write_file
 from vlmserve.api.batches.record import Batch
-from vlmserve.api.caller import Caller
+from vlmserve.api.body import checked_within
+from vlmserve.api.chat import whole_chat
+from vlmserve.api.completion_protocol import CompletionRequest
+from vlmserve.api.completions import whole_completion
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
+from vlmserve.api.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.api.request_id import new_id
+from vlmserve.api.responses.api import ResponsesApi
+from vlmserve.api.responses.protocol import ResponsesRequest
+from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id
+
+Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
+"""A request's body and who asks -> the answer's body. Raises what `errors` describes."""
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def batch_endpoints(served: ServedModel, responses: ResponsesApi) -> dict[str, Answer]:
+    """Return the endpoints that lines may ask, by their paths."""
+
+    def endpoint(
+        kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[Mapping[str, Any]]]
+    ) -> Answer:
+        async def call(raw: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
+            body = await asyncio.to_thread(checked_within, raw, model, served.settings)
+            served.check_name(body.model)  # type: ignore[attr-defined]
+            return await answer(body, new_id(kind), caller)
+
+        return call
+
+    return {
+        "/v1/chat/completions": endpoint("chatcmpl", ChatCompletionRequest, lambda *asked: whole_chat(served, *asked)),
+        "/v1/completions": endpoint("cmpl", CompletionRequest, lambda *asked: whole_completion(served, *asked)),
+        "/v1/responses": endpoint("resp", ResponsesRequest, responses.whole),
+        "/v1/score": endpoint("score", ScoreRequest, lambda *asked: whole_scores(served, *asked)),
+    }
+
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -42,8 +77,8 @@ _WRITE_AGAIN_S = 30.0  # between two tries to write a batch's files
 
 @dataclass(frozen=True, kw_only=True)
 class BatchLimits:
-    """concurrency: lines answered at a time. max_lines: of a file. max_line_bytes, max_line_values: of a line.
-    priority: of the lines, as of a `Caller`."""
+    """Limits of batches. concurrency: lines answered at a time. max_lines: lines of a file. max_line_bytes,
+    max_line_values: the size of a line. priority: of the lines, as of a `Caller`."""
 
     concurrency: int
     max_lines: int
@@ -53,7 +88,7 @@ class BatchLimits:
 
 
 def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[str, Answer]) -> BatchRunner:
-    """For a served model: its lines come last where the scheduler knows priorities."""
+    """Make the runner of a served model. If the scheduler knows priorities, lines come last."""
     settings, manager = served.settings, served.manager
     engine = settings.engine
     limits = BatchLimits(
@@ -74,8 +109,8 @@ def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[s
 
 
 class BatchRunner:
-    """For one event loop. has_room: whether the engine could take another request without any waiting for it.
-    is_gone: whether there is no engine any more, and there will be none."""
+    """Runs batches in one event loop. has_room: the engine could take another request at once. is_gone: the engine has
+    failed for good."""
 
     def __init__(
         self,
@@ -99,18 +134,18 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
-        """Go on with what the last server left."""
+        """Go on with the batches that the last server left."""
         for batch in self._journal.unfinished():
             logger.info("batch %s goes on: %s", batch.id, batch.status)
             self.run(batch)
 
     def run(self, batch: Batch) -> None:
-        """Begin, or go on."""
+        """Begin a batch, or go on with it."""
         task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
         task.add_done_callback(self._forget)
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Begin no further line, and drop those under way. What has been answered stays."""
+        """Begin no further line of a batch, and drop those under way. Answers that are there stay."""
         task = self._tasks.get(batch.id)
         if task is not None:
             task.cancel()
@@ -125,7 +160,7 @@ class BatchRunner:
         return batch
 
     async def stop(self) -> None:
-        """Drop what is under way: the next server goes on."""
+        """Drop the lines under way. The next server goes on with them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -151,7 +186,7 @@ class BatchRunner:
             logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
 
     async def _answer_all(self, batch: Batch) -> Batch:
-        """The batch with its outcome."""
+        """Answer all lines; return the batch with its outcome."""
         try:
             if batch.status == "validating":
                 batch = await self._count(batch)
@@ -190,7 +225,7 @@ class BatchRunner:
             raise group_error.exceptions[0] from None
 
     async def _room(self) -> None:
-        """A slot, and room in the engine."""
+        """Wait for a slot, and for room in the engine."""
         await self._slots.acquire()
         try:
             while not self._has_room():
@@ -228,7 +263,7 @@ class BatchRunner:
             record |= {"response": {"status_code": status, "request_id": name, "body": body}, "error": None}
         await _done(self._journal.add_lines, batch.id, [(line.number, status == 200, record)])
 
-    async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, dict[str, Any]]:
+    async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, Mapping[str, Any]]:
         request_id.set(name)
         caller = Caller(
             client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=self._limits.priority
@@ -263,7 +298,7 @@ class BatchRunner:
         await _done(expire)
 
     async def _finish(self, batch: Batch) -> Batch:
-        """Write the files, for as long as it takes to have room for them, and tell that it has ended."""
+        """Write the files, which may wait for room, and mark the batch as ended."""
         assert batch.outcome is not None
         completed, failed = await asyncio.to_thread(self._journal.counts, batch.id)
         usage = await asyncio.to_thread(add_up, self._journal.lines(batch.id, good=True))
@@ -294,7 +329,7 @@ class BatchRunner:
 
 
 async def _done(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Called in a thread, and waited for even when this is cancelled: nothing is still written after that."""
+    """Call a function in a thread, and wait for it even if this task is cancelled. Nothing is written afterwards."""
     working = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
         return await asyncio.shield(working)

@@ -1,20 +1,30 @@
-"""The OpenAPI document: the table of operations, and the schemas of what it names."""
+"""GET /openapi.json, made of the declared operations, and GET /docs: Swagger UI, which works without internet."""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from http import HTTPStatus
+from importlib.resources import as_file, files
 from typing import Any
 
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import TypeAdapter
+from starlette.responses import FileResponse, Response
 
-from vlmserve.api.openapi.answers.operators import Error
-from vlmserve.api.openapi.operations import OPERATIONS, Operation
+from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH, OPEN_PATHS
+from vlmserve.api.errors import Error
+from vlmserve.api.openapi.operation import Operation
+from vlmserve.api.streaming import json_text
+from vlmserve.api.web_pages import DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH
 from vlmserve.api.web_pages import OPEN_PATH as HEALTH_PATH
 from vlmserve_common.version import __version__
 
 _KEY, _ADMIN_KEY = "apiKey", "adminApiKey"
+# the package that brings Swagger UI
+_SWAGGER_UI = "fastapi_offline"
 _REASONS = {499: "The client left, or an operator ended the request"}
 _TAGS = {
     "Answers": "What the model says, and how likely",
@@ -28,16 +38,18 @@ _TAGS = {
 }
 
 
-def openapi_document(*, model: str, keys: bool, admin_key: bool) -> dict[str, Any]:
-    """The document, of OpenAPI 3.1. model: its name, for examples. keys: whether clients need one; admin_key: whether
-    operators need one of theirs."""
-    schemas, components = _schemas()
+def openapi_document(operations: Sequence[Operation], *, model: str, keys: bool, admin_key: bool) -> dict[str, Any]:
+    """Return the document, in OpenAPI 3.1.
+
+    model: the model's name, for examples. keys: clients need an API key. admin_key: operators need a key of theirs.
+    """
+    schemas, components = _schemas(operations)
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         needed = _needed(operation, keys=keys, admin_key=admin_key)
         errors = _errors(operation, needed, keys=keys)
         described = _described(operation, schemas, needed, errors, model)
-        paths.setdefault(operation.path, {})[operation.method.lower()] = described
+        paths.setdefault(operation.path.replace(":path}", "}"), {})[operation.method.lower()] = described
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -63,16 +75,17 @@ def openapi_document(*, model: str, keys: bool, admin_key: bool) -> dict[str, An
 
 
 def _needed(operation: Operation, *, keys: bool, admin_key: bool) -> str | None:
-    """The key that it needs."""
-    if operation.access == "open":
+    """Return the security scheme of the key that an operation needs."""
+    if operation.path in OPEN_PATHS:
         return None
-    if operation.access != "key" and admin_key:
+    monitors = operation.path == METRICS_PATH
+    if admin_key and (monitors or operation.path in CONTROL_PATHS):
         return _ADMIN_KEY
-    return _KEY if keys and operation.access != "monitor" else None
+    return _KEY if keys and not monitors else None
 
 
 def _errors(operation: Operation, needed: str | None, *, keys: bool) -> set[int]:
-    """Its own, and those of all: of keys, of too many connections, and of web pages where there are no keys."""
+    """Return the statuses of all errors: an operation's own, those of keys, connections and foreign web pages."""
     found = {*operation.errors, 503}
     if needed is not None:
         found.add(401)
@@ -83,11 +96,11 @@ def _errors(operation: Operation, needed: str | None, *, keys: bool) -> set[int]
     return found
 
 
-def _schemas() -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str, Any]]:
-    """Of the types in the table, by operation and role; and the components that they refer to."""
+def _schemas(operations: Sequence[Operation]) -> tuple[dict[tuple[str, str], dict[str, Any]], dict[str, Any]]:
+    """Return the schemas of the operations' types, by operation and role, and the components that they refer to."""
     types: list[tuple[tuple[str, str], Any]] = [
         ((operation.id, role), kind)
-        for operation in OPERATIONS
+        for operation in operations
         for role, kind in (
             ("request", operation.request),
             ("answer", operation.answer),
@@ -108,7 +121,7 @@ def _described(
     errors: set[int],
     model: str,
 ) -> dict[str, Any]:
-    """The Operation Object. needed: the security scheme of its key. errors: statuses."""
+    """Return the Operation Object. needed: the security scheme of its key. errors: statuses."""
     described: dict[str, Any] = {
         "operationId": operation.id,
         "tags": [operation.tag],
@@ -136,7 +149,7 @@ def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]
         return {operation.answer: {"schema": {"type": "string"} if operation.answer.startswith("text/") else {}}}
     content: dict[str, Any] = {"application/json": {"schema": schemas[operation.id, "answer"]}}
     if operation.events is not None:
-        # As OpenAPI 3.2 has it: the schema is of one event.
+        # The schema describes one event, as in OpenAPI 3.2.
         schema = schemas[operation.id, "event"]
         data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
         if operation.ends_with_done:
@@ -147,9 +160,44 @@ def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]
 
 
 def _in_path(path: str) -> Sequence[dict[str, Any]]:
-    names = re.findall(r"\{(\w+)\}", path)
+    names = re.findall(r"\{(\w+)[:}]", path)
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
 def _in_query(operation: Operation) -> Sequence[dict[str, Any]]:
     return [{"name": name, "in": "query", "schema": schema} for name, schema in (operation.query or {}).items()]
+
+
+def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
+    """Add the document of an application's routes, made when it is first asked for, and the page that shows it."""
+    endpoints: list[Any] = [getattr(route, "endpoint", None) for route in app.routes]
+    declared = [endpoint.operation for endpoint in endpoints if hasattr(endpoint, "operation")]
+
+    @functools.cache
+    def document() -> bytes:
+        return json_text(openapi_document(declared, model=model, keys=keys, admin_key=admin_key))
+
+    def show_document() -> Response:
+        return Response(document(), media_type="application/json")
+
+    def show_page() -> Response:
+        # Relative, since a proxy may have the server under a prefix. The icon is an empty one.
+        return get_swagger_ui_html(
+            openapi_url=DOCUMENT_PATH.removeprefix("/"),
+            title="vlmserve",
+            swagger_js_url=SCRIPT_PATH.removeprefix("/"),
+            swagger_css_url=STYLE_PATH.removeprefix("/"),
+            swagger_favicon_url="data:,",
+            swagger_ui_parameters={"validatorUrl": None},  # no other server checks the document
+        )
+
+    app.add_api_route(DOCUMENT_PATH, show_document, methods=["GET"], include_in_schema=False)
+    app.add_api_route(PAGE_PATH, show_page, methods=["GET"], include_in_schema=False)
+    for path in (SCRIPT_PATH, STYLE_PATH):
+        app.add_api_route(path, functools.partial(_file, path), methods=["GET"], include_in_schema=False)
+
+
+def _file(path: str) -> Response:
+    """Answer with a file of Swagger UI."""
+    with as_file(files(_SWAGGER_UI) / "static" / path.rpartition("/")[2]) as file:
+        return FileResponse(file)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API over chat completions: there is no other way to the engine."""
+"""OpenAI's Responses API, made of chat completions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any, ParamSpec, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import owner_of
+from vlmserve.api.auth import Caller, caller_of, owner_of
 from vlmserve.api.body import read_body
-from vlmserve.api.body_counts import check_items
-from vlmserve.api.caller import Caller, caller_of
+from vlmserve.api.body_budget import check_items
 from vlmserve.api.chat import chat_events
+from vlmserve.api.openapi.operation import ID_ERRORS, MODEL_ERRORS, operation
+from vlmserve.api.paging import PageRequest, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
+from vlmserve.api.responses.objects import DeletedResponse, InputItems, ResponseEvent, ResponseObject
 from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.responses.to_chat import to_chat_request
@@ -33,7 +35,7 @@ _T = TypeVar("_T")
 
 
 class ResponsesApi:
-    """The routes under /v1/responses. What is found belongs to the API key that asks."""
+    """The endpoints under /v1/responses. A response belongs to the API key that made it."""
 
     def __init__(self, served: ServedModel, store: ResponseStore) -> None:
         self._served = served
@@ -41,15 +43,17 @@ class ResponsesApi:
         # Writing JSON keeps the interpreter to itself: several threads at it would stop the event loop for long.
         self._writing = asyncio.Lock()
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Register them."""
-        app.add_api_route("/v1/responses", self.create, methods=["POST"])
-        app.add_api_route("/v1/responses/{response_id}", self.retrieve, methods=["GET"])
-        app.add_api_route("/v1/responses/{response_id}", self.delete, methods=["DELETE"])
-        app.add_api_route("/v1/responses/{response_id}/input_items", self.input_items, methods=["GET"])
-
+    @operation(
+        *("POST", "/v1/responses", "createResponse", "Responses"),
+        request=ResponsesRequest,
+        example={"input": "Hello", "max_output_tokens": 64},
+        answer=ResponseObject,
+        events=ResponseEvent,
+        errors=(*MODEL_ERRORS, 507),
+    )
     async def create(self, request: Request) -> Response:
-        """The response, or its stream. Raises what `errors` describes; nothing has been sent then."""
+        """Answer a conversation, whole or as a stream, and keep it. Raises the errors of `errors` before anything has
+        been sent."""
         body = await read_body(request, ResponsesRequest, self._served.settings)
         self._served.check_name(body.model)
         own_id = name_answer(request, "resp", body.rid)
@@ -59,42 +63,44 @@ class ResponsesApi:
         return await self._written(JSONResponse, answer)
 
     async def whole(self, body: ResponsesRequest, own_id: str, caller: Caller) -> dict[str, Any]:
-        """The response object. own_id: unlike that of any other. Raises what `errors` describes."""
+        """Return the response object. own_id: an id that no other request has. Raises the errors of `errors`."""
         async with aclosing(self._made(body, own_id, caller)) as made:
             events = [event async for some in made for event in some]
         return events[-1]["response"]
 
+    @operation(
+        *("GET", "/v1/responses/{response_id}", "getResponse", "Responses"), answer=ResponseObject, errors=ID_ERRORS
+    )
     async def retrieve(self, request: Request, response_id: str) -> Response:
-        """A stored response."""
+        """Return a response that was kept."""
         found = await asyncio.to_thread(self._store.find, owner_of(request), response_id)
         return JSONResponse(found.response)
 
+    @operation(
+        *("DELETE", "/v1/responses/{response_id}", "deleteResponse", "Responses"),
+        answer=DeletedResponse,
+        errors=ID_ERRORS,
+    )
     async def delete(self, request: Request, response_id: str) -> Response:
-        """Forget a stored response."""
+        """Forget a response."""
         await asyncio.to_thread(self._store.delete, owner_of(request), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
+    @operation(
+        *("GET", "/v1/responses/{response_id}/input_items", "listInputItems", "Responses"),
+        query=page_query(_LIST_LIMIT, 20),
+        answer=InputItems,
+        errors=(400, *ID_ERRORS),
+    )
     async def input_items(self, request: Request, response_id: str) -> Response:
-        """A page of the items that a response was asked with, the newest first unless order=asc."""
-        query = request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isdecimal() and 1 <= int(limit) <= _LIST_LIMIT):
-            raise _invalid("limit", f"limit is {limit!r}; it must be between 1 and {_LIST_LIMIT}")
-        if order not in ("asc", "desc"):
-            raise _invalid("order", f"order is {order!r}; it must be asc or desc")
+        """List the items that a response was asked with."""
+        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=20)
         items = (await asyncio.to_thread(self._store.find, owner_of(request), response_id)).input
-        items = items if order == "asc" else items[::-1]
-        if "after" in query:
-            places = [place for place, item in enumerate(items) if item["id"] == query["after"]]
-            if not places:
-                raise _invalid("after", f"after is {query['after'][:80]!r}; it must be the id of an item in the list")
-            items = items[places[0] + 1 :]
-        page = items[: int(limit)]
-        ids = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return JSONResponse({"object": "list", "data": page, **ids, "has_more": len(page) < len(items)})
+        items, page = asked.cut(items, lambda item: item["id"])
+        return JSONResponse(page | {"data": items})
 
     async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """What is large with logprobs is written in a thread, one at a time."""
+        """Write JSON in a thread, one at a time: with logprobs it is large."""
         async with self._writing:
             return await asyncio.to_thread(write, *args, **kwargs)
 
@@ -107,7 +113,7 @@ class ResponsesApi:
     async def _made(
         self, body: ResponsesRequest, own_id: str, caller: Caller
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Events as they come, the last one with the whole response. What fails before the first is raised."""
+        """Yield events as they are made; the last one has the whole response. Errors before the first are raised."""
         given = with_ids(body.input)
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
@@ -132,7 +138,7 @@ class ResponsesApi:
     async def _chunks(
         self, body: ResponsesRequest, conversation: Conversation, own_id: str, caller: Caller
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """Of the chat. With `truncation: auto` ever more of the oldest turns are left out until the rest fits."""
+        """Yield the chunks of the chat. `truncation: auto` leaves out the oldest turns until the rest fits."""
         whole, dropped = conversation, 0
         while True:
             chat = await asyncio.to_thread(to_chat_request, body, conversation)
@@ -157,7 +163,7 @@ def _encoded(events: Iterable[dict[str, Any]]) -> bytes:
 
 
 def _parsed(events: bytes) -> list[dict[str, Any]]:
-    """The chunks that a chat's events hold."""
+    """Return the chunks in a chat's events."""
     return [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n") if one and one != DONE.strip()]
 
 
@@ -166,7 +172,7 @@ def _events_of(writer: ResponseWriter, chunks: Iterable[dict[str, Any]]) -> list
 
 
 def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the fields of a response that repeat its request."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     reasoning = body.reasoning
     choice = body.tool_choice
@@ -194,7 +200,3 @@ def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
         "truncation": body.truncation or "disabled",
         "user": body.user,
     }
-
-
-def _invalid(param: str, what: str) -> BadRequestError:
-    return BadRequestError(what, param=param, code="invalid_value")

@@ -1,4 +1,4 @@
-"""Items of a conversation, as Responses have them, to the messages of a chat."""
+"""The items of a conversation, in the form of Responses, become the messages of a chat."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ID_KINDS = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages of a chat. places: of each of them, where it comes from in the request, e.g. "input[2]"."""
+    """The messages of a chat. places: the place of each message in the request, such as "input[2]"."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
 
     def named(self, error: BadRequestError) -> BadRequestError:
-        """An error about a chat, with the place of a message's item instead, and the names that fields have here."""
+        """Return an error about a chat with the places and field names of this API."""
 
         def place(match: re.Match[str]) -> str:
             number = int(match[1])
@@ -43,7 +43,8 @@ class Conversation:
         return BadRequestError(message, param=param, code=error.code, status=error.status)
 
     def without_turns(self, count: int) -> Conversation | None:
-        """The conversation without its first `count` turns; None if its last one would be gone. System messages stay.
+        """Return the conversation without its first `count` turns, or None if no turn would be left. System messages
+        stay.
 
         A turn goes from a message of the user to the next.
         """
@@ -59,7 +60,7 @@ class Conversation:
 
 
 def with_ids(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An input as it is stored: items in their long form, each with an id."""
+    """Return an input as it is stored: items in their long form, each with an id."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     found = []
@@ -76,7 +77,8 @@ def with_ids(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def to_conversation(
     before: Sequence[dict[str, Any]], given: Sequence[dict[str, Any]], instructions: str | None
 ) -> Conversation:
-    """before: the items of earlier responses. Raises BadRequestError naming the item and part."""
+    """Return the messages of earlier and new items. before: the items of earlier responses. Raises BadRequestError
+    naming the item and part."""
     found = Conversation()
     if instructions is not None:
         _add(found, {"role": "system", "content": instructions}, "instructions")
@@ -154,7 +156,7 @@ def _part(part: Any, place: str) -> dict[str, Any]:
 
 
 def _file(part: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A picture or a video. What the client calls it decides where its bytes are not there yet."""
+    """Return a picture or a video. The client's name for the file decides if its bytes are not there yet."""
     name, value = _one_of(part, ("file_id", "file_data", "file_url"), place)
     if not isinstance(value, str):
         raise _invalid(f"{place}.{name}", f"is of type {type(value).__name__}; it must be text")
@@ -177,7 +179,7 @@ def _file(part: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _kind_of(data: str) -> str | None:
-    """What the first bytes of a file in base64 say."""
+    """Return the kind of a base64 file by its first bytes."""
     try:
         modality = modality_of(base64.b64decode(data[: HEAD_BYTES // 3 * 4]))
     except (binascii.Error, ValueError):
@@ -186,7 +188,7 @@ def _kind_of(data: str) -> str | None:
 
 
 def _call(found: Conversation, item: Mapping[str, Any], place: str) -> None:
-    """Calls belong to the answer's message that stands before them, or to one that is nothing but calls."""
+    """Add a call to the answer's message before it, or to a message of calls only."""
     function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
     call = {"id": _text(item, "call_id", place), "type": "function", "function": function}
     if found.messages and found.messages[-1]["role"] == "assistant":

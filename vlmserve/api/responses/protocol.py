@@ -1,5 +1,5 @@
-"""The shape of OpenAI's Responses requests, strictly typed. Items of the input are kept as the client wrote them; what
-they hold is checked by `to_chat`."""
+"""The shape of OpenAI's Responses requests. Items of the input are kept as the client wrote them; `to_chat` checks
+their fields."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Responses that were made, for those that go on from them: an SQLite file beside the uploaded files.
+"""Stored responses, which later requests go on from: an SQLite file beside the uploaded files.
 
-It holds a bounded number of them, of a bounded size together; the oldest go first.
+The number and the size of responses are limited; the oldest go first.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ CREATE TABLE IF NOT EXISTS responses (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredResponse:
-    """input: its items, those of the responses before it left out. response: the object. previous: the id of the
-    response that it went on from."""
+    """A stored response. input: its own items, without those of earlier responses. response: the object. previous: the
+    id of the response before it."""
 
     input: list[dict[str, Any]]
     response: dict[str, Any]
@@ -35,7 +35,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Thread-safe. most: responses that it keeps; 0 keeps none. most_bytes: of their JSON."""
+    """A thread-safe store. most: responses that it keeps; 0 keeps none. most_bytes: the limit of their JSON."""
 
     def __init__(self, folder: Path, *, most: int, most_bytes: int) -> None:
         self._most = most
@@ -44,7 +44,7 @@ class ResponseStore:
         self._db = open_database(folder / "responses.sqlite3", _SCHEMA)
 
     def add(self, owner: str, response: dict[str, Any], given: Sequence[dict[str, Any]]) -> None:
-        """Keep a response, and forget the oldest beyond the limits. One larger than all of the store is not kept."""
+        """Keep a response, and forget the oldest beyond the limits. A response larger than the store is not kept."""
         told, items = json_text(response).decode(), json_text(given).decode()
         row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
         with self._lock, self._db:
@@ -58,7 +58,7 @@ class ResponseStore:
                 count, size = count - 1, size - freed
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
-        """Raises BadRequestError (404) for one that is not there, or not this owner's, which looks the same."""
+        """Return a response. Raises BadRequestError (404) for an unknown response and another owner's alike."""
         with self._lock:
             row = self._db.execute(
                 "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
@@ -69,22 +69,22 @@ class ResponseStore:
         return StoredResponse(input=json.loads(row[0]), response=json.loads(row[1]), previous=row[2])
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
-        """All items up to a response, its output included, the oldest first. Raises BadRequestError (404)."""
+        """Return all items up to a response, its output included, the oldest first. Raises BadRequestError (404)."""
         return [item for found in reversed(list(self._chain(owner, response_id))) for item in found]
 
     def delete(self, owner: str, response_id: str) -> None:
-        """Raises BadRequestError (404). What goes on from it cannot be gone on from any more."""
+        """Delete a response, so that no request can go on from it any more. Raises BadRequestError (404)."""
         self.find(owner, response_id)
         with self._lock, self._db:
             self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             self._db.close()
 
     def _chain(self, owner: str, response_id: str) -> Iterator[list[dict[str, Any]]]:
-        """The newest first."""
+        """Yield the items of responses, the newest first."""
         at: str | None = response_id
         while at is not None:
             try:

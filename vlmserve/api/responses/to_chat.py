@@ -1,4 +1,4 @@
-"""A Responses request as the chat completion request that answers it."""
+"""The chat completion request that answers a Responses request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SAME = (
 
 
 def to_chat_request(request: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
-    """Raises BadRequestError for what cannot be done, or makes no chat."""
+    """Convert a Responses request. Raises BadRequestError for fields that are not supported, or make no chat."""
     _refuse_unsupported(request)
     raw: dict[str, Any] = {name: value for name in _SAME if (value := getattr(request, name)) is not None}
     raw["messages"] = conversation.messages

@@ -1,7 +1,7 @@
-"""A chat's chunks, as they come, to the events and the object of a Response.
+"""The events and the object of a Response, made of a chat's chunks as they arrive.
 
-Its output is a list of items: reasoning, a message, calls of functions, in the order in which they begin. One is open
-at a time; it ends where another kind of text comes.
+The output is a list of items: reasoning, a message, calls of functions, in the order in which they begin. One item is
+open at a time; it ends when another kind of text begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DELTAS = {
 
 @dataclass(slots=True)
 class _OpenItem:
-    """The item that is being written. call: which of the chat's calls it is."""
+    """The item that is being written. call: the index of the chat's call."""
 
     kind: str
     id: str
@@ -34,13 +34,13 @@ class _OpenItem:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def part(self) -> dict[str, Any]:
-        """The content of a message, or of reasoning, so far."""
+        """Return the content of a message, or of reasoning, so far."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": "".join(self.text)}
         return {"type": "output_text", "text": "".join(self.text), "annotations": [], "logprobs": self.logprobs}
 
     def as_item(self, status: str) -> dict[str, Any]:
-        """As it stands in the output; without content when it begins."""
+        """Return the item of the output. It has no content when it begins."""
         started = status != "in_progress"
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         if self.kind == "message":
@@ -51,7 +51,7 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Writes one response. base: what its objects repeat from the request."""
+    """Writes one response. base: the fields that repeat its request."""
 
     def __init__(self, base: Mapping[str, Any]) -> None:
         self._base = base
@@ -65,12 +65,12 @@ class ResponseWriter:
         self._held: list[dict[str, Any]] = []  # logprobs that come before their text
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The events before all output."""
+        """Yield the events before all output."""
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._object("in_progress"))
 
     def take(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events of a chunk of the chat, which has one choice."""
+        """Yield the events of a chunk of the chat, which has one choice."""
         if "error" in chunk:
             self._error = chunk["error"]
             return
@@ -88,7 +88,7 @@ class ResponseWriter:
                 yield from self._said(delta.get("content") or "", listed)
 
     def end(self) -> Iterator[dict[str, Any]]:
-        """The events behind all output but the last, which has `response`."""
+        """Yield the events after all output, except the last one, which has `response`."""
         if self._open is None and not self._output and self._error is None:
             yield from self._begin_item("message")
             if self._held:
@@ -96,11 +96,11 @@ class ResponseWriter:
         yield from self._close()
 
     def response(self) -> dict[str, Any]:
-        """The whole response, when all has come."""
+        """Return the whole response, after all chunks."""
         return self._object(self._status())
 
     def last(self, response: Mapping[str, Any]) -> dict[str, Any]:
-        """The last event."""
+        """Return the last event."""
         return self._event(f"response.{response['status']}", response=response)
 
     def _status(self) -> str:
@@ -113,8 +113,11 @@ class ResponseWriter:
         yield from self._delta(text, logprobs or [])
 
     def _said(self, text: str, listed: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """A message's text. listed: the logprobs of its tokens; text that is held back has them alone. Before the
-        message they wait: what is held back may be a thought or a call."""
+        """Yield the events of a message's text. listed: the logprobs of its tokens.
+
+        Text that is held back comes as logprobs only. They wait for the message to begin, since that text may be a
+        thought or a call.
+        """
         if text or (listed and self._open is not None and self._open.kind == "message"):
             yield from self._text("message", text, [*self._held, *listed])
             self._held = []

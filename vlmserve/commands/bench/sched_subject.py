@@ -1,4 +1,4 @@
-"""The scheduler by itself, for `vlmserve bench sched`: a worker that answers at once, and requests by the thousand."""
+"""A scheduler without a model: a worker that answers at once, and thousands of requests."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _VOCABULARY = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """What the scheduler has to do. waiting: requests. clients: whose they are. depth: steps in flight."""
+class SchedulerLoad:
+    """Requests that run and wait. clients: how many send them. depth: steps in flight."""
 
     running: int = 256
     waiting: int = 10_000
@@ -51,7 +51,7 @@ class Load:
 
 
 class _NoEncoder:
-    """Text needs none."""
+    """An encoder backend for text alone."""
 
     has_work = False
 
@@ -78,17 +78,17 @@ class _NoEncoder:
 
 
 class InstantWorker:
-    """Answers every step at once, with token 1. seconds: of this thread's CPU time that this took."""
+    """A worker that answers every step at once with token 1. seconds: the CPU time that it took of this thread."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def forward(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
-        """Nothing is computed."""
+        """Return the batch: nothing is computed."""
         return batch
 
     def sample(self, forwarded: ModelWorkerBatch, info: SamplingBatchInfo) -> ModelWorkerResult:
-        """One token for each request that gets one."""
+        """Return a token for each request that gets one."""
         before = time.thread_time()
         count = len(info.batch_indices)
         result = ModelWorkerResult(
@@ -104,21 +104,21 @@ class InstantWorker:
 
 
 class _InstantQueue(InlineQueue):
-    """As many steps in flight as asked for; each is done when it is launched."""
+    """A queue of `depth` steps in flight, each done when it is launched."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.least_reqs = 0
 
 
-class Subject:
-    """A scheduler under a load, which is kept up: for each request that ends, another one comes.
+class SchedulerSubject:
+    """A scheduler whose load is kept up: for each request that ends, another one comes.
 
-    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens, half of them shared with
-    others of the same client.
+    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens, and half of them are
+    common to prompts of the same client.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: SchedulerLoad) -> None:
         rng = np.random.default_rng(0)
         self.load = load
         self._rng = rng
@@ -181,7 +181,7 @@ class Subject:
         self.ended += sum(one.finish_reason is not None for one in getattr(output, "outputs", ()))
 
     def turns(self, count: int) -> list[float]:
-        """Seconds of this thread's CPU time that so many turns of the loop took, without the worker's."""
+        """Run `count` turns of the loop, and return the CPU seconds of this thread for each, without the worker's."""
         found = []
         for _ in range(count):
             while self.ended:
@@ -205,7 +205,7 @@ def _no_encoder() -> EncoderPool:
 
 
 def cpu_seconds(run: Callable[[], T]) -> tuple[float, T]:
-    """Of this thread, and what came of it. The collector's turn does not come meanwhile."""
+    """Return the CPU seconds of this thread for a call, and its result. The garbage collector is off meanwhile."""
     gc.disable()
     try:
         before = time.thread_time()

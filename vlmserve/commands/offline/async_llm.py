@@ -1,19 +1,24 @@
-"""A model in this process for many requests at a time: an event loop asks, a thread of the engine's own computes."""
+"""A model in this process for many requests at a time. An event loop asks, and a thread of the engine computes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import Unpack
 
 import torch
 
+from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.engine import build_offline_engine
+from vlmserve.commands.offline.inputs import read_settings
+from vlmserve.commands.offline.settings import EngineSettings
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler
@@ -52,22 +57,41 @@ _STOP = object()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Asked:
-    """A control message on its way to the engine's thread. answer: of the event loop."""
+    """A control message on its way to the engine's thread. answer: a future of the event loop."""
 
     question: ControlRequest
     answer: asyncio.Future[ControlResult]
 
 
 class AsyncLLM:
-    """`generate` is called in one event loop, which runs until `close`.
+    """A model in this process for many requests at a time. `generate` is called in one event loop, until `close`.
 
-    joined: an answer comes whole, as one output: a step of many requests then costs the event loop nothing.
-    max_pending: answers waiting or running at a time. Raises CheckpointError, EngineError or SettingsError.
+    model, fetch, settings: as of `LLM`. Instead, model may be `EngineArgs`, together with limits. joined: each answer
+    comes whole, as one output; then a step of many requests costs the event loop nothing. max_pending: answers that
+    wait or run at a time. Raises CheckpointError, EngineError or SettingsError.
     """
 
     def __init__(
-        self, args: EngineArgs, limits: StageLimits, *, joined: bool, max_pending: int, log_level: str = "info"
+        self,
+        model: str | os.PathLike[str] | EngineArgs = "",
+        limits: StageLimits | None = None,
+        *,
+        fetch: FetchSettings | None = None,
+        joined: bool = False,
+        max_pending: int = 1024,
+        log_level: str = "info",
+        **settings: Unpack[EngineSettings],
     ) -> None:
+        if isinstance(model, EngineArgs):
+            if settings or fetch is not None:
+                raise TypeError(
+                    "settings belong into the EngineArgs, and fetch into the StageLimits, where these are given"
+                )
+            args, limits = model, limits or StageLimits()
+        elif limits is not None:
+            raise TypeError("StageLimits go with EngineArgs; without these give fetch, and settings as keywords")
+        else:
+            args, limits = read_settings(model, fetch, settings)
         self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
         self._torch_threads = torch.get_num_threads()
         self.args, self.info = self._engine.args, self._engine.info
@@ -91,22 +115,22 @@ class AsyncLLM:
 
     @property
     def builder(self) -> RequestBuilder:
-        """What makes requests of messages, the tokenizer with it."""
+        """Return the builder of requests, which has the tokenizer."""
         return self._engine.stage.builder
 
     def describe_media_settings(self) -> str:
-        """A text that is another where the same medium may become other patches."""
+        """Return a text that changes if the same medium may become other patches."""
         return self._engine.stage.media.describe_settings()
 
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
-        """See `TokenizerManager.generate`."""
+        """Yield the outputs of a request; see `TokenizerManager.generate`."""
         self._loop = asyncio.get_running_loop()
         async with contextlib.aclosing(self._manager.generate(request)) as outputs:
             async for output in outputs:
                 yield output
 
     async def generate_batch(self, requests: Sequence[GenerateReqInput]) -> AsyncGenerator[ChoiceOutput, None]:
-        """Several requests as one; see `TokenizerManager.stream`."""
+        """Yield the outputs of several requests as one; see `TokenizerManager.stream`."""
         self._loop = asyncio.get_running_loop()
         async with contextlib.aclosing(self._manager.stream(*requests)) as batches:
             async for items in batches:
@@ -114,33 +138,35 @@ class AsyncLLM:
                     yield item
 
     async def stats(self) -> SchedulerStats | None:
-        """The scheduler's figures; None if the engine has failed or does not get to it in a second."""
+        """Return the scheduler's figures. None if the engine has failed, or does not answer within a second."""
         self._loop = asyncio.get_running_loop()
         return await self._manager.scheduler_stats()
 
     async def abort(self, request_id: str | None = None) -> list[str]:
-        """End a request by its `request_id` (or `rid`), or all of them; returns the ids of those that there were. Their
-        `generate` raises RequestAbortedError. Nothing is left of them when this returns."""
+        """End a request by its `request_id` (or `rid`), or all requests; return the ids of the ended ones.
+
+        Their `generate` raises RequestAbortedError. Nothing is left of them when this returns.
+        """
         ended = self._manager.abort(request_id)
         await self._control_engine(AbortRequestsReq(rids=tuple(rid for one in ended for rid in one.rids)))
         return [one.request_id for one in ended]
 
     async def flush_cache(self) -> int:
-        """Forget the cached prefixes that no request uses; returns how many tokens these had."""
+        """Forget the cached prefixes that no request uses; return how many tokens these had."""
         result = await self._control_engine(FlushCacheReq())
         assert isinstance(result, FlushCacheResult)
         return result.tokens
 
     async def pause(self) -> None:
-        """Begin no further step until `resume`; requests wait. EngineError if that is so already."""
+        """Begin no further step until `resume`; requests wait. Raises EngineError if the engine is paused already."""
         await self._control_engine(PauseReq())
 
     async def resume(self) -> None:
-        """Go on after `pause`. EngineError if there was none."""
+        """Go on after `pause`. Raises EngineError if the engine is not paused."""
         await self._control_engine(ContinueReq())
 
     async def _control_engine(self, question: ControlRequest) -> ControlResult:
-        """What the engine's thread answers between two steps. EngineError with its reason where it refuses."""
+        """Return the answer of the engine's thread, between two steps. Raises EngineError with its reason."""
         if self._manager.unavailable is not None:
             raise EngineUnavailableError(self._manager.unavailable)
         self._loop = asyncio.get_running_loop()
@@ -155,7 +181,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End the engine after the step in work, and its processes. Blocks; while the event loop runs, call it in
-        another thread than that."""
+        another thread."""
         closing, loop = self._engine.stage.media.close(), self._loop
         if loop is not None and loop.is_running():
             asyncio.run_coroutine_threadsafe(closing, loop).result()
@@ -190,7 +216,7 @@ class AsyncLLM:
             self._tell(self._fail, f"the engine has failed: {type(error).__name__}: {error}")
 
     def _take_messages(self) -> bool:
-        """Hand what has come to the scheduler; False when it is time to stop."""
+        """Hand new messages to the engine. Returns False when it is time to stop."""
         engine = self._engine.loop
         self._wake_up.take()
         with contextlib.suppress(queue.Empty):
@@ -210,7 +236,7 @@ class AsyncLLM:
         return True
 
     def _fail(self, reason: str) -> None:
-        """In the event loop: nobody answers any more."""
+        """Tell all requests in the event loop that the engine has failed."""
         self._manager.fail(reason)
         for answer in tuple(self._asked):
             if not answer.done():
@@ -228,7 +254,7 @@ class AsyncLLM:
             self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
 
     def _join(self, outputs: tuple[TextOutput, ...], unfinished: dict[str, TextOutput]) -> list[TextOutput]:
-        """What is whole now."""
+        """Return the outputs that are whole now."""
         whole = []
         for output in outputs:
             output = join_outputs(unfinished.pop(output.rid, None), output)
@@ -240,10 +266,10 @@ class AsyncLLM:
 
     def _tell(self, function: object, *args: object) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no waiting requests
             self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
 
 
 def _settle(answer: asyncio.Future[ControlResult], result: ControlResult) -> None:
-    if not answer.done():  # else nobody waits for it any more
+    if not answer.done():  # else the waiting task has ended
         answer.set_result(result)

@@ -1,4 +1,4 @@
-"""The engine's parts put together in one process, without sockets: what `LLM` and `AsyncLLM` stand on."""
+"""The engine of `LLM` and `AsyncLLM`: its parts in one process, without sockets."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineEngine:
-    """args: with the model's folder. stack: closes the loop and its encoders; `stage.media` is closed before.
-    ranks: who has the other parts of the model, if there are any."""
+    """The engine's parts. args: with the model's folder. stack: closes the loop and its encoders, after
+    `stage.media`. ranks: the connection to the other ranks of the model, if there are any."""
 
     args: EngineArgs
     runner: ModelRunner
@@ -44,9 +44,10 @@ class OfflineEngine:
 def build_offline_engine(
     args: EngineArgs, limits: StageLimits, send: Callable[[SchedulerOutput], None], *, log_level: str = "info"
 ) -> OfflineEngine:
-    """send: gets the outputs of every step. log_level: of helper processes.
+    """Build an engine in this process.
 
-    Raises CheckpointError, EngineError or SettingsError.
+    send: gets the outputs of every step. log_level: of helper processes. Raises CheckpointError, EngineError or
+    SettingsError.
     """
     check_engine_args(args)
     if args.num_replicas > 1:
@@ -80,12 +81,19 @@ def build_offline_engine(
 def _runner(
     args: EngineArgs, stack: ExitStack, log_level: str
 ) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | GroupsWorker | None, Ranks | None]:
-    """This process's part of the model, and what computes steps where others have theirs. stack: ends these."""
+    """Build this process's part of the model, and the worker that computes steps together with other ranks. stack: ends
+    both."""
     if args.world_size == 1:
         return args, *build_runner(args), None, None
-    # only who has such processes needs what they talk with
-    from vlmserve.engine.rank_process import RankProcesses
-    from vlmserve.engine.ranks import LAST_WORDS_S, join_ranks, leading_worker, meeting_place, rank_args
+    # only ranks need this module
+    from vlmserve.engine.rank_processes import (
+        LAST_WORDS_S,
+        RankProcesses,
+        join_ranks,
+        leading_worker,
+        meeting_place,
+        rank_args,
+    )
 
     own = rank_args(args, 0)
     folder = stack.enter_context(PrivateDirectory(socket_base())).path

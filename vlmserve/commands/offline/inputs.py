@@ -1,4 +1,4 @@
-"""What callers of `vlmserve.LLM` may write shorter (settings, conversations, sampling), brought to the engine's forms.
+"""The short forms of settings, conversations and sampling that callers of `vlmserve.LLM` may write.
 
 A text that is no URL names a local file here, and here only: in the server all text comes from clients.
 """
@@ -15,13 +15,15 @@ from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
+from processors.fetch.limits import FetchSettings
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.spelling import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts
 from vlmserve.frontend.message_parts import map_parts
 from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
 from vlmserve.ipc.messages import GrammarSpec
 
@@ -33,8 +35,11 @@ _COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos
 
 
 class SamplingOptions(TypedDict, total=False):
-    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens. response_format and structured_outputs (one of
-    json, regex, choice, grammar, structural_tag, json_object) are the API's, in place of a grammar."""
+    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens.
+
+    response_format and structured_outputs (one of json, regex, choice, grammar, structural_tag, json_object) are the
+    API's, in place of a grammar.
+    """
 
     max_tokens: int | None
     max_new_tokens: int | None
@@ -57,31 +62,35 @@ class SamplingOptions(TypedDict, total=False):
     min_tokens: int | None
 
 
-def read_settings(model: str | os.PathLike[str], settings: Mapping[str, Any]) -> tuple[EngineArgs, MediaCounts]:
-    """Checked settings, also by the names of vLLM and SGLang. SettingsError for an unknown one, or a wrong value."""
+def read_settings(
+    model: str | os.PathLike[str], fetch: FetchSettings | None, settings: Mapping[str, Any]
+) -> tuple[EngineArgs, StageLimits]:
+    """Return checked settings and limits from keywords (`EngineSettings`). fetch: what media URLs may reach.
+
+    Raises SettingsError for an unknown setting or a wrong value.
+    """
     fields = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
     given, _ = translated(settings, fields, {name: name for name in settings})
-    counts = {short: given.pop(name) for name, short in _COUNTS.items() if name in given}
+    counts = MediaCounts(**{short: given.pop(name) for name, short in _COUNTS.items() if name in given})
     for name in given:
         if name not in fields:
             raise SettingsError(f"LLM has no setting {name!r}{did_you_mean(name, fields)}")
     given = {name: usual_word(name, value) for name, value in given.items()}
     paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
-    # threads for files that their owner chose
+    # threads decode media: the files are those of the caller
     args = EngineArgs(model=os.fspath(model), **{"media_processes": 0, **given, **paths})
     check_engine_args(args)
-    most = MediaCounts(**counts)
-    problems = type_problems(most, lambda name: f"--max-{name}-per-request")
+    problems = type_problems(counts, lambda name: f"--max-{name}-per-request")
     if problems:
         raise SettingsError("\n".join(problems))
-    return args, most
+    return args, StageLimits(fetch=fetch or FetchSettings(), counts=counts)
 
 
 def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequence[Mapping[str, Any]]:
-    """Messages in OpenAI's form, whose local files are Paths.
+    """Return messages in OpenAI's form, whose local files are Paths.
 
-    images, videos: one, or several; they go before the text, where the chat is one, and there may be none otherwise.
-    Raises TypeError, also for what is no conversation at all.
+    images, videos: one, or several, which go before the text. They are allowed with a text only. Raises TypeError, also
+    if `chat` is no conversation.
     """
     parts = [{"type": "image", "image": image} for image in _several(images)]
     parts += [{"type": "video", "video": video} for video in _several(videos)]
@@ -97,7 +106,7 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
 
 
 def sampling_of(sampling: SamplingOverrides | None, options: Mapping[str, Any]) -> SamplingOverrides:
-    """Both together; an option goes before. TypeError for an unknown one, and for a value of another type."""
+    """Return both together; an option wins. Raises TypeError for an unknown option, or a value of another type."""
     given = dict(options)
     for name in given:
         if name not in SamplingOptions.__annotations__:
@@ -126,7 +135,7 @@ def _several(media: Any) -> Iterable[Any]:
 
 
 def _part(part: Any, _place: str) -> Any:
-    """A part of another shape than expected is left alone: whoever checks messages says what is wrong with it."""
+    """Convert the paths of a part. A part of an unexpected shape stays as it is, for the check of messages."""
     if not isinstance(part, Mapping):
         return part
     kind = part.get("type")
@@ -138,7 +147,7 @@ def _part(part: Any, _place: str) -> Any:
 
 
 def _url_part(part: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """A URL that is none becomes a part of the kind that takes paths."""
+    """Return a part of the kind that takes paths, if its URL is a path."""
     value = part.get(kind)
     url = value.get("url") if isinstance(value, Mapping) else value
     path = _path(url)
@@ -151,7 +160,7 @@ def _url_part(part: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _path(value: Any) -> Any:
-    """A text that is no URL as a Path; a list of frames likewise."""
+    """Return a Path for a text that is no URL; for a list of frames likewise."""
     if isinstance(value, list | tuple):
         return [_path(frame) for frame in value]
     if isinstance(value, str) and value.strip() and not _URL.match(value):

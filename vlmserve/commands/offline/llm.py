@@ -1,4 +1,4 @@
-"""The offline form: the same stages as the server, in one process and without sockets."""
+"""The offline engine: the same stages as the server, in one process and without sockets."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from processors.families.report import MediumReport, report_json
 from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
+from vlmserve.commands.offline.settings import EngineSettings
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import (
     ChatPrompt,
@@ -28,7 +29,6 @@ from vlmserve.frontend.request_builder import (
 )
 from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.frontend.scores import LabelScore, label_scores
-from vlmserve.frontend.stage import StageLimits
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -51,11 +51,10 @@ _AHEAD = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer. finish_reason: "stop" or "length". logprobs: one entry per token if they were asked for. So with
-    prompt_logprobs and hidden_states (float32 [tokens, hidden]), see `ReturnOptions`.
+    """One answer. finish_reason: "stop" or "length". logprobs: one entry for each token, with num_logprobs.
+    prompt_logprobs and hidden_states (float32 [tokens, hidden]): see `ReturnOptions`.
 
-    mm_report: what became of the prompt's media, as the API's field of that name; warnings: what could not be done as
-    it was asked for, a sentence each.
+    mm_report: the API's report on the prompt's media. warnings: parts of the request without effect, a sentence each.
     """
 
     text: str
@@ -88,15 +87,17 @@ class LLM(AbstractContextManager["LLM"]):
     model: as in `EngineArgs`; without one, the small model that comes with the package.
     settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
     max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
-    Not thread-safe. engine: its parts, to measure them one by one.
+    Not thread-safe. engine: the parts of the engine, to measure them one by one.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] = "", *, fetch: FetchSettings | None = None, **settings: Any
+        self,
+        model: str | os.PathLike[str] = "",
+        *,
+        fetch: FetchSettings | None = None,
+        **settings: Unpack[EngineSettings],
     ) -> None:
-        args, counts = read_settings(model, settings)
-        limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
-        engine = self.engine = build_offline_engine(args, limits, self._take)
+        engine = self.engine = build_offline_engine(*read_settings(model, fetch, settings), self._take)
         self.args, self.info, self._runner = engine.args, engine.info, engine.runner
         self._engine_loop, self._stack = engine.loop, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder
@@ -122,11 +123,11 @@ class LLM(AbstractContextManager["LLM"]):
         logits_processors: Sequence[LogitsProcessorCall] = (),
         **options: Unpack[SamplingOptions],
     ) -> Completion:
-        """The answer to one conversation: a text, or messages in OpenAI's form. Media may be paths, URLs, bytes, PIL
-        images and arrays; never pass on strangers' messages, since a path in them is read.
+        """Answer one conversation: a text, or messages in OpenAI's form.
 
-        images, videos: one or several, shown before the text. mm_processor_kwargs: how media are prepared where a part
-        does not say (`processors.families.processor_kwargs`). returns: what is wanted besides the answer.
+        Media may be paths, URLs, bytes, PIL images and arrays. A path in a message is read, so never pass on messages
+        of strangers. images, videos: one or several, before the text. mm_processor_kwargs: how media are prepared,
+        unless a part says (`processors.families.processor_kwargs`). returns: more results besides the answer.
         logits_processors: the operator's, by name. options: sampling as keywords, such as max_tokens=64.
         """
         return self.chat_batch(
@@ -150,7 +151,7 @@ class LLM(AbstractContextManager["LLM"]):
         logits_processors: Sequence[LogitsProcessorCall] = (),
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """The answers to several conversations, computed together, in order. BadRequestError for the first bad one."""
+        """Answer several conversations, computed together, in order. Raises BadRequestError for the first bad one."""
         if isinstance(conversations, str):
             raise TypeError("chat_batch takes a list of conversations; chat takes one")
         prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
@@ -168,7 +169,7 @@ class LLM(AbstractContextManager["LLM"]):
         logits_processors: Sequence[LogitsProcessorCall] = (),
         **options: Unpack[SamplingOptions],
     ) -> list[Completion]:
-        """Continuations of prompts that are rendered already; of one text, a list of one."""
+        """Continue prompts that are rendered already. A single text gives a list of one."""
         several = [prompts] if isinstance(prompts, str) else prompts
         wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in several]
         request = self._request(sampling, options, num_logprobs, mm_processor_kwargs, returns, logits_processors)
@@ -183,7 +184,7 @@ class LLM(AbstractContextManager["LLM"]):
         videos: Any = (),
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[LabelScore]:
-        """How likely the model holds each of some answers to a conversation, in their order; see `chat`."""
+        """Return how likely each of some answers to a conversation is, in their order; see `chat`."""
         return self.score_batch(
             [conversation(messages, images, videos)], labels, mm_processor_kwargs=mm_processor_kwargs
         )[0]
@@ -195,7 +196,7 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[LabelScore]]:
-        """`score` of several conversations, computed together. A conversation is computed once for all labels."""
+        """Score several conversations together as `score` does. A conversation is computed once for all labels."""
         if isinstance(labels, str) or not labels:
             raise TypeError("labels are one or more texts in a list")
         request = self._request(None, {}, None, mm_processor_kwargs, _NOTHING_MORE, ())
@@ -204,11 +205,11 @@ class LLM(AbstractContextManager["LLM"]):
         return [label_scores(labels, [answer.prompt_logprobs for answer in answers]) for answers in self._run(wanted)]
 
     def stats(self) -> SchedulerStats:
-        """Plain figures of the engine."""
+        """Return figures of the engine."""
         return self._engine_loop.stats()
 
     def flush_cache(self) -> int:
-        """Forget all cached prefixes; returns how many tokens these had."""
+        """Forget all cached prefixes; return how many tokens these had."""
         return self._engine_loop.flush_cache()
 
     def close(self) -> None:
@@ -227,7 +228,7 @@ class LLM(AbstractContextManager["LLM"]):
         returns: ReturnOptions,
         logits_processors: Sequence[LogitsProcessorCall],
     ) -> GenerateReqInput:
-        """What all requests of a call share: its prompt and its name are still to come."""
+        """Return the request that all requests of a call share, without its prompt and its name."""
         return GenerateReqInput(
             request_id="",
             prompt=TextPrompt(text=""),
@@ -239,7 +240,7 @@ class LLM(AbstractContextManager["LLM"]):
         )
 
     def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
-        """The choices of each request."""
+        """Compute requests; return the choices of each."""
         reports: dict[str, tuple[MediumReport, ...]] = {}
         warnings: dict[str, tuple[str, ...]] = {}
         choices: list[list[str]] = []
@@ -269,7 +270,7 @@ class LLM(AbstractContextManager["LLM"]):
                     self._engine_loop.handle(AbortReq(rid=rid))
 
     def _loading(self, requests: Iterable[GenerateReqInput]) -> Generator[_Loading, None, None]:
-        """The requests in order, while the media of those that come next are being loaded already."""
+        """Yield the requests in order, while the media of the next ones are being loaded."""
         ahead = deque[_Loading]()
         try:
             for request in requests:

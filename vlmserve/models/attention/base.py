@@ -1,4 +1,4 @@
-"""What decoder layers and attention kernels share: one step's tensors, and how the two call each other."""
+"""The interface between decoder layers and attention backends, and the tensors of one step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch import nn
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentStep
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.compute.layers import rms_normalise
+from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
 from vlmserve_common.kernels.decoder import DecoderLayers
 
@@ -27,6 +30,29 @@ class ForwardMode(enum.IntEnum):
     EXTEND = 1
     DECODE = 2
     MIXED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What an attention backend is made for: a decoder's heads, and the cache that keeps them. dtype: of queries."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    page_size: int
+    device: torch.device
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    def __str__(self) -> str:
+        heads = f"{self.num_heads} heads of {self.head_dim} over {self.num_kv_heads}"
+        return f"{heads}, {dtype_name(self.dtype)}, cache of {dtype_name(self.cache_dtype)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,35 +95,35 @@ class RadixAttention(nn.Module):
     def forward(
         self, qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
+        """Attend over the cache, by the step's backend."""
         return forward_batch.attn_backend.forward(qkv, rotary, norms, self, forward_batch)
 
 
 class AttentionBackend(ABC):
-    """Gives queries and keys their positions, writes this step's K/V into the cache and attends over it.
+    """An implementation of attention: it turns queries and keys, writes keys and values to the cache, and attends.
 
-    can_capture: whether decoding by it can be captured in a CUDA graph, for which it has the two hooks.
+    can_capture: whether its decode steps can be captured in a CUDA graph; it has the two graph hooks then.
     """
 
     can_capture: bool = False
 
     def reserve(self, max_requests: int, max_context_len: int) -> None:  # noqa: B027  many keep nothing
-        """Allocate now what steps of so many requests, each of up to so many tokens, keep from one to the next: what
-        is left of the memory is given away after this."""
+        """Allocate the buffers that steps of up to `max_requests` requests of `max_context_len` tokens each keep. The
+        KV cache gets the rest of the memory afterwards."""
 
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
-        """Make the buffers that captured kernels read and write, before the first capture; again where other graphs
-        take the place of all before, over another pool and KV cache."""
+        """Make the buffers that captured kernels read and write. Called before the first capture, and again when graphs
+        over another pool and KV cache replace all earlier ones."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:
-        """`init_forward_metadata` of a decode step, into the buffers of `init_graph_state`; called before a capture and
-        before every replay, with the same tensors, whose values are this step's."""
+        """Write a decode step's metadata to the buffers of `init_graph_state`. Called before a capture and before every
+        replay with the same tensors, which hold this step's values."""
         raise NotImplementedError(f"{type(self).__name__} cannot be captured")
 
     @abstractmethod
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Work done once a step, before the first layer."""
+        """Prepare a step; called once, before the first layer."""
 
     @abstractmethod
     def forward(
@@ -108,11 +134,47 @@ class AttentionBackend(ABC):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """qkv [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten -> [N, num_heads * head_dim].
+        """Attend over prefix and this step's tokens, causally, for any number of tokens a request.
 
-        Any number of tokens a request, causal over prefix + extend. norms: where the model normalises heads.
+        qkv: [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten. norms: if the model normalises
+        heads. Returns [N, num_heads * head_dim].
         """
 
     def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers | None:
-        """What computes a step's layers as a whole, attention included; None: the decoder does, by `forward`."""
+        """Return a function that computes whole layers, attention included. None if the decoder must call `forward`."""
         return None
+
+
+def position_and_store(
+    qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, layer: RadixAttention, forward_batch: ForwardBatch
+) -> torch.Tensor:
+    """Return the turned queries [N, num_heads, head_dim]; write the turned keys, and the values, to the KV cache.
+
+    qkv: [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten.
+    """
+    if fused.usable(qkv):
+        from vlmserve_common.kernels.gpu import positions  # not where there is no GPU
+
+        cache = forward_batch.kv_cache.layers[layer.layer_id]
+        if positions.can_store(qkv, cache):
+            return positions.position_and_store(qkv, rotary, norms, forward_batch.out_cache_loc, cache)
+    q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+    forward_batch.kv_cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
+    return q
+
+
+def positioned(
+    qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, num_kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim], computed with torch.
+
+    qkv: [N, num_heads + 2 * num_kv_heads, head_dim]. q and k are turned, and normalised before if the model does that.
+    """
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if norms is not None:
+        qk = rms_normalise(qk, norms.eps)
+        qk[:, :num_heads].mul_(norms.q_weight)
+        qk[:, num_heads:].mul_(norms.k_weight)
+    q, k = rotate(qk, *rotary).split([num_heads, num_kv_heads], dim=1)
+    return q, k, v

@@ -1,4 +1,4 @@
-"""Which attention a server gets: the first that passes its trial here, or the one that is asked for."""
+"""Chooses the attention of a server: the first backend that passes its trial here, or the one that is asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 
-from vlmserve.models.attention.base import AttentionBackend
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.native_backend import NativeAttentionBackend
-from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.attention.trial import check_device, reason, run_trial
 from vlmserve_common.compute.fp8 import FP8_CAPABILITY
@@ -28,7 +27,8 @@ BackendName = Literal["auto", "native", "torch", "triton", "flashinfer"]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A backend for GPUs. make: may raise anything. lacks: why it cannot be, as far as that is known before."""
+    """A backend for GPUs. make: makes it, and may raise anything. lacks: returns why it is impossible, as far as that
+    is known before."""
 
     name: str
     make: Callable[[AttentionSpec], AttentionBackend]
@@ -37,7 +37,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """What became of a candidate: it, ready for use, or why not."""
+    """The result of trying a candidate: a backend ready for use, or why not."""
 
     name: str
     backend: AttentionBackend | None = None
@@ -82,8 +82,8 @@ FOR_GPUS = (FLASHINFER, TRITON)
 def choose_backend(
     setting: BackendName, spec: AttentionSpec, candidates: Sequence[Candidate] = FOR_GPUS
 ) -> AttentionBackend:
-    """auto: on a CPU our own operators where they are possible, on a GPU the first candidate that passes its trial,
-    and torch where none does. EngineError if what was asked for is not possible."""
+    """Choose a backend. auto is, on a CPU, our own operators if possible; on a GPU the first candidate that passes its
+    trial; otherwise torch. EngineError if the backend asked for is impossible."""
     if setting == "native" or (setting == "auto" and spec.device.type == "cpu"):
         return _on_a_cpu(setting, spec)
     if setting == "torch":
@@ -109,7 +109,7 @@ def try_candidate(candidate: Candidate, spec: AttentionSpec) -> Tried:
     try:
         backend = candidate.make(spec)
         run_trial(backend, spec)
-    except Exception as error:  # compilers, drivers and packages of others may fail in any way
+    except Exception as error:  # compilers, drivers and foreign packages may fail in any way
         check_device(spec.device, candidate.name)
         return Tried(name=candidate.name, why_not=reason(error))
     return Tried(name=candidate.name, backend=backend)

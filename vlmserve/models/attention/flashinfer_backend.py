@@ -1,13 +1,15 @@
 """Attention by FlashInfer (Ye et al. 2025, arXiv:2501.01005), on NVIDIA GPUs.
 
 A step is planned once and run in every layer. `plan` takes lengths from the host and the table of pages from the
-device, so that nothing waits for the GPU. Facts are those of flashinfer 0.6.6 and 0.7.2:
+device, so nothing waits for the GPU. These facts hold for flashinfer 0.6.6 and 0.7.2.
 
-* What `plan` has worked out is written to a pinned buffer of the wrapper and copied from there asynchronously
-  (`scheduler.cuh`): the next `plan` must not come before that copy, see `_planned`.
-* The float workspace holds partial results of split histories, the int workspace the plan. Both may be shared by
-  wrappers whose plans are used up in turns, on one stream, as here.
-* In CUDA graph mode a wrapper is of one batch size, and reads index buffers that are ours.
+`plan` writes to a pinned buffer of the wrapper, which is copied asynchronously (`scheduler.cuh`). The next `plan` must
+not come before that copy: see `_planned`.
+
+The float workspace holds partial results of split histories, the int workspace the plan. Wrappers may share both if
+their plans are used up in turns, on one stream, as here.
+
+In CUDA graph mode a wrapper has one batch size, and reads index buffers that are ours.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ import numpy as np
 import torch
 
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import position_and_store
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    RadixAttention,
+    position_and_store,
+)
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import HeadNorms
@@ -33,7 +39,7 @@ _TILE, _DECODE_TILE = 128, 16
 
 
 def lacks(spec: AttentionSpec, capability: tuple[int, int] | None) -> str | None:
-    """What FlashInfer has no kernels for, or None. capability: of the GPU; None: not looked at."""
+    """Return what FlashInfer has no kernels for, or None. capability: of the GPU; None: not checked."""
     if spec.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 and float16, not in {dtype_name(spec.dtype)}"
     if spec.cache_dtype not in (spec.dtype, torch.float8_e4m3fn):
@@ -46,11 +52,11 @@ def lacks(spec: AttentionSpec, capability: tuple[int, int] | None) -> str | None
 
 
 def workspace_bytes(spec: AttentionSpec, *, multiprocessors: int, captured: int = 0) -> int:
-    """Of the float workspace: most partial results (float32) and their log-sum-exps.
+    """Return the bytes of the float workspace: most partial results (float32) and their log-sum-exps.
 
-    `PrefillPlan` (scheduler.cuh) splits histories until two blocks a multiprocessor are busy, each with a tile of
-    queries of one KV head; in a CUDA graph there is a tile for every request at the least. captured: requests of the
-    largest graph.
+    `PrefillPlan` (scheduler.cuh) splits histories until two blocks a multiprocessor are busy. Each block has a tile of
+    queries of one KV head; in a CUDA graph every request has at least one tile. captured: requests of the largest
+    graph.
     """
     busy = 2 * multiprocessors // spec.num_kv_heads
     graph = -(-captured * spec.group_size // _DECODE_TILE) + captured
@@ -59,10 +65,8 @@ def workspace_bytes(spec: AttentionSpec, *, multiprocessors: int, captured: int 
 
 
 class FlashInferAttentionBackend(AttentionBackend):
-    """See the module docstring. ImportError without the package.
-
-    Steps in which every request has one token are decoded, all others are prefill, whatever they mix.
-    """
+    """Decodes steps in which every request has one token; all other steps are prefill. ImportError without the
+    package."""
 
     can_capture = True
 
@@ -89,7 +93,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._planned = torch.cuda.Event() if on_gpu else None
 
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
-        """See the base class: index buffers for all batch sizes; a wrapper for each is made when it first comes."""
+        """Make index buffers for all batch sizes. A size's wrapper is made when it first comes."""
         size = workspace_bytes(self._spec, multiprocessors=self._multiprocessors, captured=max_batch_size)
         if size > len(self._workspace):
             self._workspace = self._zeros(size)
@@ -100,7 +104,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._graphs = {}
 
     def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:
-        """See the base class. `forward_batch` has one token a request, and always the KV cache of the first call."""
+        """Plan a captured step. It has one token a request, and always the KV cache of the first call."""
         assert self._buffers is not None, "init_graph_state comes first"
         size = len(forward_batch.req_pool_indices)
         wrapper = self._graphs.get(size)
@@ -109,7 +113,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         self._plan_decode(wrapper, forward_batch, self._buffers.indices)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan the step; see the module docstring."""
+        """Plan the step."""
         if all(length == 1 for length in forward_batch.extend_lens):
             self._plan_decode(self._decode, forward_batch, None)
         else:
@@ -123,7 +127,7 @@ class FlashInferAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """See the base class. Everything is read from the KV cache, this step's keys and values, too."""
+        """Attend over the KV cache, which has this step's keys and values already."""
         q = position_and_store(qkv, rotary, norms, layer, forward_batch)
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         paged = tuple(
@@ -169,8 +173,8 @@ class FlashInferAttentionBackend(AttentionBackend):
     def _pages(
         self, forward_batch: ForwardBatch, indices: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where each request's pages begin, int32 [B + 1] on the host; the pages, int32 on the device, the first of
-        `indices` if given; tokens in each request's last page, int32 [B] on the host."""
+        """Return the start of each request's pages, int32 [B + 1] on the host; the pages, int32 on the device, in the
+        front of `indices` if given; and the tokens in each request's last page, int32 [B] on the host."""
         from vlmserve_common.kernels.gpu.page_table import page_indices
 
         slots = len(forward_batch.kv_cache.layers[0].keys)
@@ -194,13 +198,13 @@ class FlashInferAttentionBackend(AttentionBackend):
         return starts, out, self._host(tokens - (counts - 1) * size)
 
     def _host(self, values: np.ndarray) -> torch.Tensor:
-        """int32, pinned and new each time: an asynchronous copy may still read the last one."""
+        """Return an int32 tensor, pinned and new each time: an asynchronous copy may still read the last one."""
         tensor = torch.from_numpy(values.astype(np.int32))
         return tensor.pin_memory() if self._pin else tensor
 
     def _wait_for_last_plan(self) -> None:
-        """Until the last plan is on the device: the step before it has been computed by then, and that step has not,
-        so the GPU stays busy."""
+        """Wait until the last plan is on the device. The step before it has been computed by then, and its own step has
+        not, so the GPU stays busy."""
         if self._planned is not None:
             self._planned.synchronize()
 
@@ -227,7 +231,7 @@ class FlashInferAttentionBackend(AttentionBackend):
 
 
 class _GraphBuffers:
-    """What captured kernels read, for batches of any size up to the largest: they share it, from the front on."""
+    """The index buffers of captured kernels. Batches of all sizes share them, from the front on."""
 
     def __init__(self, max_batch_size: int, max_pages: int, device: torch.device) -> None:
         def zeros(size: int) -> torch.Tensor:
@@ -238,7 +242,7 @@ class _GraphBuffers:
         self.last_page_lens = zeros(max_batch_size)
 
     def of(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """As the decode wrapper calls them."""
+        """Return the buffers by the names of the decode wrapper's arguments."""
         return {
             "paged_kv_indptr_buffer": self.starts[: batch_size + 1],
             "paged_kv_indices_buffer": self.indices,

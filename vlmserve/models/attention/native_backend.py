@@ -1,4 +1,5 @@
-"""Attention by our own operators, on a CPU: a step's requests and heads in one call, whatever they do in it."""
+"""Attention by our own operators, on a CPU: one call for all requests and heads of a step, prompts and decoding
+alike."""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from vlmserve_common.kernels.decoder import DecoderLayers, DecoderStep
 
 
 class NativeAttentionBackend(AttentionBackend):
-    """See the module docstring. Everything is read from the KV cache, this step's keys and values, too.
+    """Attends over the KV cache, which has this step's keys and values already.
 
-    A token's answer depends on its request alone, bit for bit: neither on others in its step nor on chunk sizes.
+    A token's answer depends on its request alone, bit for bit: not on batch mates, nor on chunk sizes.
     """
 
     def __init__(self) -> None:
         self._requests = torch.zeros((0, 4), dtype=torch.int64)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """What `kernels.attention.attend` is told of each request."""
+        """Collect each request's arguments of `kernels.attention.attend`."""
         plan = np.empty((len(forward_batch.extend_lens), 4), dtype=np.int64)
         plan[:, 0] = forward_batch.req_pool_indices.numpy()
         plan[:, 1] = forward_batch.prefix_lens
@@ -37,13 +38,13 @@ class NativeAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """See the base class. Queries are replaced in qkv."""
+        """Attend; queries are replaced in qkv."""
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         write_kv(qkv, *rotary, norms, forward_batch.out_cache_loc, cache)
         return attend(qkv, layer.scaling, self._requests, forward_batch.req_to_token_pool.req_to_token, cache)
 
     def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
-        """See the base class."""
+        """Return the operator that computes whole layers, if it can."""
         step = DecoderStep(
             cos=rotary[0],
             sin=rotary[1],

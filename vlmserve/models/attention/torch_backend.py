@@ -1,10 +1,9 @@
-"""Attention with plain torch: the reference, and for all that has no backend of its own.
+"""Attention with plain torch: the reference, and the fallback where no other backend works.
 
-A request's history is read where it lies. The allocator keeps a request's slots in few contiguous runs; each run is a
-slice of the KV cache, attended on its own, and the partial results are merged by their log-sum-exp (as in Flash
-decoding; Dao et al. 2023). Grouped heads need no copy either: query heads of one KV head become query rows (decode)
-or a stride-0 head dimension (extend). Only a history broken into many short runs, or another device than the CPU, is
-gathered.
+A request's history is read in place. The allocator keeps a request's slots in few contiguous runs. Each run is a slice
+of the KV cache and attended on its own, and the partial results are merged by their log-sum-exp (as in Flash decoding;
+Dao et al. 2023). Grouped heads need no copy either: query heads of one KV head become query rows (decode) or a stride-0
+head dimension (extend). A history in many short runs is gathered, and so is any history on another device than the CPU.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import positioned
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, positioned
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -26,7 +24,7 @@ MAX_RUNS = 8
 
 @dataclass(frozen=True)
 class _History:
-    """Where a request's cached tokens lie: contiguous runs (start, end), or slots to gather."""
+    """The place of a request's cached tokens: contiguous runs (start, end), or slots to gather."""
 
     runs: tuple[tuple[int, int], ...]
     slots: torch.Tensor | None = None
@@ -34,7 +32,7 @@ class _History:
 
 @dataclass(frozen=True)
 class _Extend:
-    """What one request does in the step: its tokens are start..start+length of the batch."""
+    """One request of the step; its tokens are start..start+length of the batch."""
 
     start: int
     length: int
@@ -42,14 +40,14 @@ class _Extend:
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """See the module docstring. Holds the plan of the current step only."""
+    """Attends request by request. Holds the plan of the current step only."""
 
     def __init__(self) -> None:
         self._plan: list[_Extend] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Find every request's runs; those of a single token include its own slot, written before it is read. The
-        table is read at once: on a GPU each reading waits for all that was asked of it before."""
+        """Find every request's runs; those of a single token include its own slot, written before it is read. The table
+        is read at once: on a GPU each reading waits for all earlier work."""
         lengths = forward_batch.extend_lens
         cached = [
             prefix + 1 if length == 1 else prefix
@@ -71,7 +69,7 @@ class TorchAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """See the base class."""
+        """Attend, one request after the other."""
         cache = forward_batch.kv_cache
         q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
         k, v = cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
@@ -92,7 +90,8 @@ class TorchAttentionBackend(AttentionBackend):
 
 
 def _history(host: np.ndarray, slots: torch.Tensor) -> _History:
-    """slots int [n], and the same on the host -> its contiguous runs, or itself where these are many and short."""
+    """Return the contiguous runs of slots int [n], given the same on the host, too; or the slots if the runs are many
+    and short."""
     if not len(host):
         return _History(())
     breaks = np.flatnonzero(np.diff(host) != 1) + 1
@@ -114,7 +113,7 @@ def _past(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, H, D] over k, v [S, Hkv, D] -> (out [T, H, D], log-sum-exp float32 [T, H]); CPU only.
+    """Attend with q [T, H, D] over k, v [S, Hkv, D] -> (out [T, H, D], log-sum-exp float32 [T, H]); CPU only.
 
     causal: query i sees keys 0..i (T == S).
     """
@@ -142,7 +141,7 @@ def _attend(
 
 
 def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Attention over the union of disjoint key sets from the attention over each: weights softmax(lse)."""
+    """Merge attention over disjoint key sets into attention over their union: weights softmax(lse)."""
     if len(parts) == 1:
         return parts[0][0]
     weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)
@@ -151,7 +150,7 @@ def _merge(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
 
 
 def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
-    """q [T, H, D] as the last T of the S tokens of k, v [S, Hkv, D] -> [T, H, D]; any device."""
+    """Attend with q [T, H, D], the last T of the S tokens of k, v [S, Hkv, D] -> [T, H, D]; any device."""
     length, total = q.shape[0], k.shape[0]
     # no mask where none is needed: fused kernels take none
     mask = None

@@ -1,7 +1,7 @@
-"""Tries an attention backend on the device it is for: kernels are built late, and a build may fail or compute nonsense.
+"""Tries an attention backend on its device: kernels are built late, and a build may fail or compute nonsense.
 
-A prompt, a longer prompt and a decoding step of requests that share nothing, with the model's heads and types, against
-the same by plain torch.
+The trial is a prompt, a longer prompt and a decode step of requests that share nothing, with the model's heads and
+types. Plain torch computes the same.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.errors import EngineError
@@ -24,7 +23,7 @@ _SEED = 20
 
 
 class WrongAnswerError(Exception):
-    """A backend computes something else than plain torch."""
+    """A backend's answer differs from plain torch's."""
 
 
 def run_trial(backend: AttentionBackend, spec: AttentionSpec) -> None:
@@ -37,7 +36,7 @@ def run_trial(backend: AttentionBackend, spec: AttentionSpec) -> None:
 
 
 def check_device(device: torch.device, name: str) -> None:
-    """EngineError if a trial that failed has broken the GPU for this process: an illegal access does, for good."""
+    """Raise EngineError if a failed trial has broken the GPU for this process, as an illegal access does for good."""
     if device.type != "cuda":
         return
     try:
@@ -50,7 +49,7 @@ def check_device(device: torch.device, name: str) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Why a backend cannot be used, in one line, with what helps where that is known."""
+    """Say in one line why a backend cannot be used, with a remedy if one is known."""
     text = str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in ("flashinfer", "triton"):
         return f"{error.name} is not installed: pip install 'vlmserve[gpu]'"
@@ -71,27 +70,27 @@ def reason(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message."""
+    """Return the first line of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else "no reason given"
 
 
 def _first_error(output: str) -> str:
-    """Of a build's output: the first line that tells of one."""
+    """Return the first line of a build's output that tells of an error."""
     lines = [line.strip() for line in output.splitlines()]
     return next((line for line in lines[1:] if "error" in line.lower()), lines[0])
 
 
 def _tolerance(spec: AttentionSpec) -> float:
-    """The norm of all errors by that of all answers. An 8-bit cache may be rounded otherwise where heads are turned in
-    another precision."""
+    """Return the allowed ratio of the norm of all errors to the norm of all answers. An 8-bit cache may round otherwise
+    if heads are turned in another precision."""
     if spec.cache_dtype.itemsize == 1:
         return 0.08
     return 1e-3 if spec.dtype == torch.float32 else 0.02
 
 
 def _attend(backend: AttentionBackend, spec: AttentionSpec, requests: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """What `backend` answers, float32 [N, num_heads * head_dim]; requests: see `_STEPS`."""
+    """Return the answers of `backend`, float32 [N, num_heads * head_dim]. requests: see `_STEPS`."""
     generator = torch.Generator().manual_seed(_SEED)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -112,7 +111,7 @@ def _attend(backend: AttentionBackend, spec: AttentionSpec, requests: Sequence[t
 def _batch(
     backend: AttentionBackend, spec: AttentionSpec, requests: Sequence[tuple[int, int]], generator: torch.Generator
 ) -> ForwardBatch:
-    """Requests whose pages lie anywhere, in a cache of one layer."""
+    """Make a batch of requests whose pages lie anywhere, in a cache of one layer."""
     device, size = spec.device, spec.page_size
     totals = [prefix + extend for prefix, extend in requests]
     pages = [-(-total // size) for total in totals]

@@ -1,7 +1,7 @@
 """Attention by our own kernels in Triton: for GPUs, and under Triton's interpreter for tests.
 
-Requests with one token are attended to by the decode kernel and others by the extend kernel, whatever else the step
-does: a request's answer does not depend on its batch mates. Nothing is read back from the device.
+Requests with one token go to the decode kernel, all others to the extend kernel, also in mixed steps. So a request's
+answer does not depend on its batch mates. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import numpy as np
 import torch
 
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention
-from vlmserve.models.attention.positioning import position_and_store
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    ForwardBatch,
+    RadixAttention,
+    position_and_store,
+)
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.kernels.attention import HeadNorms
@@ -21,7 +25,7 @@ from vlmserve_common.kernels.gpu.extend import extend_attention, extend_tiles, t
 
 
 class TritonAttentionBackend(AttentionBackend):
-    """See the module docstring. Holds what the current step needs, and the workspace of the decode kernel."""
+    """Holds the current step's arguments, and the workspace of the decode kernel."""
 
     can_capture = True
 
@@ -32,19 +36,19 @@ class TritonAttentionBackend(AttentionBackend):
         self._workspaces: list[SplitWorkspace] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """See the base class."""
+        """Note the step's requests."""
         self._step = _Step(np.asarray(forward_batch.prefix_lens), np.asarray(forward_batch.extend_lens))
 
     def reserve(self, max_requests: int, max_context_len: int) -> None:
-        """See the base class."""
+        """Allocate the workspace of the decode kernel."""
         self._workspace(max_requests, max_context_len)
 
     def init_graph_state(self, max_batch_size: int, req_to_token_pool: ReqToTokenPool) -> None:
-        """See the base class."""
+        """Allocate a workspace that captured steps keep."""
         self._workspace(max_batch_size, req_to_token_pool.max_context_len)
 
     def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:
-        """See the base class: the kernels read all of a decode step from its tensors."""
+        """Note the step's requests; the kernels read the rest from its tensors."""
         self.init_forward_metadata(forward_batch)
 
     def forward(
@@ -55,7 +59,7 @@ class TritonAttentionBackend(AttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """See the base class."""
+        """Attend, with one kernel or both."""
         q = position_and_store(qkv, rotary, norms, layer, forward_batch)
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         table = forward_batch.req_to_token_pool.req_to_token
@@ -89,7 +93,7 @@ class TritonAttentionBackend(AttentionBackend):
 
 
 class _Step:
-    """What a step's requests do. Tensors are made when a layer first asks for them."""
+    """A step's requests. Tensors are made when a layer first asks for them."""
 
     def __init__(self, prefix_lens: np.ndarray, extend_lens: np.ndarray) -> None:
         self._prefix_lens = prefix_lens
@@ -101,7 +105,7 @@ class _Step:
         self._tiles: dict[int, torch.Tensor] = {}
 
     def single_requests(self, device: torch.device) -> torch.Tensor | None:
-        """Those with one token, int32 [singles]; None: all."""
+        """Requests with one token, int32 [singles]; None if all are."""
         if self.singles == self.requests:
             return None
         if self._single_requests is None:
@@ -110,7 +114,7 @@ class _Step:
         return self._single_requests
 
     def tiles(self, tokens: int, device: torch.device) -> torch.Tensor:
-        """`extend_tiles` of the others, for tiles of so many tokens."""
+        """Return `extend_tiles` of requests with several tokens, for tiles of so many tokens."""
         if tokens not in self._tiles:
             several = np.flatnonzero(~self._single)
             tiles = extend_tiles(self._prefix_lens, self._extend_lens, tokens, several)

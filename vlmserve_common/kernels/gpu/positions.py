@@ -1,7 +1,7 @@
 """What comes between the product that makes queries, keys and values, and attention, in one launch: heads are
 normalised, turned by their positions, and keys and values go into the KV cache in its own format.
 
-It rounds where `attention.positioning` and `KVCache.write` do: quotient, product with the weight, both products of the
+It rounds where `models.attention.base` and `KVCache.write` do: quotient, product with the weight, both products of the
 rotation, their sum, and what is stored.
 """
 

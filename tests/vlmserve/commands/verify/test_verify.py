@@ -24,10 +24,10 @@ from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
 from vlmserve.commands.verify import command, reference
 from vlmserve.commands.verify.cases import Case, made_cases, own_case
-from vlmserve.commands.verify.comparison import Answer, Finding, Verdict
+from vlmserve.commands.verify.comparison import Answer, CaseFinding, Verdict
 from vlmserve.commands.verify.ours import RunSettings
-from vlmserve.commands.verify.plain_clip import length_of, read_frames
-from vlmserve.engine import rank_process
+from vlmserve.commands.verify.reference import length_of, read_frames
+from vlmserve.engine import rank_processes
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
 
@@ -36,11 +36,11 @@ FEW = ["--max-tokens", "8", "--num-threads", "1"]
 TOLERANCE = 1e-4
 
 
-def verify(ours: Path, theirs: Path, settings: RunSettings = SETTINGS) -> list[Finding]:
+def verify(ours: Path, theirs: Path, settings: RunSettings = SETTINGS) -> list[CaseFinding]:
     return command.run(ours, theirs, made_cases(("text", "image", "video")), settings, TOLERANCE)
 
 
-def different(findings: list[Finding]) -> set[str]:
+def different(findings: list[CaseFinding]) -> set[str]:
     return {finding.case for finding in findings if finding.verdict is Verdict.DIFFERENT}
 
 
@@ -80,8 +80,8 @@ def test_processes_that_share_a_model_agree_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks = []
-    join = rank_process.RankProcesses.wait_ready
-    monkeypatch.setattr(rank_process.RankProcesses, "wait_ready", lambda self: (ranks.append(self), join(self)))
+    join = rank_processes.RankProcesses.wait_ready
+    monkeypatch.setattr(rank_processes.RankProcesses, "wait_ready", lambda self: (ranks.append(self), join(self)))
     folder = make_checkpoint("qwen3_vl", tmp_path)
     assert cli.main(["verify", str(folder), "--cases", "text,image", "--tp-size", "2", *FEW]) == 0
     assert "12 of 12 agree with transformers" in capsys.readouterr().out

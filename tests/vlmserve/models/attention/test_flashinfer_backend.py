@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.vlmserve.models.attention import fake_flashinfer
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention import trial
-from vlmserve.models.attention.base import AttentionBackend
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.flashinfer_backend import FlashInferAttentionBackend, lacks, workspace_bytes
-from vlmserve.models.attention.spec import AttentionSpec
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 
 SPEC = AttentionSpec(

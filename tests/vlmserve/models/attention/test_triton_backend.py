@@ -13,8 +13,7 @@ from tests.vlmserve_common.kernels.paged_step import DEVICE, PagedStep, make_ste
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine import build
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention
-from vlmserve.models.attention.spec import AttentionSpec
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, ForwardMode, RadixAttention
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.attention.triton_backend import TritonAttentionBackend
 from vlmserve_common.compute.rotary import rotation

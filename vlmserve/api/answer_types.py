@@ -1,0 +1,263 @@
+"""The types of chat and text completions, whole and in chunks, as the OpenAPI document shows them."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from processors.families.base import Coordinates
+from processors.families.report import VideoReport
+from processors.knobs import Clamp
+from vlmserve.frontend.timings import Timings
+
+FinishType = Literal["stop", "length", "tool_calls"]
+
+
+# ---- log-probabilities
+
+
+class NamedLogprob(TypedDict):
+    """A token. bytes: the bytes of its text, which may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class AnswerLogprob(NamedLogprob):
+    """A token of the answer. token_ids_logprobs: the logprobs of the tokens that the request names."""
+
+    top_logprobs: list[NamedLogprob]
+    token_ids_logprobs: NotRequired[list[float]]
+
+
+class ChoiceLogprobs(TypedDict):
+    content: list[AnswerLogprob]
+    refusal: None
+
+
+class PromptLogprob(TypedDict):
+    """A token at a position of the prompt. rank: 1 for the likeliest token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+# ---- figures
+
+
+class Size(TypedDict):
+    """Width and height in pixels."""
+
+    width: int
+    height: int
+
+
+class Scale(TypedDict):
+    x: float
+    y: float
+
+
+class MediumInfo(TypedDict):
+    """How a picture or video was prepared. scale: pixels of the source in one pixel of the resized picture."""
+
+    kind: Literal["image", "video"]
+    param: str
+    source_size: Size
+    final_size: Size
+    scale: Scale
+    grid_thw: tuple[int, int, int]
+    tokens: int
+    coordinates: Coordinates
+    clamps: list[Clamp]
+    ignored: list[str]
+    video: VideoReport | None
+
+
+class MediaReport(TypedDict):
+    """The reports on the request's media, in the order of its prompt."""
+
+    media: list[MediumInfo]
+
+
+class PromptTokensDetails(TypedDict):
+    """The kinds of the prompt's tokens; the last three come with return_usage_details."""
+
+    cached_tokens: int
+    text_tokens: NotRequired[int]
+    image_tokens: NotRequired[int]
+    video_tokens: NotRequired[int]
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """The tokens of a request; timings come with return_usage_details."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    timings: NotRequired[Timings | None]
+
+
+class Remarks(TypedDict):
+    """Remarks on an answer. warnings: parts of the request without effect. mm_report, timings: with return_mm_report"""
+
+    warnings: NotRequired[list[str]]
+    mm_report: NotRequired[MediaReport]
+    timings: NotRequired[Timings | None]
+
+
+# ---- answers
+
+
+class FunctionOfCall(TypedDict):
+    """A called function. arguments: JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class CallOfTool(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionOfCall
+
+
+class AnswerMessage(TypedDict):
+    """The message of an answer. content: null if the answer has calls only."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallOfTool]]
+
+
+class ChatChoice(TypedDict):
+    """One choice of an answer. stop_reason: the stop string that was found."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishType
+    stop_reason: str | None
+    hidden_states: NotRequired[list[list[float]]]
+
+
+class ChatCompletion(Remarks):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids_logprobs: NotRequired[list[list[float] | None]]
+
+
+# ---- in chunks
+
+
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class CallDelta(TypedDict):
+    """A piece of a call. id, type and the function's name come first, then pieces of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+class ChatDelta(TypedDict):
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[CallDelta]]
+
+
+class ChunkChoice(TypedDict):
+    index: int
+    delta: ChatDelta
+    logprobs: ChoiceLogprobs | None
+    finish_reason: FinishType | None
+    stop_reason: NotRequired[str | None]
+
+
+class ChatCompletionChunk(Remarks):
+    """A part of a streamed answer; the last one has the usage, if the request asks for it."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: NotRequired[Usage | None]
+
+
+# ---- text completions
+
+
+class LogprobColumns(TypedDict):
+    """One entry for each token. text_offset: characters of the choice's text before the token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(TypedDict):
+    """One choice of an answer. stop_reason: the stop string that was found."""
+
+    index: int
+    text: str
+    logprobs: LogprobColumns | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
+class TextCompletion(TypedDict):
+    """The answers to all prompts."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextChunkChoice(TypedDict):
+    index: int
+    text: str
+    logprobs: LogprobColumns | None
+    finish_reason: Literal["stop", "length"] | None
+    stop_reason: NotRequired[str | None]
+
+
+class TextCompletionChunk(TypedDict):
+    """A part of streamed answers; the last one has the usage, if the request asks for it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[TextChunkChoice]
+    usage: NotRequired[Usage | None]

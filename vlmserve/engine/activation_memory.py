@@ -1,0 +1,249 @@
+"""Memory for computing, beside weights and caches: estimated from shapes, or measured on a GPU by a pass over zeros.
+
+The largest step that the settings allow counts: a prompt chunk with every request that decodes beside it, and a batch
+of the vision tower at its limit of patches, or one larger picture.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from processors.families.config import read_processor_config
+from vision.towers.blocks import VisionTower
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.encoder import resolve_max_patches
+from vlmserve.engine.recurrent import state_shape
+from vlmserve.executor.model_worker_batch import SamplingBatchInfo
+from vlmserve.executor.sampler import sample
+from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
+from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.memory.sizing import Activations, activation_bytes
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
+from vlmserve.models.config import ModelConfig
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.checkpoint.hf_config import read_hf_config
+
+Meter: TypeAlias = Callable[[Callable[[], object]], int]
+"""Runs a function, and returns the peak of the bytes that were allocated meanwhile."""
+
+_LOGITS = 14
+"""Float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p: as computed, scaled, as
+logprobs, sorted with their places (which take twice as much), and their sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """The largest step. tokens: of the decoder. rows: sampled from. patches: of the tower; 0 if the tower is
+    elsewhere."""
+
+    tokens: int
+    rows: int
+    patches: int
+
+    def of_all_groups(self, args: EngineArgs) -> StepLimits:
+        """Count all attention groups together: MLPs and sampling compute the tokens of every group."""
+        groups = args.attention_groups
+        return replace(self, tokens=self.tokens * groups, rows=self.rows * groups)
+
+
+def step_limits(args: EngineArgs, device: torch.device, *, max_model_len: int, auto_pixels: int | None) -> StepLimits:
+    """Return the largest step that the settings allow. auto_pixels: the result of `--max-pixels auto`; None: the
+    checkpoint's limit."""
+    tokens = max(args.max_prefill_tokens, max_model_len)
+    if args.chunked_prefill_size > 0:
+        tokens = min(args.max_prefill_tokens, args.chunked_prefill_size)
+    patches = 0
+    if not args.num_encoders:
+        config = read_processor_config(Path(args.model), read_hf_config(Path(args.model)))
+        limits = [config.max_pixels, auto_pixels, args.max_pixels if isinstance(args.max_pixels, int) else None]
+        pixels = min(limit for limit in limits if limit is not None)
+        patches = max(resolve_max_patches(args, device), pixels // config.patches.patch_size**2)
+    rows = args.max_running_requests
+    return StepLimits(tokens=min(tokens, rows * max_model_len) + rows, rows=rows, patches=patches)
+
+
+def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Activations:
+    """Estimate from the shapes of a model, which may be on the meta device."""
+    config, itemsize = model.config, model.dtype.itemsize
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # heads before and after they are turned, and attention's output; or gate and up, their product, and its input
+    widest = max(
+        2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
+    )
+    embeds = config.hidden_size * (1 + model.visual.num_deepstack_layers) * itemsize
+    logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS
+    return Activations(
+        tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
+        step=activation_bytes(
+            limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=embeds
+        ),
+        logits=logits if model.comm.shard.stage.is_last else 0,
+    )
+
+
+def measure_activations(
+    model: VisionLanguageModel,
+    attn_backend: AttentionBackend,
+    limits: StepLimits,
+    meter: Meter,
+    cache_dtype: torch.dtype | None = None,
+) -> Activations:
+    """Measure a loaded model by computing such steps over zeros. cache_dtype: the KV cache's; by default the
+    model's."""
+    with torch.inference_mode():
+        device = next(model.language_model.parameters()).device
+        batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
+        hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
+        info, shard = dummy_sampling(limits.rows), model.comm.shard
+
+        def logits() -> None:
+            whole_or_part = model.compute_logits(hidden)
+            if shard.samples:
+                sample(whole_or_part, info)
+
+        return Activations(
+            tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,
+            step=meter(lambda: _decode(model, batch)),
+            logits=meter(logits) if shard.stage.is_last else 0,
+            beside=True,  # each on a stream of its own
+        )
+
+
+def cuda_meter(device: torch.device) -> Meter:
+    """Return a meter of a GPU's memory. The GPU gets cached blocks back."""
+
+    def measure(run: Callable[[], object]) -> int:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+    return measure
+
+
+def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
+    pixels = next(weight for name, weight in tower.named_parameters() if name.startswith("patch_embed."))
+    first = [weight for name, weight in tower.named_parameters() if name.startswith("blocks.0.") and weight.ndim == 2]
+    stream = len(pixels)
+    # heads in one piece, turned, and their results; or what an MLP has inside
+    widest = max(2 * 3 * stream + stream, 3 * max(weight.shape[0] for weight in first))
+    merged = tower.out_hidden_size * (1 + tower.num_deepstack_layers) * itemsize // tower.spatial_merge_size**2
+    values = pixels[0].numel() * (2 * torch.float32.itemsize + itemsize)
+    return activation_bytes(patches, stream=stream, widest=widest, itemsize=itemsize, beside=values + 2 * merged)
+
+
+def _linear_width(config: ModelConfig) -> int:
+    """Return the elements of a gated delta net per token: its product and its output. The delta rule's own float32
+    values belong to a few hundred tokens only."""
+    linear = config.linear
+    return 0 if linear is None else linear.conv_size + 4 * linear.value_size
+
+
+def _experts_width(config: ModelConfig) -> int:
+    """Return the elements of a sparse MLP per token: its odds in float32, twice, and for each chosen expert the input,
+    gate and up with their product, and the output."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    return 4 * experts.count + experts.chosen * (2 * config.hidden_size + 3 * experts.intermediate_size)
+
+
+def encode_nothing(tower: VisionTower, patches: int, device: torch.device) -> torch.Tensor:
+    """Encode one square picture of about so many patches."""
+    merge = tower.spatial_merge_size
+    side = max(merge, int(patches**0.5) // merge * merge)
+    values = torch.zeros((side * side, math.prod(tower.patch_embed.proj.kernel)), dtype=torch.float32, device=device)
+    return tower(values, [(1, side, side)])
+
+
+def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
+    if model.comm.shard.stage.is_first:
+        embeds = model.embed_tokens(batch.input_ids)
+    else:
+        shape = len(batch.input_ids), model.config.hidden_size
+        embeds = torch.zeros(shape, dtype=model.dtype, device=batch.input_ids.device)
+    layers = model.visual.num_deepstack_layers
+    every = torch.arange(len(embeds), device=embeds.device)
+    deepstack = embeds.new_zeros((layers, *embeds.shape)) if layers else None
+    batch.attn_backend.init_forward_metadata(batch)
+    return model.forward(
+        embeds, batch.positions, batch, deepstack_index=every if layers else None, deepstack_embeds=deepstack
+    )
+
+
+def _dummy_batch(
+    config: ModelConfig,
+    model_dtype: torch.dtype,
+    dtype: torch.dtype,
+    attn_backend: AttentionBackend,
+    tokens: int,
+    device: torch.device,
+) -> ForwardBatch:
+    """Make a prompt of so many tokens, in a cache of its own."""
+    slots = torch.arange(tokens, device=device)
+    pool = ReqToTokenPool(1, tokens, device)
+    pool.write(0, 0, slots)
+    cache = KVCache(
+        num_slots=tokens,
+        num_layers=config.num_kv_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    shape = state_shape(config, model_dtype)
+    span = Span(start=0, length=tokens, prefix_len=0, state=1)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+        positions=slots.expand(3, -1).contiguous(),
+        req_pool_indices=torch.zeros(1, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor([tokens], dtype=torch.int32, device=device),
+        extend_start_loc=torch.tensor([0, tokens], dtype=torch.int32, device=device),
+        prefix_lens=[0],
+        extend_lens=[tokens],
+        out_cache_loc=slots,
+        req_to_token_pool=pool,
+        kv_cache=cache,
+        attn_backend=attn_backend,
+        recurrent=None if shape is None else RecurrentStep(cache=RecurrentCache(1, shape, device), spans=(span,)),
+    )
+
+
+def dummy_sampling(rows: int) -> SamplingBatchInfo:
+    """Make the costliest sampling: every request samples among its likeliest tokens, for which all are sorted."""
+    no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+    return SamplingBatchInfo(
+        batch_indices=np.arange(rows),
+        token_indices=np.arange(rows),
+        temperatures=np.ones(rows, dtype=np.float32),
+        top_ps=np.full(rows, 0.9, dtype=np.float32),
+        top_ks=np.zeros(rows, dtype=np.int64),
+        min_ps=np.zeros(rows, dtype=np.float32),
+        seeds=np.arange(rows),
+        output_indices=np.zeros(rows, dtype=np.int64),
+        num_logprobs=np.full(rows, -1, dtype=np.int64),
+        bias_rows=no_ids,
+        bias_ids=no_ids,
+        bias_values=no_values,
+        count_rows=no_ids,
+        count_ids=no_ids,
+        count_values=no_ids,
+        presence=no_values,
+        frequency=no_values,
+        seen_rows=no_ids,
+        seen_ids=no_ids,
+        repetition=no_values,
+    )

@@ -1,0 +1,139 @@
+"""Prepares the device of a process, checks that the model fits, and loads the process's part of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from vlmserve.config.engine_args import AUTO, EngineArgs
+from vlmserve.engine.activation_memory import estimate_activations, step_limits
+from vlmserve.engine.encoder import encoder_devices
+from vlmserve.engine.picture_limit import SMALLEST_PIXELS
+from vlmserve.engine.recurrent import state_bytes
+from vlmserve.memory.kv_cache import KVCache, cache_dtype
+from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_part, weight_bytes
+from vlmserve.models.random_weights import random_model
+from vlmserve.models.registry import load_model, outline_model, quantization_of
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.checkpoint.quantized import Scheme
+from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.cpus import cpu_name, usable_threads
+from vlmserve_common.compute.devices import check_dtype, resolve_device
+from vlmserve_common.compute.shard import Shard
+from vlmserve_common.compute.tensors import dtype_setting
+from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels import fused
+from vlmserve_common.kernels.library import activate, active, torch_threads
+from vlmserve_common.kernels.quantized import MODE_BITS, Mode
+
+if TYPE_CHECKING:
+    from vlmserve_common.parallel.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def prepare_device(args: EngineArgs, ranks: Ranks | None) -> tuple[torch.device, int]:
+    """Return the device, made ready for this thread, and the number of threads that compute on a CPU."""
+    threads = usable_threads(args.num_threads, "--num-threads")
+    torch.set_num_threads(threads)
+    device = resolve_device(args.device)
+    if device.type == "cpu":
+        operators = activate(args.cpu_kernels, threads=threads)
+        log.info("%s: %d threads, which sleep when there is nothing to do; %s", cpu_name(), threads, operators)
+        if ranks is not None:
+            ranks.share_memory()
+    else:
+        torch.cuda.set_device(device)  # for this thread: Triton launches there, in its trial, too
+    operators = fused.activate(args.gpu_kernels, device)
+    if device.type == "cuda":
+        log.info("%s: %s", device, operators)
+    return device, threads
+
+
+def load(
+    args: EngineArgs, device: torch.device, comm: Communicator, threads: int, *, with_tower: bool
+) -> VisionLanguageModel:
+    """Load and pack this process's part of the model, once it is known to fit. with_tower: False where encoder
+    processes have the tower. Errors: those of `load_model`, and EngineError for too little memory."""
+    mode = _quantization(args, device)
+    _check_sizes(args, device, mode, comm.shard)
+    dtype = dtype_setting(args.dtype)
+    if args.load_format == "dummy":
+        model = random_model(Path(args.model), device, dtype, with_tower=with_tower, comm=comm)
+    else:
+        model = load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, comm=comm)
+    model.pack(mode)
+    if device.type == "cpu":
+        torch.set_num_threads(torch_threads(threads, model.dtype))
+    return model
+
+
+def bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers here."""
+    config = model.config
+    return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+
+
+def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
+    """Return how --quantization packs weights here; None if it does not. EngineError on a GPU."""
+    if args.quantization == "none":
+        return None
+    if device.type != "cpu":
+        raise EngineError(f"--quantization {args.quantization} is for CPUs, and the model is on {device}")
+    if active() is None:
+        log.warning("--quantization %s needs our own operators: the weights stay as they are", args.quantization)
+        return None
+    return args.quantization
+
+
+def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shard: Shard) -> None:
+    """Check the context length and the memory before any weight is read. EngineError says what does not fit."""
+    outline = _outline(args, device, shard)
+    most = outline.config.max_position_embeddings
+    max_model_len = args.max_model_len or most
+    if max_model_len > most:
+        raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+    check_dtype(outline.dtype, device)
+    weights = _weights_here(args, device, outline, mode)
+    check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
+    # on a CPU the size of pictures is found out later; this is the least that it can be
+    auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
+    limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
+    kv_cache_size(
+        args,
+        bytes_per_token=bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
+        max_model_len=max_model_len,
+        device=device,
+        weights_to_come=weights,
+        state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
+        activations=estimate_activations(outline, limits.of_all_groups(args)),
+    )
+
+
+def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
+    dtype = dtype_setting(args.dtype)
+    if args.load_format == "dummy":
+        return random_model(Path(args.model), "meta", dtype, comm=Communicator(shard))
+    return outline_model(Path(args.model), dtype, device, shard=shard)
+
+
+def _weights_here(args: EngineArgs, device: torch.device, outline: VisionLanguageModel, mode: Mode | None) -> int:
+    """Return the bytes of the weights that this process will hold, packed copies included."""
+    weights, shard = weight_bytes(outline), outline.config.shard
+    if args.num_encoders:
+        encoder_devices(args, device)  # raises if one of them is missing
+    if args.num_encoders or not shard.is_entry:
+        weights -= weight_bytes(outline.visual)  # encoder processes or the first rank load the tower
+    embedding = outline.language_model.embed_tokens
+    if active() is not None and outline.lm_head is None and embedding is not None and shard.stage.is_last:
+        # the packed copy of the embedding that is a tied model's head
+        copy = weight_bytes(embedding)
+        weights += copy if mode is None else int(copy * quantised_part(MODE_BITS[mode], outline.dtype))
+    scheme = quantization_of(Path(args.model))
+    if active() is not None and isinstance(scheme, Scheme):
+        decoder = weight_bytes(outline.language_model.layers)
+        weights -= int(decoder * (1 - quantised_part(scheme.bits, outline.dtype)))
+    return weights

@@ -1,0 +1,204 @@
+"""The processes that share one model: where each computes, how they meet, and what every rank but the first does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import blake3
+import torch
+
+from processors.pool import prepare_processes
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.fields import flag
+from vlmserve.config.start_settings import StartSettings
+from vlmserve.engine.build import build_runner
+from vlmserve.executor.distributed.follower import Follower, GroupFollower
+from vlmserve.executor.distributed.leader import GroupLeader, LeadingWorker
+from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.models.registry import load_config
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.devices import resolve_device
+from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
+from vlmserve_common.errors import EngineError, RankLostError
+from vlmserve_common.parallel.meeting import MeetingPlace
+from vlmserve_common.parallel.ranks import Ranks
+from vlmserve_common.process.child import ChildProcess, Parent
+from vlmserve_common.process.stop_signals import stop_signals_held
+from vlmserve_common.version import __version__
+
+LAST_WORDS_S = 3.0
+"""A rank that has lost another waits this long before it ends, so that their parent can say which one was lost."""
+# Settings that may differ between ranks.
+_OWN_SETTINGS = frozenset({"model", "device", "num_threads", "node_rank"})
+
+
+def rank_shard(args: EngineArgs, rank: int) -> Shard:
+    """Return the part of the model that a rank has. rank = stage * tp_size + number within the stage."""
+    stage, within = divmod(rank, args.tp_size)
+    experts = ExpertSharing(
+        ep_size=args.ep_size,
+        a2a=args.moe_a2a_backend,
+        redundant=args.ep_num_redundant_experts,
+        counted=args.enable_eplb,
+    )
+    return Shard(
+        within,
+        args.tp_size,
+        experts=experts,
+        stage=PipelineStage(stage, args.pp_size),
+        groups=args.attention_groups,
+    )
+
+
+def rank_args(args: EngineArgs, rank: int) -> EngineArgs:
+    """Return a rank's own settings: one GPU, counted from --device on, or a share of the CPU's cores and memory.
+
+    EngineError for more ranks than GPUs, or a model that cannot be shared among them.
+    """
+    config = load_config(Path(args.model), rank_shard(args, rank))
+    for stage in range(args.pp_size):  # each stage is checked: another rank's may be impossible
+        replace(config, shard=rank_shard(args, stage * args.tp_size)).of_part()
+    device = resolve_device(args.device)
+    here = args.own_ranks
+    if device.type != "cuda":
+        threads = args.num_threads or max(1, available_cpus() // len(here))
+        memory = args.mem_fraction_static / len(here)
+        return replace(args, device=str(device), num_threads=threads, mem_fraction_static=memory)
+    first, count = device.index or 0, torch.cuda.device_count()
+    if first + len(here) > count:
+        wanted = f"{len(here)} ranks (--tp-size, --pp-size) want as many GPUs, from cuda:{first} on"
+        raise EngineError(f"{wanted}; the last one is cuda:{count - 1}")
+    return replace(args, device=f"cuda:{first + rank - here.start}")
+
+
+def meeting_place(folder: Path | str, args: EngineArgs, start: StartSettings) -> MeetingPlace:
+    """Return the place where the ranks of one engine meet. folder: a private directory, used on one machine."""
+    address = f"{folder}/ranks" if args.nnodes == 1 else args.dist_init_addr
+    return MeetingPlace(
+        address=str(address), size=args.world_size, ready_by=start.ready_by, timeout_s=start.startup_timeout_s
+    )
+
+
+def join_ranks(args: EngineArgs, rank: int, place: MeetingPlace, look: Callable[[], object] = lambda: None) -> Ranks:
+    """Meet the other ranks and connect to them. args: of `rank_args`. look, errors: those of `meet`."""
+    return Ranks(place, rank_shard(args, rank), torch.device(args.device), _about(args), look)
+
+
+def leading_worker(
+    runner: ModelRunner, ranks: Ranks, who_died: Callable[[], str | None]
+) -> LeadingWorker | GroupLeader:
+    """Make the worker of the first rank. who_died: see `LeadingWorker`."""
+    return (LeadingWorker if ranks.comm.tokens is None else GroupLeader)(runner, ranks, who_died)
+
+
+def follow(
+    args: EngineArgs,
+    rank: int,
+    place: MeetingPlace,
+    *,
+    ready: Callable[[], object],
+    idle: Callable[[], object] = lambda: None,
+    working: Callable[[], object] = lambda: None,
+) -> None:
+    """Do the work of any rank but the first, until another rank is gone.
+
+    ready: called once. idle, working: called whenever this rank begins to wait or to work. RankLostError at the end;
+    errors of `rank_args`, `meet` and `build_runner` before.
+    """
+    args = rank_args(args, rank)
+    ranks = join_ranks(args, rank, place)
+    runner, _ = build_runner(args, ranks)
+    follower = (Follower if ranks.comm.tokens is None else GroupFollower)(runner, ranks)
+    ready()
+    try:
+        while True:
+            idle()
+            order = follower.await_order()
+            working()
+            follower.obey(order)
+    except RankLostError:
+        time.sleep(LAST_WORDS_S)
+        raise
+
+
+def run_rank(parent: Parent, args: EngineArgs, rank: int, place: MeetingPlace) -> None:
+    """Do the work of a rank in a child process."""
+    follow(args, rank, place, ready=lambda: parent.ready({}))
+
+
+class RankProcesses:
+    """All ranks but the first, as children of this process. `stop` must be called, whatever happens."""
+
+    def __init__(self, args: EngineArgs, place: MeetingPlace, log_level: str) -> None:
+        prepare_processes()
+        self._place = place
+        self._children: list[ChildProcess] = []
+        self._starting: list[ChildProcess] = []
+        for rank in args.own_ranks[1:]:
+            with stop_signals_held():
+                child = ChildProcess(
+                    f"rank-{rank}",
+                    run_rank,
+                    (args, rank, place),
+                    title=f"the process of rank {rank}",
+                    log_level=log_level,
+                    forked=True,
+                )
+                self._children.append(child)
+            self._starting.append(child)
+
+    def check(self, timeout_s: float = 0.0) -> None:
+        """Raise EngineError with the message of a rank that cannot start, or is gone. timeout_s: how long to wait for
+        reports."""
+        for pipe in wait([child.pipe for child in self._starting], timeout_s):
+            child = next(one for one in self._starting if one.pipe is pipe)
+            child.take_report()
+            self._starting.remove(child)
+        died = self.who_died()
+        if died is not None:
+            raise EngineError(died)
+
+    def wait_ready(self) -> None:
+        """Wait until all ranks can work. Errors of `check`, and EngineError when the time is over."""
+        while self._starting:
+            if time.monotonic() > self._place.ready_by:
+                late = ", ".join(child.title for child in self._starting)
+                raise EngineError(f"not ready after {self._place.timeout_s:g} s: {late}")
+            self.check(timeout_s=0.1)
+
+    def who_died(self, timeout_s: float = 0.0) -> str | None:
+        """Say which rank is gone and how; None if all are there. timeout_s: how long to wait for one to end."""
+        gone: Sequence[object] = wait([child.sentinel for child in self._children], timeout_s)
+        return next((child.how_it_died() for child in self._children if child.sentinel in gone), None)
+
+    def stop(self) -> None:
+        """End all processes."""
+        for child in self._children:
+            child.stop()
+
+
+def _about(args: EngineArgs) -> dict[str, str]:
+    """Return what must be the same for all ranks, by its name."""
+    settings = {flag(name): repr(value) for name, value in asdict(args).items() if name not in _OWN_SETTINGS}
+    return {
+        "vlmserve's version": __version__,
+        "torch's version": torch.__version__,
+        "the model": _model_digest(Path(args.model)),
+        "the kind of device": torch.device(args.device).type,
+        **settings,
+    }
+
+
+def _model_digest(folder: Path) -> str:
+    """Digest a checkpoint's configuration, and the names and sizes of its files."""
+    digest = blake3.blake3()
+    with contextlib.suppress(OSError):
+        digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors*")):
+        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+    return digest.hexdigest(length=8)

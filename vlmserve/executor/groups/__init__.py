@@ -1,1 +1,0 @@
-"""Steps of groups of ranks that have requests of their own, computed together: rounds."""

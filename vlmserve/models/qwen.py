@@ -1,0 +1,54 @@
+"""The decoders of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, the last one dense or with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from vlmserve.models.config import ModelConfig, ModelDefaults
+from vlmserve.models.decoder import Decoder, DecoderAttention
+from vlmserve_common.compute.communicator import ALONE, Communicator
+from vlmserve_common.compute.layers import RMSNorm
+from vlmserve_common.compute.rotary import MRotary, contiguous_axes, interleaved_axes
+from vlmserve_common.kernels.attention import HeadNorms
+
+QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24))
+QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
+QWEN3_MOE_DEFAULTS = replace(QWEN3_DEFAULTS, has_experts=True)
+
+
+class Qwen2Attention(DecoderAttention):
+    """Attention with biased projections of queries, keys and values."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator, layer_id: int) -> None:
+        super().__init__(config, comm, layer_id, qkv_bias=True, out_bias=False)
+
+
+class Qwen2Decoder(Decoder):
+    """A decoder whose M-RoPE gives each axis a run of frequencies. dtype: of its computation."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
+        rotary = MRotary(config.head_dim, config.rope_theta, contiguous_axes(config.mrope_section), dtype)
+        super().__init__(config, comm, lambda layer_id: Qwen2Attention(config, comm, layer_id), rotary)
+
+
+class Qwen3Attention(DecoderAttention):
+    """Attention that normalises each head of queries and keys."""
+
+    def __init__(self, config: ModelConfig, comm: Communicator, layer_id: int) -> None:
+        super().__init__(config, comm, layer_id, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def norms(self) -> HeadNorms:
+        """Return the norms of queries and keys."""
+        return HeadNorms(q_weight=self.q_norm.weight, k_weight=self.k_norm.weight, eps=self.q_norm.eps)
+
+
+class Qwen3Decoder(Decoder):
+    """A decoder whose M-RoPE interleaves the axes' frequencies. dtype: of its computation."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
+        rotary = MRotary(config.head_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+        super().__init__(config, comm, lambda layer_id: Qwen3Attention(config, comm, layer_id), rotary)
