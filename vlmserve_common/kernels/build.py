@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpp"
 SHIPPED = Path(__file__).parent / "lib"
+LEVEL_VARIABLE = "VLMSERVE_CPU_LEVEL"
+"""Environment variable with the highest level to use, so that a new CPU computes as an older one does."""
 # Ends a library that was written as a whole: loading half a one can kill the process.
 _WHOLE = b"vlmserve: whole\n"
 _FLAGS = (
@@ -74,11 +76,18 @@ def cpu_words(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def best_level(words: Collection[str], machine: str = platform.machine()) -> str:
-    """The kind of CPU that has these words. CannotBuild for one that the operators were not written for."""
+    """Return the best level of a CPU with these words, at most the one that VLMSERVE_CPU_LEVEL names if it is set.
+
+    Raises CannotBuild for a CPU that the operators were not written for, and for a level that does not exist.
+    """
     if machine in ("aarch64", "arm64"):
         return "arm64"
-    for level, (needed, _) in LEVELS.items():
-        if needed <= set(words):
+    levels = list(LEVELS)
+    highest = os.environ.get(LEVEL_VARIABLE) or levels[0]
+    if highest not in levels:
+        raise CannotBuild(f"{LEVEL_VARIABLE} is {highest!r}, and the levels are {', '.join(levels)}")
+    for level in levels[levels.index(highest) :]:
+        if LEVELS[level][0] <= set(words):
             return level
     lacking = ", ".join(sorted(LEVELS["avx2"][0] - set(words)))
     raise CannotBuild(f"there are none for a CPU without {lacking}")

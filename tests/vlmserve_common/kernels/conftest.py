@@ -18,6 +18,7 @@ LEVELS_HERE = [level for level, (needed, _) in WITH_STAND_IN.items() if needed <
 @pytest.fixture(params=LEVELS_HERE)
 def operators(request, monkeypatch):
     """The operators of one kind of CPU, with two threads; its name."""
+    monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
     monkeypatch.setattr(build, "LEVELS", WITH_STAND_IN)
     monkeypatch.setattr(library, "cpu_words", lambda: WITH_STAND_IN[request.param][0])
     said = library.activate("auto", threads=2)

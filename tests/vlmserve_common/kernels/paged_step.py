@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve_common.kernels.attention import CacheLayer
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

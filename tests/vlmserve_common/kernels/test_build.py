@@ -14,6 +14,12 @@ X86 = "x86_64"
 OLD = frozenset(("fpu", "sse4_2", "avx"))
 
 
+@pytest.fixture(autouse=True)
+def all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests use every level, whatever the environment allows."""
+    monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
+
+
 @pytest.fixture
 def one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A library of one small function, for a CPU of any kind, in place of the operators; the folder it is kept in."""
@@ -34,6 +40,18 @@ def one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 @pytest.mark.parametrize(("level", "words"), [(level, words) for level, (words, _) in build.LEVELS.items()])
 def test_each_kind_of_cpu_gets_its_own(level: str, words: frozenset[str]) -> None:
     assert build.best_level(words | OLD, X86) == level
+
+
+def test_the_environment_limits_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = build.LEVELS["amx"][0] | build.LEVELS["avx512"][0] | build.LEVELS["avx2"][0]
+    found = []
+    for highest in ("", *build.LEVELS):
+        monkeypatch.setenv(build.LEVEL_VARIABLE, highest)
+        found.append(build.best_level(best, X86))
+    assert found == ["amx", *build.LEVELS]
+    monkeypatch.setenv(build.LEVEL_VARIABLE, "sse9")
+    with pytest.raises(build.CannotBuild, match=r"VLMSERVE_CPU_LEVEL is 'sse9', and the levels are amx, .*avx2$"):
+        build.best_level(best, X86)
 
 
 def test_a_cpu_without_avx2_gets_none_and_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
