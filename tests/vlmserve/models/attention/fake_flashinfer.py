@@ -27,8 +27,8 @@ class _Wrapper:
         self.use_cuda_graph = use_cuda_graph
         self.buffers = None
 
-    def reset_workspace_buffer(self, workspace, int_workspace):
-        self.workspace, self.int_workspace = workspace, int_workspace
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        self.workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
 
     def _plan(self, indptr, indices, last_page_len, heads, kv_heads, head_dim, page_size, *, causal, sm_scale, kinds):
         for each in (indptr, indices, last_page_len):
