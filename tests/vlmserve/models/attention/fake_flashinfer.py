@@ -1,8 +1,8 @@
 """A stand-in for FlashInfer's two wrappers of a paged KV cache, in plain torch.
 
-What they read, check and refuse is as in flashinfer 0.6.6 (`decode.py`, `prefill.py`, `utils.cuh`), and they attend over
-the tables that `plan` was given. `test_flashinfer_signatures` compares their parameters with the real ones. A wrapper in
-CUDA graph mode reads buffers of its owner, which `plan` fills.
+What they read, check and refuse is as in flashinfer 0.6.6 (`decode.py`, `prefill.py`, `utils.cuh`), and they attend
+over the tables that `plan` was given. `test_flashinfer_signatures` compares their parameters with the real ones. A
+wrapper in CUDA graph mode reads buffers of its owner, which `plan` fills.
 """
 
 from __future__ import annotations
