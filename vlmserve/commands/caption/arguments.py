@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+from vlmserve.commands.batch.inputs import Columns, InputFormat
 from vlmserve.commands.caption.feed import Shard
-from vlmserve.commands.caption.inputs import Columns, InputFormat
 from vlmserve.commands.caption.outputs.choose import OutputSettings
 from vlmserve.commands.caption.run import RunSettings
 from vlmserve.commands.client.media_names import PICTURES, VIDEOS

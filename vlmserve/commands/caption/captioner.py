@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from vlmserve.commands.caption.item import ChatRequest
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve_common.errors import VlmserveError
 
 

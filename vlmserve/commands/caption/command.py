@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(command: CaptionCommand) -> int:
-    from vlmserve.commands.caption.inputs.standard_input import StandardInput
+    from vlmserve.commands.batch.inputs.standard_input import StandardInput
     from vlmserve.commands.caption.session import Ended, caption
     from vlmserve_common.logs import configure_logging
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from vlmserve.commands.caption.item import Failed
+from vlmserve.commands.batch.item import Failed
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.files import replacing
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import blake3
 
+from vlmserve.commands.batch.item import Failed, Found, Item, MediumItem
 from vlmserve.commands.caption.errors_file import ErrorsFile
-from vlmserve.commands.caption.item import Failed, Found, Item, MediumItem
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.prompts import Prompts

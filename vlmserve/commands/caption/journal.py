@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from vlmserve.commands.caption.item import Failed
+from vlmserve.commands.batch.item import Failed
 from vlmserve.commands.caption.result import Captioned
 from vlmserve.config.checks import SettingsError
 

@@ -16,8 +16,8 @@ from vlmserve.api.answers import AnswerHead, AnswerWriter
 from vlmserve.api.body import checked
 from vlmserve.api.convert import to_generate_request
 from vlmserve.api.protocol import ChatCompletionRequest
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.captioner import CaptionStopped
-from vlmserve.commands.caption.item import ChatRequest
 from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
 from vlmserve.config.settings import ServerSettings

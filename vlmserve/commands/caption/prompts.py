@@ -12,7 +12,7 @@ from jinja2 import StrictUndefined, Template, TemplateError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from processors.inputs import Modality
-from vlmserve.commands.caption.item import ChatRequest, MediumItem
+from vlmserve.commands.batch.item import ChatRequest, MediumItem
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 

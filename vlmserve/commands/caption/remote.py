@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.captioner import CaptionStopped
-from vlmserve.commands.caption.item import ChatRequest
 from vlmserve.commands.caption.server_answers import Answer, Away, Failed, Outcome, Unfit, judge_answer, judge_models
 from vlmserve.commands.caption.server_standing import ServerStanding, choose
 from vlmserve.commands.client.data_urls import with_data_urls

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from processors.inputs import Modality
-from vlmserve.commands.caption.item import Failed, Item, MediumItem, RequestItem
+from vlmserve.commands.batch.item import Failed, Item, MediumItem, RequestItem
 from vlmserve.commands.caption.prompts import Asked
 
 _MOST_BYTES = 200  # of a name; a suffix follows, and file systems take 255
@@ -110,6 +110,24 @@ class Tally:
             self.completion_tokens += result.usage.get("completion_tokens") or 0
             details = result.usage.get("prompt_tokens_details") or {}
             self.cached_tokens += details.get("cached_tokens") or 0
+
+    def summary(self, seconds: float, notes: Sequence[str], *, ended: str) -> dict[str, Any]:
+        """Return everything about a run, for JSON. ended: "finished", "interrupted" or "stopped"."""
+        return {**asdict(self), "seconds": round(seconds, 3), "ended": ended, "notes": list(notes)}
+
+    def describe(self, seconds: float, *, ended: str) -> str:
+        """Return the summary as a line for people."""
+        made = self.done + self.reused
+        rate = made / seconds if seconds > 0 else 0.0
+        parts = [f"{ended}: {made} captioned in {seconds:.1f} s ({rate:.1f} items/s, {self.completion_tokens} tokens)"]
+        told = (
+            (self.reused, "of them the same as others"),
+            (self.skipped, "finished before"),
+            (self.failed, "failed"),
+            (self.failed_before, "failed before (--retry-failed tries them again)"),
+            (self.repeated, "named twice"),
+        )
+        return ", ".join([*parts, *(f"{count} {what}" for count, what in told if count)])
 
 
 def make_record(

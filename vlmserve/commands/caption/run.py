@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import blake3
 
 from processors.inputs import Modality
+from vlmserve.commands.batch.item import ChatRequest, Failed, RequestItem, digest_of
 from vlmserve.commands.caption.budget import ByteBudget
 from vlmserve.commands.caption.captioner import Captioner, CaptionStopped
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.item import ChatRequest, Failed, RequestItem, digest_of
 from vlmserve.commands.caption.result import Captioned, Result, Touched, Work, like_another, make_record
 from vlmserve.commands.client.chat_files import told_modality
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError

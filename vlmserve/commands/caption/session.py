@@ -20,15 +20,15 @@ from typing import BinaryIO, TextIO
 import blake3
 
 from processors.fetch.blocking import BlockingFetcher
+from vlmserve.commands.batch.inputs import Inputs, open_inputs
+from vlmserve.commands.batch.progress import Progress
 from vlmserve.commands.caption.arguments import CaptionCommand
 from vlmserve.commands.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.commands.caption.captioner import Captioner, CaptionStopped
 from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.inputs import Inputs, open_inputs
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
-from vlmserve.commands.caption.progress import Progress, describe, summary
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import Tally
 from vlmserve.commands.caption.run import CaptionRun
@@ -141,8 +141,8 @@ class _Session:
             shared.errors.write_anew(shared.journal.failures())
         if how is not Ended.FINISHED:
             self.notes.append("what is finished is on disk: the same command goes on from here")
-        told = summary(shared.tally, self.progress.seconds, self.notes, ended=how.value)
-        text = describe(shared.tally, self.progress.seconds, ended=how.value)
+        told = shared.tally.summary(self.progress.seconds, self.notes, ended=how.value)
+        text = shared.tally.describe(self.progress.seconds, ended=how.value)
         return Outcome(
             how=how,
             tally=shared.tally,

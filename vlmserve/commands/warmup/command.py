@@ -124,8 +124,8 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib.ExitStack) -> int:
     from processors.fetch.blocking import BlockingFetcher
-    from vlmserve.commands.caption.inputs import open_inputs
-    from vlmserve.commands.caption.progress import Progress
+    from vlmserve.commands.batch.inputs import open_inputs
+    from vlmserve.commands.batch.progress import Progress
     from vlmserve.commands.warmup.journal import Journal
     from vlmserve.commands.warmup.run import WarmupRun
     from vlmserve.commands.warmup.tally import Tally

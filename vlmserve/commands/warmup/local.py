@@ -13,7 +13,7 @@ import torch
 from processors.families.base import data_item
 from vision.towers.loading import load_tower, outline_tower
 from vision.towers.temporal_patch import temporal_patches
-from vlmserve.commands.caption.item import ChatRequest
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.warmup.encoder_loop import EncoderLoop
 from vlmserve.commands.warmup.target import Warmed, WarmupStopped
 from vlmserve.config.model_path import resolve_model

@@ -10,7 +10,7 @@ from typing import Any
 import httpx2
 
 from processors.inputs import Modality
-from vlmserve.commands.caption.item import ChatRequest
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.client.data_urls import with_data_urls
 from vlmserve.commands.warmup.target import Warmed, WarmupStopped
 from vlmserve.ipc.messages import EncodedItem

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from vlmserve.commands.caption.item import ChatRequest, Failed, Found, Item, RequestItem, digest_of
+from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, RequestItem, digest_of
 from vlmserve.commands.client.chat_files import told_modality
 from vlmserve.commands.warmup.journal import Journal
 from vlmserve.commands.warmup.tally import Tally

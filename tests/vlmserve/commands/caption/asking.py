@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from tests.vlmserve.commands.caption.stub_server import FastTime, StubServer, ToldTime
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.captioner import Captioner
-from vlmserve.commands.caption.item import ChatRequest
 from vlmserve.commands.caption.remote import RemoteCaptioner
 
 _WAIT_S = 30.0  # a bound, never waited for when all is well

@@ -12,9 +12,9 @@ from typing import Any
 import blake3
 
 from tests.vlmserve.commands.warmup.media import png
+from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
 from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, Shard, Shared
-from vlmserve.commands.caption.item import ChatRequest, Found, MediumItem
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.outputs.choose import OutputSettings, choose_journal, choose_output

@@ -12,10 +12,10 @@ import pytest
 from tests.vlmserve.commands.caption.runs import item, lines, output_settings, run_once
 from tests.vlmserve.commands.warmup.media import png, root_logger_kept
 from vlmserve import cli
+from vlmserve.commands.batch.inputs.standard_input import StandardInput
 from vlmserve.commands.caption.arguments import read_command
 from vlmserve.commands.caption.bounds import named_folder, words_to_open
 from vlmserve.commands.caption.errors_file import ErrorsFile
-from vlmserve.commands.caption.inputs.standard_input import StandardInput
 from vlmserve.config.checks import SettingsError
 
 

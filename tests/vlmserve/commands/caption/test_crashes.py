@@ -26,7 +26,7 @@ from tests.vlmserve.commands.caption.runs import (
     output_settings,
     run_once,
 )
-from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.batch.item import MediumItem
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.run import RunSettings
 

@@ -20,8 +20,8 @@ from tests.vlmserve.commands.caption.runs import (
     output_settings,
     run_once,
 )
+from vlmserve.commands.batch.item import ChatRequest, MediumItem, RequestItem
 from vlmserve.commands.caption.feed import Shard
-from vlmserve.commands.caption.item import ChatRequest, MediumItem, RequestItem
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.config.checks import SettingsError

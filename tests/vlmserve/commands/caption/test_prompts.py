@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.batch.item import MediumItem
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError

@@ -15,8 +15,8 @@ from tests.processors.web import closed_port
 from tests.vlmserve.commands.caption.asking import ask, captioner, run, said
 from tests.vlmserve.commands.caption.stub_server import Reply, StubServer, ToldTime, completion
 from tests.vlmserve.commands.warmup.media import png
+from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.captioner import CaptionStopped
-from vlmserve.commands.caption.item import ChatRequest
 from vlmserve.commands.caption.remote import RemoteCaptioner
 from vlmserve.config.checks import SettingsError
 

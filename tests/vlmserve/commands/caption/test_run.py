@@ -19,9 +19,9 @@ from tests.vlmserve.commands.caption.runs import (
     output_settings,
     run_once,
 )
+from vlmserve.commands.batch.item import Failed, MediumItem
 from vlmserve.commands.caption.captioner import CaptionStopped
 from vlmserve.commands.caption.feed import Shard
-from vlmserve.commands.caption.item import Failed, MediumItem
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.run import RunSettings
 from vlmserve_common.errors import BadRequestError, EngineError

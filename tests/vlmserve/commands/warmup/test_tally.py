@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from processors.inputs import Modality
-from vlmserve.commands.caption.progress import Progress
+from vlmserve.commands.batch.progress import Progress
 from vlmserve.commands.warmup.tally import Tally
 from vlmserve.ipc.messages import EncodedItem
 

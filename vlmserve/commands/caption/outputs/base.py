@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.caption.item import Item
+from vlmserve.commands.batch.item import Item
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.result import Captioned, Touched
 from vlmserve.config.checks import SettingsError

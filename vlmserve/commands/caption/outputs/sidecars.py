@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.caption.item import Item, MediumItem
+from vlmserve.commands.batch.item import Item, MediumItem
 from vlmserve.commands.caption.journal import Journal
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.prompts import PROMPT_FILE

@@ -11,9 +11,9 @@ import pytest
 
 from processors.fetch.blocking import BlockingFetcher
 from processors.fetch.settings import FetchSettings
-from tests.vlmserve.commands.caption.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
+from tests.vlmserve.commands.batch.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.caption.inputs import lines, open_inputs
+from vlmserve.commands.batch.inputs import lines, open_inputs
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 

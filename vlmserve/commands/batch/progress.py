@@ -7,23 +7,22 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.live import Live
-
-    from vlmserve.commands.caption.result import Tally
 
 _LOOK_EVERY_S, _ON_TERMINAL_S, _ELSEWHERE_S = 0.1, 0.2, 10.0
 _RATE_OVER_S = 60.0
 
 
 class Counts(Protocol):
-    """What is shown. total, counted, passed, worked_on, skipped, failed: see `caption.result.Tally`.
+    """The figures of a run that are shown.
 
-    hits: what was there already and not computed again. work: in the unit `unit`.
+    total: items counted so far; counted: whether the count is complete. passed: items that need no more attention.
+    worked_on: items that this run finished or failed. skipped: items that an earlier run finished.
+    hits: results that were there already. work: work done, in `unit`.
     """
 
     total: int
@@ -141,26 +140,6 @@ def _make_live(out: TextIO) -> Live | None:
     except ImportError:
         return None
     return Live(console=Console(file=out), auto_refresh=False, transient=True, redirect_stdout=False)
-
-
-def summary(tally: Tally, seconds: float, notes: Sequence[str], *, ended: str) -> dict[str, Any]:
-    """Everything about a run, for JSON. ended: "finished", "interrupted" or "stopped"."""
-    return {**asdict(tally), "seconds": round(seconds, 3), "ended": ended, "notes": list(notes)}
-
-
-def describe(tally: Tally, seconds: float, *, ended: str) -> str:
-    """The same for people."""
-    made = tally.done + tally.reused
-    rate = made / seconds if seconds > 0 else 0.0
-    parts = [f"{ended}: {made} captioned in {seconds:.1f} s ({rate:.1f} items/s, {tally.completion_tokens} tokens)"]
-    told = (
-        (tally.reused, "of them the same as others"),
-        (tally.skipped, "finished before"),
-        (tally.failed, "failed"),
-        (tally.failed_before, "failed before (--retry-failed tries them again)"),
-        (tally.repeated, "named twice"),
-    )
-    return ", ".join([*parts, *(f"{count} {what}" for count, what in told if count)])
 
 
 def _clock_time(seconds: float) -> str:

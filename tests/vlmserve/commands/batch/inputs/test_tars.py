@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.commands.caption.inputs.found import ids, media, opened, total, touch, unreadable
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.commands.warmup.media import png
-from vlmserve.commands.caption.inputs import Columns, tars
-from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.batch.inputs import Columns, tars
+from vlmserve.commands.batch.item import MediumItem
 from vlmserve_common.errors import BadRequestError
 
 SAMPLES = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.caption.item import Failed, Found, MediumItem
+from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media_names import PICTURES, VIDEOS, begins_as_medium
 
 

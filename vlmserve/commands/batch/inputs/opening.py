@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.blocking import BlockingFetcher
-from vlmserve.commands.caption.inputs.files import ItemFile
-from vlmserve.commands.caption.inputs.folders import LocalTree
-from vlmserve.commands.caption.inputs.lines import AddressList, JsonLines
-from vlmserve.commands.caption.inputs.media import MediaReader
-from vlmserve.commands.caption.inputs.source import HTTP, Columns, Source, need, path_in, reason
-from vlmserve.commands.caption.inputs.tables import Table
-from vlmserve.commands.caption.inputs.tars import Tar
-from vlmserve.commands.caption.inputs.trees import Entry, Files
-from vlmserve.commands.caption.item import Failed, Found, MediumItem
+from vlmserve.commands.batch.inputs.files import ItemFile
+from vlmserve.commands.batch.inputs.folders import LocalTree
+from vlmserve.commands.batch.inputs.lines import AddressList, JsonLines
+from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.source import HTTP, Columns, Source, need, path_in, reason
+from vlmserve.commands.batch.inputs.tables import Table
+from vlmserve.commands.batch.inputs.tars import Tar
+from vlmserve.commands.batch.inputs.trees import Entry, Files
+from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media_names import local_path, scheme_of
 from vlmserve.config.checks import SettingsError
 
@@ -178,8 +178,8 @@ class _Opener:
         is_media = self._format(word) == "media"
         if is_media and (scheme == "data" or (scheme in HTTP and "::" not in word)):
             return self._one_file(word)
-        from vlmserve.commands.caption.inputs.remote import file_system
-        from vlmserve.commands.caption.inputs.remote_folders import RemoteTree
+        from vlmserve.commands.batch.inputs.remote import file_system
+        from vlmserve.commands.batch.inputs.remote_folders import RemoteTree
 
         system, path = file_system(word)
         tree = RemoteTree(word, system, path, self.media)
@@ -211,7 +211,7 @@ class _Opener:
         if format == "media":
             return _OneMedium(item=lambda: self.media.item(address))
         if scheme_of(address):
-            from vlmserve.commands.caption.inputs.remote import file_system
+            from vlmserve.commands.batch.inputs.remote import file_system
 
             file_system(address)
         return self._file(ItemFile(address=address), format)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vlmserve.commands.caption.inputs.files import ItemFile
-from vlmserve.commands.caption.inputs.media import MediaReader
-from vlmserve.commands.caption.inputs.records import item_of, media_column
-from vlmserve.commands.caption.inputs.source import Columns, reason
-from vlmserve.commands.caption.item import Failed, Found
+from vlmserve.commands.batch.inputs.files import ItemFile
+from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.records import item_of, media_column
+from vlmserve.commands.batch.inputs.source import Columns, reason
+from vlmserve.commands.batch.item import Failed, Found
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:

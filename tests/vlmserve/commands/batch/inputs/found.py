@@ -13,8 +13,8 @@ from pathlib import Path
 
 from processors.fetch.blocking import BlockingFetcher
 from processors.fetch.settings import FetchSettings
-from vlmserve.commands.caption.inputs import Columns, InputFormat, Inputs, open_inputs
-from vlmserve.commands.caption.item import Failed, Found, MediumItem, RequestItem
+from vlmserve.commands.batch.inputs import Columns, InputFormat, Inputs, open_inputs
+from vlmserve.commands.batch.item import Failed, Found, MediumItem, RequestItem
 
 FETCHER = BlockingFetcher(FetchSettings(allowed_local_media_path="/", max_bytes=100_000, max_video_bytes=200_000))
 

@@ -8,9 +8,9 @@ import types
 
 import pytest
 
-from tests.vlmserve.commands.caption.inputs.found import ids, media, opened, total, touch, unreadable
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.commands.warmup.media import png
-from vlmserve.commands.caption.inputs import folders
+from vlmserve.commands.batch.inputs import folders
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 

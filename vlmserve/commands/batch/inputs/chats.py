@@ -10,9 +10,9 @@ import blake3
 from processors.inputs import Modality
 from vlmserve.api.body import checked
 from vlmserve.api.protocol import ChatCompletionRequest
-from vlmserve.commands.caption.inputs.media import Content, MediaReader
-from vlmserve.commands.caption.inputs.source import printable, resolved
-from vlmserve.commands.caption.item import ChatRequest, RequestItem
+from vlmserve.commands.batch.inputs.media import Content, MediaReader
+from vlmserve.commands.batch.inputs.source import printable, resolved
+from vlmserve.commands.batch.item import ChatRequest, RequestItem
 from vlmserve.commands.client.chat_files import named_files, with_files
 from vlmserve_common.errors import BadRequestError
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urljoin, urlsplit
 
-from vlmserve.commands.caption.item import Found
+from vlmserve.commands.batch.item import Found
 from vlmserve.commands.client.media_names import local_path, scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError

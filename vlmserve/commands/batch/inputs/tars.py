@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from processors.inputs import Modality
-from vlmserve.commands.caption.inputs.files import BROKEN, ItemFile
-from vlmserve.commands.caption.inputs.media import MediaReader, Own
-from vlmserve.commands.caption.inputs.records import jsonable
-from vlmserve.commands.caption.inputs.source import Columns, printable
-from vlmserve.commands.caption.inputs.tar_members import members
-from vlmserve.commands.caption.item import Failed, Found
+from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
+from vlmserve.commands.batch.inputs.media import MediaReader, Own
+from vlmserve.commands.batch.inputs.records import jsonable
+from vlmserve.commands.batch.inputs.source import Columns, printable
+from vlmserve.commands.batch.inputs.tar_members import members
+from vlmserve.commands.batch.item import Failed, Found
 from vlmserve.commands.client.media_names import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from processors.inputs import Modality
-from vlmserve.commands.caption.inputs.media import MediaReader, Own
-from vlmserve.commands.caption.inputs.remote import read_path, signature
-from vlmserve.commands.caption.inputs.source import printable, reason
-from vlmserve.commands.caption.inputs.trees import Entry, Tree, fixed_part
-from vlmserve.commands.caption.item import Failed, MediumItem
+from vlmserve.commands.batch.inputs.media import MediaReader, Own
+from vlmserve.commands.batch.inputs.remote import read_path, signature
+from vlmserve.commands.batch.inputs.source import printable, reason
+from vlmserve.commands.batch.inputs.trees import Entry, Tree, fixed_part
+from vlmserve.commands.batch.item import Failed, MediumItem
 
 
 class RemoteTree(Tree):

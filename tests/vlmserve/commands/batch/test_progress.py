@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from vlmserve.commands.caption.progress import Progress, describe, summary
+from vlmserve.commands.batch.progress import Progress
 from vlmserve.commands.caption.result import Tally
 
 
@@ -64,9 +64,9 @@ def test_a_terminal_shows_a_bar_and_is_left_clean():
 
 def test_the_summary():
     tally = Tally(done=7, reused=2, skipped=3, failed=1, completion_tokens=50)
-    assert describe(tally, 3.0, ended="finished") == (
+    assert tally.describe(3.0, ended="finished") == (
         "finished: 9 captioned in 3.0 s (3.0 items/s, 50 tokens), 2 of them the same as others, 3 finished before, "
         "1 failed"
     )
-    told = summary(tally, 3.0, ["a note"], ended="interrupted")
+    told = tally.summary(3.0, ["a note"], ended="interrupted")
     assert (told["done"], told["ended"], told["notes"]) == (7, "interrupted", ["a note"])

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from vlmserve.commands.caption.inputs.source import folder_of, path_in, printable, reason
-from vlmserve.commands.caption.item import Failed
+from vlmserve.commands.batch.inputs.source import folder_of, path_in, printable, reason
+from vlmserve.commands.batch.item import Failed
 from vlmserve.commands.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 
@@ -54,7 +54,7 @@ class ItemFile:
         if self.path is not None:
             status = os.stat(self.path)
             return f"{status.st_size} {status.st_mtime_ns}"
-        from vlmserve.commands.caption.inputs.remote import signature_of
+        from vlmserve.commands.batch.inputs.remote import signature_of
 
         return signature_of(self.address)
 
@@ -77,7 +77,7 @@ class ItemFile:
     def _open(self) -> BinaryIO:
         if self.path is not None:
             return self.path.open("rb")
-        from vlmserve.commands.caption.inputs.remote import open_remote
+        from vlmserve.commands.batch.inputs.remote import open_remote
 
         return open_remote(self.address)
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vlmserve.commands.caption.inputs.media import MediaReader, Own
-from vlmserve.commands.caption.inputs.source import Columns, resolved
-from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.batch.inputs.media import MediaReader, Own
+from vlmserve.commands.batch.inputs.source import Columns, resolved
+from vlmserve.commands.batch.item import MediumItem
 from vlmserve.commands.client.media_names import scheme_of
 from vlmserve_common.errors import BadRequestError
 

@@ -16,8 +16,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.test_floors import BLOCK
-from tests.vlmserve.commands.caption.inputs.found import ids, media, opened, requests, total, touch, unreadable, web
-from tests.vlmserve.commands.caption.inputs.test_tars import tar
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, requests, total, touch, unreadable, web
+from tests.vlmserve.commands.batch.inputs.test_tars import tar
 from tests.vlmserve.commands.warmup.media import png
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
@@ -217,7 +217,7 @@ def test_what_needs_no_packages(here):
 import io
 from processors.fetch.blocking import BlockingFetcher
 from processors.fetch.settings import FetchSettings
-from vlmserve.commands.caption.inputs import open_inputs
+from vlmserve.commands.batch.inputs import open_inputs
 fetcher = BlockingFetcher(FetchSettings(allowed_local_media_path="/"))
 words = ["s-0.tar", "s-1.tar.gz", "list.txt", "items.jsonl", "pics", "pics/*.png", "-"]
 print(len(list(open_inputs(words, fetcher=fetcher, stdin=io.BytesIO(b"big.png")))))

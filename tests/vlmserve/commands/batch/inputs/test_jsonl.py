@@ -10,10 +10,10 @@ import os
 import pytest
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.commands.caption.inputs.found import ids, media, opened, requests, total, touch, unreadable
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, requests, total, touch, unreadable
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.caption.inputs import Columns
-from vlmserve.commands.caption.item import ChatRequest, MediumItem
+from vlmserve.commands.batch.inputs import Columns
+from vlmserve.commands.batch.item import ChatRequest, MediumItem
 from vlmserve_common.errors import BadRequestError
 
 

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.vlmserve.commands.caption.inputs.found import ids, media, opened, total, touch, unreadable
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.caption.inputs import Columns
-from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.batch.inputs import Columns
+from vlmserve.commands.batch.item import MediumItem
 
 
 @pytest.fixture(autouse=True)

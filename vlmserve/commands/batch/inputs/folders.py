@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from vlmserve.commands.caption.inputs.media import MediaReader
-from vlmserve.commands.caption.inputs.source import printable
-from vlmserve.commands.caption.inputs.trees import Entry, Tree
-from vlmserve.commands.caption.item import Failed, MediumItem
+from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.source import printable
+from vlmserve.commands.batch.inputs.trees import Entry, Tree
+from vlmserve.commands.batch.item import Failed, MediumItem
 
 _SORTED = 4096
 """The entries of a folder come in order if it has no more than these."""

@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import BinaryIO, cast
 
-from vlmserve.commands.caption.inputs.source import reason
+from vlmserve.commands.batch.inputs.source import reason
 
 _MOST_HEADER_BYTES = 2**20
 

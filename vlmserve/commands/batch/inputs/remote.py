@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 from processors.fetch.settings import ByteLimit
-from vlmserve.commands.caption.inputs.source import HTTP, need, reason
+from vlmserve.commands.batch.inputs.source import HTTP, need, reason
 from vlmserve.commands.client.media_names import scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError

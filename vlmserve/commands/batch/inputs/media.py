@@ -12,8 +12,8 @@ import blake3
 
 from processors.fetch.blocking import BlockingFetcher
 from processors.inputs import Modality
-from vlmserve.commands.caption.inputs.source import HTTP, name_fields, path_in, printable
-from vlmserve.commands.caption.item import MediumItem
+from vlmserve.commands.batch.inputs.source import HTTP, name_fields, path_in, printable
+from vlmserve.commands.batch.item import MediumItem
 from vlmserve.commands.client.chat_files import modality_within_limit
 from vlmserve.commands.client.media_names import scheme_of
 
@@ -88,7 +88,7 @@ class MediaReader:
         if scheme_of(url) in ("file", "data", *HTTP):
             data = self.fetcher.fetch(url, modality=modality or Modality.VIDEO)
         else:
-            from vlmserve.commands.caption.inputs.remote import read_whole
+            from vlmserve.commands.batch.inputs.remote import read_whole
 
             data = read_whole(url, self.fetcher.settings.limit(modality or Modality.VIDEO))
         if modality is None:

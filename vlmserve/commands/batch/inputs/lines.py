@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from vlmserve.api.body import json_object
-from vlmserve.commands.caption.inputs.chats import is_request, request_item
-from vlmserve.commands.caption.inputs.files import BROKEN, ItemFile
-from vlmserve.commands.caption.inputs.media import MediaReader
-from vlmserve.commands.caption.inputs.records import item_of, media_column
-from vlmserve.commands.caption.inputs.source import Columns, resolved
-from vlmserve.commands.caption.item import Failed, Found, Item
+from vlmserve.commands.batch.inputs.chats import is_request, request_item
+from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
+from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.records import item_of, media_column
+from vlmserve.commands.batch.inputs.source import Columns, resolved
+from vlmserve.commands.batch.item import Failed, Found, Item
 from vlmserve_common.errors import BadRequestError
 
 MOST_BYTES = 512 * 2**20
