@@ -11,8 +11,8 @@ from vision.towers.grids import Segments
 from vision.towers.layer_inputs import StaticSegments
 from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.kernels.fused import gpu_kernels_work
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
-from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
 # Turning and laying out a patch for attention takes as long as attending to so many others.
 _PACK_KEYS = 64

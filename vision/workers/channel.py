@@ -74,7 +74,7 @@ Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTak
 
 
 class MessageChannel(common.MessageChannel):
-    """See `vlmserve_common.transport.channel`."""
+    """See `vlmserve_common.transport.wire`."""
 
     def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:
         types = get_args(Message)

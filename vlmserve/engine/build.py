@@ -66,7 +66,7 @@ from vlmserve.scheduler.rounds import RoundWorker
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve.scheduler.sessions import Sessions
 from vlmserve.scheduler.step import ModelWorker
-from vlmserve_common.checkpoint.quantized import Scheme
+from vlmserve_common.checkpoint.gptq_awq import Scheme
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device
 from vlmserve_common.compute.shard import WHOLE, Shard

@@ -19,7 +19,7 @@ from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.penalties import adjust
 from vlmserve.executor.sampler_inputs import RandomRows, SamplerInputs
 from vlmserve_common.compute.transfers import Upload, transfers_for
-from vlmserve_common.kernels.argmax import argmax
+from vlmserve_common.kernels.rows import argmax
 
 
 @dataclass(frozen=True)

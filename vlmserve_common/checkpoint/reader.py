@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from vlmserve_common.checkpoint.progress import Progress
-from vlmserve_common.checkpoint.stream import Part, Stream, copies_to
+from vlmserve_common.checkpoint.stream import Part, Progress, Stream, copies_to
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 

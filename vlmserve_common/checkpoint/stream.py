@@ -8,7 +8,9 @@ which lets other threads run; all else is done by the calling thread.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +22,11 @@ from typing import Protocol, TypeAlias
 import torch
 
 from vlmserve_common.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+_GB = 1e9
+_EVERY_S = 5.0
 
 Wait: TypeAlias = Callable[[], object]
 """Returns when a copy has left its source."""
@@ -222,3 +229,31 @@ def _fill(file: int, part: Part, memory: memoryview) -> None:
         if not count:
             raise CheckpointError(f"{part.file}: truncated while {part.name} was read")
         memory, start = memory[count:], start + count
+
+
+class Progress:
+    """A line in the log every few seconds while `total` bytes are read, and one at the end if there were any or it was
+    a gigabyte. clock: seconds."""
+
+    def __init__(self, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._read = 0
+        self._begun = self._told = clock()
+
+    def add(self, count: int) -> None:
+        """So many bytes more."""
+        self._read += count
+        now = self._clock()
+        if now - self._told >= _EVERY_S:
+            self._told = now
+            log.info("weights: %.1f of %.1f GB, %s", self._read / _GB, self._total / _GB, self._rate(now))
+
+    def end(self) -> None:
+        """All is read, and where it should be."""
+        now = self._clock()
+        if self._told > self._begun or self._total >= _GB:
+            log.info("weights: %.1f GB in %.1f s, %s", self._total / _GB, now - self._begun, self._rate(now))
+
+    def _rate(self, now: float) -> str:
+        return f"{self._read / _GB / max(now - self._begun, 1e-9):.2f} GB/s"

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vlmserve_common.compute.layers import rms_normalise
-from vlmserve_common.kernels.norm import can_normalise, rms_norm
+from vlmserve_common.kernels.rows import can_normalise, rms_norm
 
 
 class ZeroCentredRMSNorm(nn.Module):

@@ -12,7 +12,7 @@ from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import WHOLE, Cut, Shard
 from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.norm import can_normalise, layer_norm, rms_norm
+from vlmserve_common.kernels.rows import can_normalise, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

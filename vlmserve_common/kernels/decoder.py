@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from vlmserve_common.kernels.attention import CACHE_KINDS, CacheLayer, HeadNorms
-from vlmserve_common.kernels.experts import experts_scratch
 from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.linear import ACTS, PackedWeight, WeightStruct, weight_struct
+from vlmserve_common.kernels.packed_experts import experts_scratch
+from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, WeightStruct, weight_struct
 
 
 @dataclass(frozen=True, kw_only=True)

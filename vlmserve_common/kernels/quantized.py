@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from vlmserve_common.kernels.library import active
-from vlmserve_common.kernels.linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
+from vlmserve_common.kernels.packed_linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
 
 Mode = Literal["int8", "int4"]
 MODE_BITS: Mapping[Mode, int] = MappingProxyType({"int8": 8, "int4": 4})

@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.linear import ACTS, linear, pack
-from vlmserve_common.kernels.norm import rms_norm
+from vlmserve_common.kernels.packed_linear import ACTS, linear, pack
 
 pytestmark = pytest.mark.usefixtures("operators")
 SHAPES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -72,16 +71,3 @@ def test_rows_of_a_wider_matrix_and_wide_outputs():
     weight = random(70, 100, dtype=torch.bfloat16, seed=1)
     out = linear(wide[:, 100:200], pack(weight, None), out_dtype=torch.float32)
     torch.testing.assert_close(out, wide[:, 100:200].float() @ weight.float().t(), rtol=1e-5, atol=1e-4)
-
-
-@SHAPES
-@given(
-    rows=st.sampled_from([1, 3, 40, 3000]),
-    size=st.integers(1, 200),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_rms_norm(rows, size, dtype):
-    x, weight = random(rows, size, dtype=dtype, seed=0), random(size, dtype=dtype, seed=1)
-    wide = x.double()
-    truth = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), truth, rtol=TOLERANCE[dtype], atol=1e-6)

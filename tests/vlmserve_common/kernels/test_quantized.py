@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.linear import ACTS, linear
+from vlmserve_common.kernels.packed_linear import ACTS, linear
 from vlmserve_common.kernels.quantized import (
     INT4_GROUP,
     QuantizedWeight,

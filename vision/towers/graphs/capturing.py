@@ -12,7 +12,7 @@ from vision.towers.blocks import VisionTower
 from vision.towers.graphs.tower_graphs import BUCKETS, CapturedTower, MakeSegments
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer
 from vlmserve_common.compute.memory import free_memory, show_gib
-from vlmserve_common.kernels.segment_trial import gpu_kernels_work
+from vlmserve_common.kernels.fused import gpu_kernels_work
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-// A packed weight, or several alike one behind the other; kernels/linear.py has the same struct, field by field.
+// A packed weight, or several alike one behind the other; kernels/packed_linear.py has the same struct, field by field.
 struct Weight {
   const void* data;
   const float* bias;  // or null

@@ -6,7 +6,7 @@ import torch
 
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.gpu import decode, extend, segments
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer
 
 _BF16, _HALF, _FULL = torch.bfloat16, torch.float16, torch.float32
 _FP8, _INT8 = torch.float8_e4m3fn, torch.int8

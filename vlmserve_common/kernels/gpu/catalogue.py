@@ -16,13 +16,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vlmserve_common.kernels.gpu.variant import Variant
+from vlmserve_common.kernels.gpu.common import Variant
 
 MODULES = (
     "activation",
     "attention_variants",
     "experts",
-    "fp8_variants",
+    "fp8",
     "norm",
     "page_table",
     "positions",

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.softmax import weigh
+from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
 
 # Tokens of a split of a short history. Fewer: more partial results to write (3% of the bytes of keys and values, with 4
 # query heads of 128 bfloat16 to a KV head); more: too few programs for a short history alone.

@@ -14,10 +14,8 @@ import triton.language as tl
 
 from vlmserve_common.compute.fp8 import FP8
 from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales, step_of
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.rounding import rounded
+from vlmserve_common.kernels.gpu.common import INTERPRETED, TYPES, Variant, pointer, rounded
 from vlmserve_common.kernels.gpu.routing import make_plan
-from vlmserve_common.kernels.gpu.variant import TYPES, Variant, pointer
 
 _COLUMNS = 1024  # of a row that a program adds up
 

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
+from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
 from vlmserve_common.kernels.gpu.decode import padded
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.softmax import weigh
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
-from vlmserve_common.kernels.gpu.rounding import rounded
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
 
 # Tokens of a program, which has one head of each: 16 bytes a thread of two warps, of 64 16-bit elements each half.
 _TOKENS, _WARPS = 8, 2

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.rounding import rounded
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
 
 _SCANNED = 1024  # rows that a program looks at at a time
 
@@ -30,7 +29,7 @@ class Plan:
 
 
 def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.experts.route`; ids are int32."""
+    """See `kernels.packed_experts.route`; ids are int32."""
     rows, experts = logits.shape
     ids = torch.empty((rows, chosen), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, chosen), dtype=logits.dtype, device=logits.device)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer
 
 _BLOCK, _WARPS = 2048, 8
 _SPLITS = 128

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.softmax import weigh
+from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
 
 TURNED_ROWS = 16
 

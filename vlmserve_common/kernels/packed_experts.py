@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.linear import ACTS, PackedWeight, weight_struct
+from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, weight_struct
 
 
 def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:

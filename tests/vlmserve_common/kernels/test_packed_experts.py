@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.experts import route, run_experts
-from vlmserve_common.kernels.linear import PackedWeight, pack, stacked
+from vlmserve_common.kernels.packed_experts import route, run_experts
+from vlmserve_common.kernels.packed_linear import PackedWeight, pack, stacked
 from vlmserve_common.kernels.quantized import pack_quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("operators")
