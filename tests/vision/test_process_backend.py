@@ -28,7 +28,7 @@ from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import EngineError
-from vlmserve_common.process import keeper
+from vlmserve_common.process import supervisor
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess
 from vlmserve_common.transport.wire import SHARED_FROM_BYTES
 
@@ -299,7 +299,7 @@ def test_closing_in_the_moment_in_which_a_worker_is_born(fakes, monkeypatch):
             super().__init__(*args, **options)
             assert begun.wait(PATIENCE_S)
 
-    monkeypatch.setattr(keeper, "ChildProcess", Born)
+    monkeypatch.setattr(supervisor, "ChildProcess", Born)
     fake = fakes("ok")
     [worker] = fake.backend._keepers
     worker.begin_close()

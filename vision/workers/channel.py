@@ -9,7 +9,7 @@ from typing import TypeAlias, get_args
 import numpy as np
 
 from vision.towers.temporal_patch import EncodeBatch
-from vlmserve_common.transport import channel as common
+from vlmserve_common.transport import wire
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame
 
@@ -73,7 +73,7 @@ class RowsTaken:
 Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
 
 
-class MessageChannel(common.MessageChannel):
+class MessageChannel(wire.MessageChannel):
     """See `vlmserve_common.transport.wire`."""
 
     def __init__(self, send: Callable[[Frame], None], receive: Callable[[], bytes], shared: SharedArrays) -> None:

@@ -29,7 +29,7 @@ def activate(choice: Choice, *, threads: int, watch_us: int = 50) -> str:
         return "torch's operators (--cpu-kernels off)"
     try:
         level = best_level(cpu_words())
-        lib, remark = _load(level)
+        lib, remark = load(level)
     except CannotBuild as error:
         return f"torch's operators, which are slower: {error}"
     if level == "amx" and not lib.vs_amx():
@@ -59,7 +59,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 @functools.cache
-def _load(level: str) -> tuple[ctypes.CDLL, str]:
+def load(level: str) -> tuple[ctypes.CDLL, str]:
+    """Load the library of a level, once in a process. Returns it and a remark as `build.library` does. CannotBuild."""
     file, loaded, remark = library(level, cache_folder())
     with loaded:
         try:

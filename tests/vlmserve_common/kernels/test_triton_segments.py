@@ -15,7 +15,7 @@ from tests.vlmserve_common.kernels.test_segment_attention import distance, input
 from vision.towers.attention import by_gpu_kernels
 from vision.towers.grids import Segments
 from vision.towers.pieces import finish
-from vlmserve_common.kernels import segment_trial
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.gpu.segments import segment_attention, turn
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,7 +78,7 @@ def test_tiles_have_every_query_once_and_long_segments_first():
 
 def test_a_trial_tells_whether_they_work(monkeypatch, caplog):
     asked = (DEVICE, torch.bfloat16, 72)
-    try_it = segment_trial.gpu_kernels_work.__wrapped__  # without what is remembered
+    try_it = fused.gpu_kernels_work.__wrapped__  # without what is remembered
     assert try_it(*asked)
     monkeypatch.setattr("vlmserve_common.kernels.gpu.segments.turn", lambda qkv, cos, sin: qkv.mul_(3))
     with caplog.at_level(logging.WARNING):
