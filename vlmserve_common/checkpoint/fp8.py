@@ -1,10 +1,14 @@
-"""Checkpoints whose weights are 8-bit floats (e4m3), of which each block, output or tensor has a scale.
+"""Checkpoints whose weights are 8-bit floats (e4m3), with a scale for each block, output or tensor.
 
 Such a weight [N, K] is stored as `weight`, of that type, and
 
-- `weight_scale_inv` or `weight_scale`, which the numbers are to be multiplied by: [ceil(N / 128), ceil(K / 128)] for
-  blocks, [N, 1] for outputs, [] or [1] for the whole;
-- `input_scale` or `activation_scale`, [] or [1], where inputs are to be divided by a number that was found with data.
+- `weight_scale_inv` or `weight_scale`, the factor of the numbers: [ceil(N / 128), ceil(K / 128)] for blocks, [N, 1] for
+  outputs, [] or [1] for the whole;
+- `input_scale` or `activation_scale`, [] or [1], if inputs are divided by a number that was found with data.
+
+Experts are stored one by one in the same form (`experts.0.gate_proj.weight`), or all in one tensor:
+`experts.gate_up_proj` and `experts.down_proj`, beside which `..._scale_inv` or `..._scale` [experts, *blocks] has the
+same order of dimensions.
 
 `fp8` (transformers' FineGrainedFP8, vLLM's) and compressed-tensors' `float-quantized` are of this form.
 """
@@ -36,15 +40,18 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Scheme:
-    """block: rows and columns of those that have a scale each; None: outputs or whole tensors do. inputs: how they are
-    rounded, None: not at all."""
+    """How weights and inputs are rounded.
+
+    block: rows and columns that share a scale; None: each output or the whole tensor has one. inputs: how inputs are
+    rounded; None: not at all.
+    """
 
     block: tuple[int, int] | None
     inputs: Inputs | None
 
 
 def fp8_scheme(fields: Fields) -> Fp8Scheme:
-    """Of a quantization_config whose quant_method is "fp8". CheckpointError for what is not supported."""
+    """Read the scheme of a quantization_config with quant_method "fp8". CheckpointError if it is not supported."""
     fields.allow("fmt", fields.string("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     activations = fields.string("activation_scheme", "dynamic")
     fields.allow("activation_scheme", activations, ("dynamic", "static"))
@@ -53,7 +60,7 @@ def fp8_scheme(fields: Fields) -> Fp8Scheme:
 
 
 def compressed_fp8_scheme(group: Fields) -> Fp8Scheme:
-    """Of one of compressed-tensors' config_groups, of floats. CheckpointError for what is not supported."""
+    """Read the scheme of one of compressed-tensors' config_groups of floats. CheckpointError if it is not supported."""
     weights = group.section("weights")
     weights.allow("type", weights.string("type"), ("float",))
     weights.allow("num_bits", weights.integer("num_bits"), (8,))
@@ -89,10 +96,10 @@ class _Stored:
 
 
 class Fp8Tensors:
-    """A checkpoint's 8-bit weights, as far as they belong to the `Linear`s of a module, which is on the meta device
-    still: those that are kept as they are get their 8-bit parameters now.
+    """A checkpoint's 8-bit weights of the `Linear`s of a module, which is still on the meta device.
 
-    keep: whether they are; None: where the device multiplies them. See `QuantizedTensors` for the rest. Their numbers
+    Layers that keep 8-bit weights get their 8-bit parameters now. keep: whether they do; None: if the device multiplies
+    them. See `QuantizedTensors` for the rest. Their numbers
     are loaded as other weights are (`eight_bit`), before `load`. Raises CheckpointError for scales that do not fit.
     """
 
@@ -166,7 +173,7 @@ class Fp8Tensors:
             )
 
     def _hold(self, layer: Linear, pieces: Sequence[WeightPiece], *, static: bool) -> bool:
-        """Make room for a layer's weight as it is, if it is to be kept so."""
+        """Give a layer 8-bit parameters if it keeps its 8-bit weight. Returns whether it does."""
         assert layer.weight is not None
         inputs = self._scheme.inputs
         if inputs is None or (inputs == "static" and (not static or self._scheme.block)):
@@ -213,7 +220,8 @@ class Fp8Tensors:
         return self._scheme.block[0], math.gcd(self._scheme.block[1], columns[0])
 
     def _scales(self, piece: WeightPiece, rows: int) -> torch.Tensor:
-        """Of the blocks of a part, whose first row is the first of one; rows: of a block, or 1 to have each row's."""
+        """Return the scales of a piece's blocks. Its first row is a block's first; rows: of a block, or 1 for each
+        row's."""
         scale = self._read(self._tensors[piece.name].scale)
         (first, end), columns = piece.place(0), piece.place(1)
         if self._scheme.block is None:
@@ -248,8 +256,11 @@ _OTHERS = (".input_scale", ".activation_scale", "_activation_scale", "_input_sca
 
 
 class Fp8Experts:
-    """Those of a module on the meta device; see `checkpoint.fp8.Fp8Tensors`. block: rows and columns that share a
-    scale; None: outputs, or whole experts do. count, kept: sparse MLPs of such weights, and those that stay so."""
+    """The experts of 8-bit floats in a module on the meta device; see `Fp8Tensors`.
+
+    block: rows and columns that share a scale; None: each output or the whole expert has one. kept: how many sparse
+    MLPs keep 8-bit weights.
+    """
 
     def __init__(
         self,
@@ -274,7 +285,7 @@ class Fp8Experts:
 
     @property
     def count(self) -> int:
-        """Sparse MLPs of 8-bit floats."""
+        """How many sparse MLPs have 8-bit floats in the checkpoint."""
         return len(self._found)
 
     def _take(self, name: str, experts: Experts, device: torch.device, keep: bool | None) -> None:
@@ -304,7 +315,7 @@ class Fp8Experts:
             self.weights |= {f"{name}.fp8.{leaf}" for leaf, _ in scales.named_parameters()}
 
     def _blocks(self, experts: Experts, which: int) -> Blocks:
-        """Of gate_up or down, as whole experts have them."""
+        """Return the blocks of gate_up (0) or down (1) in whole experts."""
         if self._block is None:
             return Blocks(outputs=1, inputs=(experts.size, experts.part.inner)[which])
         rows, columns = self._block
@@ -338,7 +349,7 @@ class Fp8Experts:
             )
 
     def load(self) -> None:
-        """Read the scales; weights that are not kept as they are are multiplied by theirs."""
+        """Read the scales, and multiply the weights that do not stay in 8 bits by them."""
         for name, (experts, scales) in self._found.items():
             device = experts.weights[0].device
             if experts.fp8 is None:
@@ -354,7 +365,7 @@ class Fp8Experts:
                         weights[slot].mul_(spread[:rows, :columns].to(device))
 
     def _part(self, whole: torch.Tensor, experts: Experts, scales: ExpertScales, gated: bool) -> torch.Tensor:
-        """Of an expert's scales for every output, or block of it, and block of inputs: this part's."""
+        """Select this process's part of an expert's scales [outputs or blocks of them, blocks of inputs]."""
         part = experts.part
         inner = torch.arange(part.first, part.first + part.size)
         stored, own = self._blocks(experts, int(not gated)), scales.gate_up_blocks if gated else scales.down_blocks
@@ -369,7 +380,7 @@ class Fp8Experts:
         return torch.cat([half[inner[:: own.outputs] // stored.outputs] for half in whole.chunk(2)])[:, inputs]
 
     def _read(self, name: str, experts: Experts) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
-        """Scales of gate_up and down of each expert that is here, float32 [outputs or blocks, blocks of inputs]."""
+        """Read the scales of gate_up and down of each expert here, float32 [outputs or blocks, blocks of inputs]."""
         leaves = {weight: self._scale_of(weight) for weight, _ in experts.stored_parameters(name)}
         read = {weight: torch.empty(stored.shape, dtype=stored.dtype) for weight, stored in leaves.items()}
         self._reader.read_into([(leaves[weight], scale) for weight, scale in read.items()])

@@ -1,5 +1,4 @@
-"""Whether this process computes with the GPU's fused operators (`kernels.gpu`), or with torch's: settled once, by the
-composition root."""
+"""The choice between the GPU's fused operators (`kernels.gpu`) and torch's. The composition root makes it once."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ _device_type: str | None = None
 
 
 def activate(choice: Choice, device: torch.device) -> str:
-    """Compute on `device` with the fused operators from now on, if one of them does there what it should; torch: not.
+    """Use the fused operators on `device` from now on, if a trial of one of them succeeds. Returns a text for people.
 
-    Returns, for people, what computes. auto: torch on a CPU, and where the trial fails; triton: EngineError then. On a
-    CPU they run under Triton's interpreter only.
+    auto: torch's operators on a CPU, and after a failed trial. triton: EngineError after a failed trial; on a CPU the
+    operators run under Triton's interpreter. torch: torch's operators.
     """
     global _device_type
     _device_type = None
@@ -46,7 +45,7 @@ def usable(x: torch.Tensor) -> bool:
 
 
 def _trial(device: torch.device) -> str:
-    """What is wrong, in a line; "" if nothing is."""
+    """Try an operator; return the problem in a line, or ""."""
     try:
         from vlmserve_common.kernels.gpu.norm import rms_norm
 
@@ -60,7 +59,7 @@ def _trial(device: torch.device) -> str:
 
 @functools.cache
 def gpu_kernels_work(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """For such a tensor. Where they do not, a line in the log says why; torch is to attend, then, and is slower."""
+    """Try the kernels of attention inside segments for such tensors. If they fail, a line in the log says why."""
     try:
         apart = trial(device, dtype, dim)
     except Exception as error:  # whatever a compiler, a driver or a missing package raises
@@ -74,7 +73,7 @@ def gpu_kernels_work(device: torch.device, dtype: torch.dtype, dim: int) -> bool
 
 
 def trial(device: torch.device, dtype: torch.dtype, dim: int) -> float:
-    """The largest difference to torch's attention in float32, over two segments of normal numbers; inf for NaN."""
+    """Return the largest difference to torch's attention in float32 over two segments; inf for NaN."""
     from vlmserve_common.kernels.gpu.segments import segment_attention, tile_rows, turn
 
     lengths = (70, 5)

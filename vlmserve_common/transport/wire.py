@@ -34,12 +34,12 @@ class WireError(VlmserveError):
 
 
 def join(frames: Sequence[Frame]) -> bytes:
-    """Frames as one, for `split`."""
+    """Join frames into one, for `split`."""
     return msgspec.msgpack.encode(frames)
 
 
 def split(joined: Frame) -> Sequence[Frame]:
-    """Views of the frames that were joined. WireError if none were."""
+    """Return views of the frames that were joined. WireError if these are none."""
     try:
         return msgspec.msgpack.decode(joined, type=list[memoryview])
     except msgspec.MsgspecError as error:
@@ -59,8 +59,8 @@ class WireCodec:
             cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_value, strict=True) for cls in types
         }
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_value)
-        # Of the message in work: its frames, blocks put or still to be taken, and the arrays met so far, so that an
-        # array that stands in it several times travels once.
+        # State of the message in work: its frames, its blocks, and the arrays met so far, so that an array that stands
+        # in it several times travels once.
         self._frames: list[Frame] = []
         self._put: list[str] = []
         self._places: dict[int, list[object]] = {}
@@ -106,7 +106,7 @@ class WireCodec:
             self._frames, self._arrays = [], {}
 
     def discard(self, frames: Sequence[Frame]) -> None:
-        """Free the shared blocks named in an encoded message that nobody will decode, or that cannot be decoded."""
+        """Free the shared blocks named in an encoded message that will not, or cannot, be decoded."""
         if self._shared is None:
             return
         try:

@@ -30,7 +30,7 @@ _LEAST_ROWS = 16  # of a tensor core's product
 
 @dataclass(frozen=True, kw_only=True)
 class SplitWorkspace:
-    """What programs leave for the merge. partial: float32 [batch * splits * heads * dim], attention over each split;
+    """Partial results for the merge. partial: float32 [batch * splits * heads * dim], attention over each split;
     logs: float32 [batch * splits * heads], logarithms to 2 of its sums of weights."""
 
     partial: torch.Tensor
@@ -73,7 +73,7 @@ def decode_attention(
     table: int32 [rows, context], the slots of a request's tokens at its row; req_pool_indices [B]: that row; seq_lens
     int32 [B]: tokens, those of q included, and 0 for rows that are not in use, which get zeros. Without `requests`,
     request i has row i of q. With them, int32 [n], only these requests are attended to, at row starts[request] of q,
-    and other rows of `out` are left alone. scale > 0. Slots of others are not read.
+    and other rows of `out` are left alone. scale > 0. Other requests' slots are not read.
     """
     assert scale > 0
     _, heads, dim = q.shape

@@ -1,8 +1,8 @@
 """Products of 8-bit floats (e4m3) whose blocks have scales, and the rounding of their inputs.
 
 A tile of the product is summed over blocks of 128 columns: each block's sum, which the tensor cores make, is multiplied
-by its two scales and added in float32. Inputs are rounded before, in a launch of its own: to do it where they are
-multiplied would be to do it again for each tile of outputs, between loads that should follow one another closely.
+by its two scales and added in float32. Inputs are rounded before, in a launch of its own: a product would round
+them again for each tile of outputs, between loads that should follow one another closely.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def block_linear(
 def tiling_of(total: int, scale_rows: int) -> dict[str, Any]:
     """Tile sizes and launch options for so many rows of x: small tiles where reading weights is all there is to do.
 
-    Where outputs have a scale each, these take registers, too.
+    A scale for each output takes registers, too.
     """
     if total <= 16:
         return {"M": 16, "N": 32, "BAND": 1, "num_warps": 4, "num_stages": 6}

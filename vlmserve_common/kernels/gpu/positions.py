@@ -1,8 +1,8 @@
-"""What comes between the product that makes queries, keys and values, and attention, in one launch: heads are
-normalised, turned by their positions, and keys and values go into the KV cache in its own format.
+"""One launch between the product of queries, keys and values, and attention.
 
-It rounds where `attention.positioning` and `KVCache.write` do: quotient, product with the weight, both products of the
-rotation, their sum, and what is stored.
+Heads are normalised and turned by their positions. Keys and values go into the KV cache in its own format. The kernel
+rounds where `attention.positioning` and `KVCache.write` do: quotient, product with the weight, both products of the
+rotation, their sum, and the stored values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which experts each token goes through, and in which order rows are then multiplied. Nothing is read by the host, and
-shapes depend on the number of tokens alone: a CUDA graph may hold it all.
+"""Routing: the choice of each token's experts, and the order in which rows are multiplied. Nothing is read by the host,
+and shapes depend on the number of tokens alone: a CUDA graph may hold it all.
 
 A plan has the rows of each expert next to each other, in blocks of one expert each; row i is token i // chosen in its
 (i % chosen)-th expert.
@@ -157,4 +157,4 @@ CATALOGUE = (
         constexprs={"EXPERTS": 128, "SIZE": 128, "BLOCK": 128, "SCANNED": _SCANNED},
     ),
 )
-"""Of 30B-A3B and 235B-A22B; see `variant`."""
+"""The kernels in the shapes of 30B-A3B and 235B-A22B; see `variant`."""

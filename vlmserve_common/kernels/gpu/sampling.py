@@ -1,6 +1,6 @@
 """A random choice from log-probabilities: Gumbel noise made of a counter's hash, added, and the largest of a row.
 
-The noise is that of `executor.gumbel`, whose formula this repeats, in the same types: int64, float64, then float32.
+The formula of the noise is the same as in `executor.gumbel`, in the same types: int64, float64, then float32.
 """
 
 from __future__ import annotations
