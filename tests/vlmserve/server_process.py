@@ -9,10 +9,12 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -74,7 +76,7 @@ class ServerProcess:
 
     def client(self) -> openai.OpenAI:
         """A client that says at once what went wrong."""
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port()}/v1", api_key="none", max_retries=0)
+        return openai_client(self.port())
 
     def get(self, path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)
@@ -111,6 +113,29 @@ class ServerProcess:
     def directories(self) -> list[Path]:
         """The private directories that the launcher holds open: for sockets, shared memory and uploaded files."""
         return private_directories(self.process.pid)
+
+
+def openai_client(port: int) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+
+SMALL = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
+
+
+def serve(runtime: Path, *flags: str, model: Path | str | None = None, **environment: str) -> ServerProcess:
+    """Start a small server of `model`, or of the built-in one; `flags` may override those of SMALL."""
+    words = [sys.executable, "-m", "vlmserve.cli", "serve", *([] if model is None else [str(model)]), *SMALL.split()]
+    return ServerProcess([*words, *flags], runtime, **environment)
+
+
+@contextlib.contextmanager
+def serving(runtime: Path, *flags: str, **options: Any) -> Iterator[ServerProcess]:
+    """Run such a server for the time of a block."""
+    server = serve(runtime, *flags, **options)
+    try:
+        yield server
+    finally:
+        server.end()
 
 
 def private_directories(pid: int) -> list[Path]:

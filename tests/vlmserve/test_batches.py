@@ -7,18 +7,14 @@ import json
 import os
 import signal
 import sqlite3
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import ServerProcess, serving
 
-WORDS = [sys.executable, "-m", "vlmserve.cli", "serve", "--port", "0", "--num-threads", "1"]
-FLAGS = ["--served-model-name", "tiny", "--max-total-tokens", "4096", "--batch-concurrency", "3"]
 URLS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "Hello", "max_tokens": 3},
@@ -27,13 +23,8 @@ URLS = {
 }
 
 
-@contextlib.contextmanager
-def _server(folder: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess([*WORDS, *FLAGS, "--file-store-dir", str(folder / "files")], folder / "run")
-    try:
-        yield server
-    finally:
-        server.end()
+def _server(folder: Path) -> contextlib.AbstractContextManager[ServerProcess]:
+    return serving(folder / "run", "--batch-concurrency", "3", "--file-store-dir", str(folder / "files"))
 
 
 def _batch(ai: openai.OpenAI, lines: list[str], endpoint: Any = "/v1/chat/completions") -> Any:

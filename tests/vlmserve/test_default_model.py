@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import mimetypes
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from assets.recipe.exam.ask import asker
 from assets.recipe.exam.questions import make_questions
 from assets.recipe.exam.report import examine
 from tests.vlmserve.reference import Reference, assert_equal_answers
-from tests.vlmserve.server_process import ROOT, ServerProcess
+from tests.vlmserve.server_process import ROOT, ServerProcess, serving
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.model_path import DEFAULT_MODEL
 
@@ -34,10 +33,9 @@ def _samples() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", "--port", "0", "--dtype", "float32"]
-    server = ServerProcess(words, tmp_path_factory.mktemp("serve") / "run")
-    yield server
-    server.end()
+    flags = ("--dtype", "float32", "--served-model-name", "vlmserve-default", "--max-total-tokens", "32768")
+    with serving(tmp_path_factory.mktemp("serve") / "run", *flags) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

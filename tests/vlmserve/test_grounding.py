@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
@@ -17,21 +15,12 @@ from tokenizers import AddedToken, Tokenizer
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.api.fake_engine import MODEL, make_served, png_url, real_server
-from tests.vlmserve.server_process import ROOT, ServerProcess
+from tests.vlmserve.server_process import ROOT, ServerProcess, openai_client, serve
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
 ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'
-
-
-def serve(run: Path, *flags: str) -> ServerProcess:
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", *flags, "--port", "0", "--served-model-name", "m"]
-    return ServerProcess([*words, "--dtype", "float32", "--num-threads", "1"], run)
-
-
-def client_of(port: int) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +43,7 @@ def answer_token(folder: Path) -> int:
 def servers(qwen2_5: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServerProcess]]:
     """Started side by side."""
     run = tmp_path_factory.mktemp("run")
-    both = {"default": serve(run / "default"), "qwen2_5": serve(run / "qwen2_5", str(qwen2_5))}
+    both = {"default": serve(run / "default", "--dtype", "float32"), "qwen2_5": serve(run / "qwen2_5", model=qwen2_5)}
     yield both
     for server in both.values():
         server.end()
@@ -80,11 +69,11 @@ def sideways() -> bytes:
 def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
     """Of the resized picture, of which the knobs decide; the source is upright."""
     bias = {str(answer_token(qwen2_5)): 100}
-    with client_of(servers["qwen2_5"].port()) as client:
+    with servers["qwen2_5"].client() as client:
 
         def boxes(**knobs: Any) -> tuple[Box, ...]:
             answer = client.chat.completions.create(
-                model="m",
+                model="tiny",
                 messages=message(sideways(), "Where is the star?", "jpeg", **knobs),
                 max_tokens=1,
                 temperature=0,
@@ -108,10 +97,10 @@ def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) 
 
 
 def test_a_stream_says_it_at_its_end(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
-    with client_of(servers["qwen2_5"].port()) as client:
+    with servers["qwen2_5"].client() as client:
         chunks = list(
             client.chat.completions.create(
-                model="m",
+                model="tiny",
                 messages=message(sideways(), "Where?", "jpeg", max_pixels=10**9),
                 max_tokens=1,
                 logit_bias={str(answer_token(qwen2_5)): 100},
@@ -128,9 +117,9 @@ def test_a_stream_says_it_at_its_end(servers: dict[str, ServerProcess], qwen2_5:
 def test_the_offline_form_reports_the_same(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
     kwargs = {"max_pixels": 16 * 784}
     bias = answer_token(qwen2_5)
-    with client_of(servers["qwen2_5"].port()) as client:
+    with servers["qwen2_5"].client() as client:
         served = client.chat.completions.create(
-            model="m",
+            model="tiny",
             messages=message(sideways(), "Where?", "jpeg"),
             max_tokens=1,
             logit_bias={str(bias): 100},
@@ -167,12 +156,12 @@ def test_thousandths(
 ) -> None:
     """The default model's own answers, about places it was told nothing of. It is small, and no surveyor."""
     data = (ROOT / "assets" / "samples" / name).read_bytes()
-    with client_of(servers["default"].port()) as client:
+    with servers["default"].client() as client:
         answer = client.chat.completions.create(
-            model="m", messages=message(data, question), max_tokens=64, temperature=0, extra_body=REPORT
+            model="tiny", messages=message(data, question), max_tokens=64, temperature=0, extra_body=REPORT
         )
         cut = client.chat.completions.create(
-            model="m", messages=message(data, question), max_tokens=8, temperature=0, extra_body=REPORT
+            model="tiny", messages=message(data, question), max_tokens=8, temperature=0, extra_body=REPORT
         )
     (medium,) = answer.mm_report["media"]
     assert medium["coordinates"] == "0-1000"
@@ -192,7 +181,7 @@ def test_qwen2_vls_own_tokens(tmp_path: Path) -> None:
 
     served = make_served(write_checkpoint_folder(tmp_path))
     content = [{"type": "image_url", "image_url": {"url": png_url(size=(500, 250))}}, {"type": "text", "text": "?"}]
-    with real_server(served.app) as port, client_of(port) as client:
+    with real_server(served.app) as port, openai_client(port) as client:
         for said in ("<|box_start|>(100,200),(500,600)<|box_end|>", "a dog(100,200),(500,600)"):
             served.scheduler.say(said)
             answer = client.chat.completions.create(

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import signal
-import sys
 from pathlib import Path
 
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import serving
 
 PROMPT = " ".join(str(7 * i) for i in range(100))
 
 
 def test_a_server_goes_on_with_the_prefixes_of_the_one_before(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", "--port=0", "--num-threads=1", "--max-total-tokens=4096"]
-    words += ["--enable-hierarchical-cache", "--hicache-size-gib=0.01", f"--hicache-storage-dir={tmp_path / 'kv'}"]
+    flags = ["--enable-hierarchical-cache", "--hicache-size-gib=0.01", f"--hicache-storage-dir={tmp_path / 'kv'}"]
     answers, cached = [], []
     for _ in range(2):
-        server = ServerProcess(words, tmp_path / "run")
-        try:
+        with serving(tmp_path / "run", *flags) as server:
             with server.client() as client:
                 answer = client.chat.completions.create(
-                    model=client.models.list().data[0].id,
-                    messages=[{"role": "user", "content": PROMPT}],
-                    max_tokens=8,
-                    temperature=0,
+                    model="tiny", messages=[{"role": "user", "content": PROMPT}], max_tokens=8, temperature=0
                 )
             server.process.send_signal(signal.SIGTERM)
             assert server.wait() == 0
             assert "lost" not in "".join(server.log)
-        finally:
-            server.end()
         answers.append(answer.choices[0].message.content)
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None

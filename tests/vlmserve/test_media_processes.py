@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait
@@ -17,31 +18,18 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.default_model import copy_default_model
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serving
 from vlmserve_common.transport.shm import SharedArrays
-
-FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Any]:
+def serve(default_model: Path, tmp_path: Path) -> Iterator[Any]:
     """Starts a server with more flags."""
-    model = tmp_path / "model"
-    model.mkdir()
-    copy_default_model(model)
-    made: list[ServerProcess] = []
-
-    def start(*flags: str) -> ServerProcess:
-        words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags]
-        made.append(ServerProcess(words, tmp_path / f"run{len(made)}"))
-        return made[-1]
-
-    yield start
-    for server in made:
-        server.end()
+    with contextlib.ExitStack() as stack:
+        runs = itertools.count()
+        yield lambda *flags: stack.enter_context(serving(tmp_path / f"run{next(runs)}", *flags, model=default_model))
 
 
 def part(kind: str, data: bytes) -> dict[str, Any]:

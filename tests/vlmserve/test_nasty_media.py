@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -19,18 +18,16 @@ import pytest
 from tests.nasty_media import NastyFile, jpeg_of_scans, nasty_files, slow_files
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import ServerProcess, serving
 
-FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
 MOST_S = 60.0  # for an answer, on a busy machine
 MOST_SERVER_MIB, MOST_WORKERS_MIB = 512, 9216  # more than at first
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    made = ServerProcess([sys.executable, "-m", "vlmserve.cli", "serve", *FLAGS.split()], tmp_path / "run")
-    yield made
-    made.end()
+    with serving(tmp_path / "run") as made:
+        yield made
 
 
 def ask(client: openai.OpenAI, file: NastyFile) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,23 +11,14 @@ import pytest
 
 from tests.vlmserve.server_process import ROOT, ServerProcess
 
-WORDS = [sys.executable, "-m", "vlmserve.cli", "serve", "--port", "0", "--num-threads", "1"]
 PICTURE = (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
 PICTURE_URL = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
 QUESTION = {"type": "input_text", "text": "What is in this picture?"}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ["--max-total-tokens", "4096", "--served-model-name", "tiny"]
-    server = ServerProcess([*WORDS, *flags], tmp_path_factory.mktemp("api") / "run")
-    yield server
-    server.end()
-
-
 @pytest.fixture
-def ai(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
+def ai(shared_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with shared_server.client() as client:
         yield client
 
 

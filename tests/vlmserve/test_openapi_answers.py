@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,20 +93,9 @@ PLAIN = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("answers")
-    flags = ["--port", "0", "--num-threads", "1", "--max-total-tokens", "4096", "--served-model-name", "tiny"]
-    flags += ["--enable-return-hidden-states"]
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", *flags, "--profile-dir", str(folder)]
-    server = ServerProcess(words, folder / "run")
-    yield server
-    server.end()
-
-
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port()}", timeout=60) as client:
+def client(shared_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{shared_server.port()}", timeout=60) as client:
         yield client
 
 
@@ -183,7 +171,7 @@ def test_files_and_batches(client: httpx.Client) -> None:
     assert ask(client, "deleteFile", place=file)["error"]["code"] == "file_not_found"
 
 
-def test_what_operators_ask(client: httpx.Client, server: ServerProcess) -> None:
+def test_what_operators_ask(client: httpx.Client) -> None:
     assert ask(client, "pauseGeneration")["paused"]
     assert "error" in ask(client, "pauseGeneration")
     assert ask(client, "getHealth") == {"status": "paused"}

@@ -3,7 +3,6 @@ fails in the server, and all answers are as documented."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -19,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import serving
 from vlmserve.api.openapi.document import openapi_document
 
 MODEL = "tiny"
@@ -30,7 +29,6 @@ LENGTHS = {
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
-FLAGS = ["--port", "0", "--num-threads", "1", "--max-total-tokens", "4096", "--served-model-name", MODEL]
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -68,10 +66,9 @@ def large_schema() -> BaseSchema:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its URL."""
     folder = tmp_path_factory.mktemp("fuzzed")
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", *FLAGS, "--profile-dir", str(folder)]
-    process = ServerProcess(words, folder / "run")
-    yield f"http://127.0.0.1:{process.port()}"
-    process.end()
+    flags = ("--served-model-name", MODEL, "--profile-dir", str(folder))
+    with serving(folder / "run", *flags) as process:
+        yield f"http://127.0.0.1:{process.port()}"
 
 
 def _try(case: schemathesis.Case, server: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import serving
 
 TURN = {
     "name": "turn",
@@ -27,26 +26,9 @@ TOOLS = [{"type": "function", "function": function} for function in (TURN, {"nam
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    words = [
-        "-m",
-        "vlmserve.cli",
-        "serve",
-        "--port",
-        "0",
-        "--num-threads",
-        "1",
-        "--max-total-tokens",
-        "4096",
-        "--served-model-name",
-        "tiny",
-    ]
-    folder = tmp_path_factory.mktemp("calls")
-    server = ServerProcess([sys.executable, *words, "--tool-call-parser", request.param], folder / "run")
-    try:
-        with server.client() as client:
-            yield client
-    finally:
-        server.end()
+    runtime = tmp_path_factory.mktemp("calls") / "run"
+    with serving(runtime, "--tool-call-parser", request.param) as server, server.client() as client:
+        yield client
 
 
 def ask(client: openai.OpenAI, choice: Any, **options: Any) -> Any:

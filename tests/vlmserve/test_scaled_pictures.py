@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from tests.default_model import copy_default_model
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import ServerProcess, serving
 from vlmserve import LLM
 
 SMALLEST = 448 * 448
@@ -39,11 +38,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["2", "0"], ids=["media processes", "threads"])
 def server(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """It has no time for a picture at all, whatever its speed."""
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), "--port", "0", "--num-threads", "1"]
-    words += ["--max-total-tokens", "4096", "--served-model-name", "tiny", "--max-pixels-auto-s", "1e-9"]
-    server = ServerProcess([*words, "--media-processes", request.param], tmp_path_factory.mktemp("run"))
-    yield server
-    server.end()
+    flags = ("--max-pixels-auto-s", "1e-9", "--media-processes", request.param)
+    with serving(tmp_path_factory.mktemp("run"), *flags, model=model) as server:
+        yield server
 
 
 def ask(server: ServerProcess, kind: str, data: bytes, **knobs: Any) -> Any:

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import ServerProcess, serving
 from vlmserve import LLM, SamplingOverrides
 
-FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name m --media-processes 0"
 QUESTION = "What is the colour of the sky on a day like this one, and of the sea below it?"
 GREEDY = SamplingOverrides(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-def serve(folder: Path, *flags: str) -> ServerProcess:
-    (folder / "model").mkdir()
-    copy_default_model(folder / "model")
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder / "model"), *FLAGS.split(), *flags]
-    return ServerProcess(words, folder / "run")
-
-
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    server = serve(tmp_path_factory.mktemp("fcfs"))
-    with server.client() as client:
+def client(shared_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with shared_server.client() as client:
         yield client
-    server.end()
 
 
 def ask(client: openai.OpenAI, turns: list[str], **more: Any) -> tuple[str, int]:
@@ -39,7 +26,7 @@ def ask(client: openai.OpenAI, turns: list[str], **more: Any) -> tuple[str, int]
     roles = ("user", "assistant")
     messages = [{"role": roles[number % 2], "content": text} for number, text in enumerate(turns)]
     answer = client.chat.completions.create(
-        model="m", messages=messages, max_tokens=12, temperature=0, extra_body={"ignore_eos": True, **more}
+        model="tiny", messages=messages, max_tokens=12, temperature=0, extra_body={"ignore_eos": True, **more}
     )
     return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
 
@@ -71,13 +58,10 @@ def test_what_makes_no_sense_is_refused(client, field, value, words):
         ask(client, [QUESTION], **{field: value})
 
 
-def test_priorities_where_the_policy_says_so(tmp_path):
-    server = serve(tmp_path, "--schedule-policy", "priority")
-    try:
-        with server.client() as client:
-            assert ask(client, [QUESTION], priority=-5) == ask(client, [QUESTION], priority=7, cache_salt="other")
-    finally:
-        server.end()
+def test_priorities_where_the_policy_says_so(default_model, tmp_path):
+    flags = ("--schedule-policy", "priority", "--media-processes", "0")
+    with serving(tmp_path / "run", *flags, model=default_model) as server, server.client() as client:
+        assert ask(client, [QUESTION], priority=-5) == ask(client, [QUESTION], priority=7, cache_salt="other")
 
 
 def test_prefixes_come_back_from_the_host_and_after_a_restart_from_disk(tmp_path):

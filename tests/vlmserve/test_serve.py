@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,26 +17,14 @@ import openai
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serve, serving
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
-
-FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny"
-
-
-def _serve(folder: Path, *flags: str, model: Path | None = None) -> ServerProcess:
-    if model is None:
-        model = folder / "model"
-        model.mkdir()
-        copy_default_model(model)
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags]
-    return ServerProcess(words, folder / "run")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = _serve(tmp_path_factory.mktemp("serve"))
-    yield server
-    server.end()
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tmp_path_factory.mktemp("serve") / "run", model=default_model) as server:
+        yield server
 
 
 @pytest.fixture
@@ -129,10 +116,8 @@ def test_stops_in_order_and_leaves_nothing(server: ServerProcess) -> None:  # th
 
 @pytest.mark.slow
 def test_a_dead_scheduler_fails_requests_with_openai_s_body(tmp_path: Path) -> None:
-    server = _serve(tmp_path)
-    port = server.port()
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    with client, ThreadPoolExecutor(1) as pool:
+    server = serve(tmp_path / "run")
+    with server.client() as client, ThreadPoolExecutor(1) as pool:
         options: dict[str, Any] = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}, "stream": True}
         stream = iter(_answer(client, _question(None), **options))
         next(stream)
@@ -154,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line(tmp_path: Path, content:
         folder.mkdir()
         copy_default_model(folder)  # nothing else is wrong with it
         (folder / "config.json").write_text(content)
-    server = _serve(tmp_path, model=folder)
+    server = serve(tmp_path / "run", model=folder)
     assert server.wait() == 1
     assert complaint in server.log[-1]
     assert server.log[-1].startswith("vlmserve: error: ")

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
 from tests.vlmserve.reference import Reference, conversations
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import serving
 from tests.vlmserve.test_video import conversations as video_conversations
 
 NEW = 12
@@ -53,27 +52,24 @@ def test_served_answers_equal_transformers(family: str, flags: str, tmp_path: Pa
     reference = Reference(folder)
     asked = conversations() + video_conversations()
     wanted = [reference.answer(messages, NEW) for messages in asked]
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder), "--port", "0", "--num-threads", "1"]
-    server = ServerProcess(
-        [*words, *flags.split(), "--served-model-name", "m", "--video-reference", "transformers"],
-        tmp_path / "run",
-    )
-    try:
-        with server.client() as client, ThreadPoolExecutor(8) as pool:
+    reference_frames = ("--video-reference", "transformers")
+    with (
+        serving(tmp_path / "run", *flags.split(), *reference_frames, model=folder) as server,
+        server.client() as client,
+        ThreadPoolExecutor(8) as pool,
+    ):
 
-            def ask(messages: list[dict]):
-                return client.chat.completions.create(
-                    model="m",
-                    messages=as_openai(messages),
-                    max_tokens=NEW,
-                    temperature=0,
-                    logprobs=True,
-                    extra_body={"ignore_eos": True},
-                )
+        def ask(messages: list[dict]):
+            return client.chat.completions.create(
+                model="tiny",
+                messages=as_openai(messages),
+                max_tokens=NEW,
+                temperature=0,
+                logprobs=True,
+                extra_body={"ignore_eos": True},
+            )
 
-            answers = list(pool.map(ask, asked * ROUNDS))
-    finally:
-        server.end()
+        answers = list(pool.map(ask, asked * ROUNDS))
     tokenizer = reference.processor.tokenizer
     for answer, want in zip(answers, wanted * ROUNDS, strict=True):
         assert answer.usage.prompt_tokens == want.prompt_tokens

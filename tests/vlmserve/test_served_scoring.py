@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,14 +14,12 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import Forwarded, Reference, ask, picture
-from tests.vlmserve.server_process import ROOT, ServerProcess
+from tests.vlmserve.server_process import ROOT, ServerProcess, serving
 from tests.vlmserve.test_served_parity import as_openai
 
 CHAT = ask(picture(1, 96, 64), "What is this?")
-FLAGS = (
-    "--port 0 --num-threads 1 --served-model-name m --chunked-prefill-size 16 --enable-return-hidden-states "
-    "--logits-processors tests.vlmserve.forbidding:Forbid,tests.vlmserve.forbidding:Fails"
-)
+FLAGS = ("--chunked-prefill-size", "16", "--enable-return-hidden-states")
+FLAGS += ("--logits-processors", "tests.vlmserve.forbidding:Forbid,tests.vlmserve.forbidding:Fails")
 NEW = 3
 
 
@@ -39,7 +36,7 @@ class Asked:
     def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.server.port()}/v1/{path}",
-            data=json.dumps({"model": "m", **body}).encode(),
+            data=json.dumps({"model": "tiny", **body}).encode(),
             headers={"Content-Type": "application/json"},
         )
         try:
@@ -64,12 +61,8 @@ class Asked:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
     folder = tmp_path_factory.mktemp("scoring")
     model = make_checkpoint("qwen3_vl", folder / "model")
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split()]
-    server = ServerProcess(words, folder / "run", PYTHONPATH=str(ROOT))
-    try:
+    with serving(folder / "run", *FLAGS, model=model, PYTHONPATH=str(ROOT)) as server:
         yield Asked(server, Reference(model))
-    finally:
-        server.end()
 
 
 def test_logprobs_of_the_prompt(asked: Asked) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -15,12 +14,11 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import ServerProcess
+from tests.vlmserve.server_process import ServerProcess, serving
 from vlmserve import LLM
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
-FLAGS = "--port 0 --num-threads 1 --max-total-tokens 16384 --served-model-name tiny --grammar-timeout-s 3"
 OWN = ("n", "stream", "logprobs", "stop", "max_tokens", "response_format", "logit_bias", "tools", "tool_choice")
 THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
 TOKENIZER = load_text_tokenizer(DEFAULT_MODEL)
@@ -44,10 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     copy_default_model(folder / "model")
     template = folder / "model" / "chat_template.jinja"
     template.write_text(template.read_text() + THINKS)
-    words = [sys.executable, "-m", "vlmserve.cli", "serve", str(folder / "model"), *FLAGS.split()]
-    server = ServerProcess(words, folder / "run")
-    yield server
-    server.end()
+    flags = ("--max-total-tokens", "16384", "--grammar-timeout-s", "3")
+    with serving(folder / "run", *flags, model=folder / "model") as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,0 +1,30 @@
+"""One small server of the built-in model for all test files of a process that ask nothing special of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.default_model import copy_default_model
+from tests.vlmserve.server_process import ServerProcess, serving
+
+
+@pytest.fixture(scope="session")
+def default_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model in float32; not to be changed."""
+    folder = tmp_path_factory.mktemp("default-model")
+    copy_default_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shared_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A test leaves it as it was: running, not paused, with nothing under way."""
+    folder = tmp_path_factory.mktemp("shared-server")
+    profiles = folder / "profiles"
+    profiles.mkdir()
+    flags = ("--enable-return-hidden-states", "--profile-dir", str(profiles))
+    with serving(folder / "run", *flags, model=default_model) as server:
+        yield server
