@@ -30,6 +30,7 @@ AVX := OPENBLAS_CORETYPE=Sandybridge ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_
 ifndef SEED
 SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 endif
+FRESH = --hypothesis-profile=fresh --hypothesis-seed=$(SEED)
 DEVICE ?= cuda
 
 .PHONY: serve setup setup-test lint test test-full test-slow test-older-cpu test-busy test-gpu gpu-report docs clean
@@ -67,17 +68,18 @@ test: lint
 	@$(QUICK)
 
 test-full: setup-test
-	@$(MAKE) test-slow
+	@$(MAKE) test-slow SEED=$(SEED)
 	@$(MAKE) test-gpu DEVICE=cpu
 	@$(MAKE) test-older-cpu SEED=$(SEED)
 	@$(MAKE) test-busy
 
 test-slow: setup-test
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+	@echo 'The seed of the property tests is $(SEED): make test-slow SEED=$(SEED)'
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(FRESH) $(PYTEST_ARGS)
 
 test-older-cpu: setup-test
 	@echo 'On a CPU with AVX2; the seed of the property tests is $(SEED): make test-older-cpu SEED=$(SEED)'
-	@$(AVX2) $(QUICK) --hypothesis-profile=fresh --hypothesis-seed=$(SEED)
+	@$(AVX2) $(QUICK) $(FRESH)
 
 test-busy: setup-test
 	@echo 'On a CPU with AVX, beside two busy processes'

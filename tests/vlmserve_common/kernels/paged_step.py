@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve_common.kernels.attention import CacheLayer
+
+QUICK_AND_SLOW_DTYPES = [
+    pytest.param(dtype, stored, marks=[] if dtype == torch.bfloat16 else pytest.mark.slow, id=f"{dtype}-{stored}")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for stored in (None, torch.float8_e4m3fn, torch.int8)
+]
+"""Dtypes of queries and of a cache (None: the same). Triton's interpreter runs only one of the first in quick tests."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,7 @@ def test_what_is_not_a_number_goes_to_experts_that_are_there():
     assert ((ids >= 0) & (ids < 5)).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.one_of(st.integers(1, 40), st.just(700)),
@@ -110,6 +111,7 @@ def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype
     torch.testing.assert_close(found, wanted + added if residual else wanted, **CLOSE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_of_8_bit_floats(inputs_first, dtype):
