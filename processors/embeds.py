@@ -1,9 +1,9 @@
-"""Pictures that come encoded: the vision tower's rows in safetensors, checked before anything else sees them.
+"""Checks pictures that arrive as embeddings, before anything else sees them.
 
-`image_embeds` [tokens, width], as the tower of the checkpoint makes them, and `image_grid_thw` [1, 3], the picture's
-patches in time, height and width. A family with DeepStack has rows for its decoder's first layers, too:
-`deepstack_embeds` [layers, tokens, width], or behind the main ones in `image_embeds` [tokens, width * (1 + layers)].
-Safetensors hold numbers and nothing else, so reading them runs nothing.
+Such a picture is a safetensors file with `image_embeds` [tokens, width], as the checkpoint's vision tower makes them,
+and `image_grid_thw` [1, 3], the picture's patches in time, height and width. A family with DeepStack also has rows for
+its decoder's first layers. They come as `deepstack_embeds` [layers, tokens, width], or appended to the main rows:
+`image_embeds` [tokens, width * (1 + layers)]. Safetensors files hold only numbers, so reading them runs no code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _LARGEST = 65504.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsShape:
-    """Rows of a checkpoint's tower. width: of a main row. deepstack: rows of that width that follow it."""
+    """Row sizes of a checkpoint's tower. `width`: elements of a main row. `deepstack`: how many rows of that width
+    follow it."""
 
     width: int
     deepstack: int = 0
@@ -36,7 +37,8 @@ class EmbedsShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridLimits:
-    """merge_size: patches a side that become one row. patch_size: pixels a side of a patch. max_pixels: the most."""
+    """Limits of a grid. `merge_size`: patches a side that become one row. `patch_size`: pixels a side of a patch.
+    `max_pixels`: the largest area."""
 
     merge_size: int
     patch_size: int
@@ -44,7 +46,7 @@ class GridLimits:
 
 
 def parse_embeds(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file. Raises BadRequestError."""
+    """Read the tensors of a safetensors file. Raises BadRequestError."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -56,16 +58,17 @@ def parse_embeds(data: bytes) -> dict[str, torch.Tensor]:
         RuntimeError,
         TypeError,
         ValueError,
-    ) as error:  # sizes beyond int64, among others
+    ) as error:  # such as sizes beyond int64
         raise _bad(f"the data is not a safetensors file: {error}") from None
 
 
 def check_embeds(
     given: Mapping[str, Any], shape: EmbedsShape, limits: GridLimits
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Rows float32 [tokens, width * (1 + deepstack)], read-only, and the grid (t, h, w) in patches.
+    """Check tensors and return their rows and grid.
 
-    given: tensors or arrays by their names. Raises BadRequestError saying what was expected.
+    `given`: tensors or arrays by name. Returns read-only float32 [tokens, width * (1 + deepstack)] and (t, h, w) in
+    patches. Raises BadRequestError, which says what was expected.
     """
     names = [_ROWS, _GRID] + [_DEEPSTACK] * bool(shape.deepstack)
     for name in given:
@@ -110,7 +113,7 @@ def _check_grid(tensor: torch.Tensor, limits: GridLimits) -> tuple[int, int, int
 
 
 def _join(rows: torch.Tensor, deepstack: torch.Tensor | None, tokens: int, shape: EmbedsShape) -> torch.Tensor:
-    """float32 [tokens, width * (1 + deepstack)], contiguous and not shared with whoever gave them."""
+    """Return a float32 copy [tokens, width * (1 + deepstack)], contiguous, that shares no memory with the caller's."""
     import torch
 
     whole = shape.width * (1 + shape.deepstack)

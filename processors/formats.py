@@ -1,4 +1,4 @@
-"""Which file formats there are: the ones that are read, and others that are at least called by their names.
+"""Known file formats: the ones that are read, and others that errors at least call by name.
 
 The content's first bytes decide, never a name or a MIME type.
 """
@@ -9,22 +9,36 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from processors.inputs import Modality
+
 INVALID_IMAGE = "invalid_image"
 """The error code of a picture that cannot be read."""
 INVALID_VIDEO = "invalid_video"
 """The error code of a video that cannot be read."""
 
-HEAD_BYTES = 4096
-"""What says which format a file is of: its text formats may begin with white space, and to follow that through tens of
-megabytes would hold Python's lock for seconds."""
+_FORMAT_BYTES = 4096
+"""Bytes at a file's start that decide its format.
+
+Text formats can begin with white space. Following that through tens of megabytes would hold Python's lock for seconds.
+"""
+
+
+# An ISO media file starts with its brands: its own, then the compatible ones.
+_BRANDS = rb"....ftyp(?:....){0,16}?"
+_SVG = rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,999}?-->\s*)?(?:<!DOCTYPE )?<?svg\b"
+HEAD_BYTES = 128
+"""This many first bytes of a file tell a picture from a video."""
+_REPR = re.compile(r"""\bb(?P<quote>['"])(?P<inside>.*?)(?P=quote)""")
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """name: "PNG", or what it is to people. kind: None for what is neither. plugin, opener: Pillow's, for what is read.
+    """A file format. `name`: "PNG", or a description for people. `kind`: None for neither a picture nor a video.
+    `plugin`, `opener`: Pillow's, for a format that is read.
 
-    ffmpeg: FFmpeg's name of a format that is read as a video. It is given, never guessed: among FFmpeg's demuxers are
-    playlists, which open other files and addresses.
+    `ffmpeg`: FFmpeg's name of a format that is read as a video. FFmpeg gets the name and does not guess: some of its
+    demuxers are playlists, which open other files and addresses.
     """
 
     name: str
@@ -36,7 +50,7 @@ class FileFormat:
 
     @property
     def called(self) -> str:
-        """With its article."""
+        """The name with its article."""
         if self.plugin is None:
             return self.name
         return f"{'an' if self.name == 'AVIF' else 'a'} {self.name} picture"
@@ -47,9 +61,6 @@ def _picture(name: str, magic: bytes, opener: str, ffmpeg: str | None = None) ->
     return FileFormat(name, re.compile(magic, re.DOTALL), "picture", plugin, opener, ffmpeg)
 
 
-# An ISO media file says its brands first: one of its own, then those of others that it agrees with.
-_BRANDS = rb"....ftyp(?:....){0,16}?"
-_SVG = rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--.{0,999}?-->\s*)?(?:<!DOCTYPE )?<?svg\b"
 _FORMATS = (
     _picture("PNG", rb"\x89PNG\r\n\x1a\n", "PngImageFile"),
     _picture("JPEG", rb"\xff\xd8\xff", "jpeg_factory"),
@@ -78,5 +89,39 @@ _FORMATS = (
 
 
 def file_format(head: bytes) -> FileFormat | None:
-    """The format of a file that begins with `head`, whether it is read here or not."""
-    return next((known for known in _FORMATS if known.magic.match(head[:HEAD_BYTES])), None)
+    """Return the format of a file that begins with `head`, whether or not it is read here."""
+    return next((known for known in _FORMATS if known.magic.match(head[:_FORMAT_BYTES])), None)
+
+
+def modality_of(head: bytes) -> Modality | None:
+    """Return the modality of a file that begins with `head`, None if it is not read here. A GIF is a picture."""
+    found = file_format(head)
+    if found is None or not (found.plugin or found.kind == "video"):
+        return None
+    return Modality.IMAGE if found.plugin else Modality.VIDEO
+
+
+def mime_type(head: bytes) -> str:
+    """Return the MIME type of a file that begins with `head`; application/octet-stream if it is not read here."""
+    found = file_format(head)
+    if found is not None and found.plugin:
+        return f"image/{found.name.lower()}"
+    if found is not None and found.kind == "video":
+        if found.ffmpeg == "mov":
+            return "video/quicktime" if head[8:12] == b"qt  " else "video/mp4"
+        return "video/webm" if b"webm" in head else "video/x-matroska"
+    return "application/octet-stream"
+
+
+def first_bytes(data: bytes) -> str:
+    """Describe the start of a file: text in quotes, or bytes in hexadecimal."""
+    head = data[:_SHOWN]
+    if head.isascii() and head.decode("ascii").isprintable():
+        return f'"{head.decode("ascii")}"'
+    return f"the bytes {head.hex(' ')}"
+
+
+def words(error: Exception) -> str:
+    """Return an error's own words, without the quotes that Python puts around bytes. An error without words gives its
+    type."""
+    return _REPR.sub(r'"\g<inside>"', str(error)) or type(error).__name__

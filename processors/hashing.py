@@ -12,9 +12,9 @@ from processors.resize import PatchConfig
 
 
 def digest_fields(fields: Iterable[bytes | memoryview], threads: int = 1) -> bytes:
-    """32 bytes that stand for the sequence of fields: each goes in behind its length, so borders count.
+    """Return 32 bytes that identify the sequence of fields. Each field is hashed behind its length, so borders count.
 
-    threads: worth it for fields of megabytes.
+    `threads`: worth it for fields of megabytes.
     """
     hasher = blake3.blake3(max_threads=threads)
     for field in fields:
@@ -25,18 +25,20 @@ def digest_fields(fields: Iterable[bytes | memoryview], threads: int = 1) -> byt
 
 
 def patch_digest(grid: tuple[int, int], frames: np.ndarray, config: PatchConfig) -> bytes:
-    """The identity of one temporal patch, a picture's or a video's: grid, cutting and every value of its frames.
+    """Return the identity of one temporal patch of a picture or video: grid, cutting and every value of its frames.
 
-    grid: (height, width) in patches. frames: uint8 [T, C, H, W] after resizing; a single one stands for as many as fill
-    the patch, and goes in once, as all do that are alike. With the cutting's settings they determine the patches that
-    the tower gets.
+    `grid`: (height, width) in patches. `frames`: uint8 [T, C, H, W] after resizing. Equal frames are hashed once, so a
+    single frame equals as many copies as fill the patch. Frames and cutting settings together determine the patches
+    that the tower gets.
     """
     return _frames_digest([b"vlmserve patch 2"], grid, frames, config)
 
 
 def original_digest(grid: tuple[int, int], frames: np.ndarray, config: PatchConfig) -> bytes:
-    """As `patch_digest`, of frames uint8 [T, H, W, C] that are yet to be resized: their resized pixels, which that one
-    goes by, are not known here. So it is another digest."""
+    """Return the identity of a temporal patch whose frames uint8 [T, H, W, C] are not resized yet.
+
+    `patch_digest` hashes resized pixels, which are unknown here, so the two digests differ.
+    """
     return _frames_digest([b"vlmserve original 1", config.resample.encode()], grid, frames, config)
 
 
@@ -48,13 +50,13 @@ def _frames_digest(kind: list[bytes], grid: tuple[int, int], frames: np.ndarray,
 
 
 def media_digest(modality: Modality, grid_thw: tuple[int, int, int], patch_digests: Sequence[bytes]) -> bytes:
-    """The identity of one preprocessed picture or video: modality, grid and its temporal patches."""
+    """Return the identity of one preprocessed picture or video: modality, grid and its temporal patches."""
     header = [b"vlmserve media 3", modality.value.encode(), np.asarray(grid_thw, "<i8").tobytes()]
     return digest_fields([*header, *patch_digests])
 
 
 def embeds_digest(grid_thw: tuple[int, int, int], rows: np.ndarray) -> bytes:
-    """The identity of one picture that came encoded, never that of one that did not."""
+    """Return the identity of a picture that came as embeddings. No picture that came as pixels has the same one."""
     header = [b"vlmserve embeds 1", np.asarray((*grid_thw, *rows.shape), "<i8").tobytes(), rows.dtype.str.encode()]
     return digest_fields([*header, _contents(rows)])
 

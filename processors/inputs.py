@@ -1,4 +1,4 @@
-"""What the processors hand to the engine: frozen, and encodable by `vlmserve_common.transport.wire`."""
+"""Frozen data that the processors hand to the engine. `vlmserve_common.transport.wire` can encode it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Modality(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Normalization:
-    """uint8 pixels to a tower's values: (pixel - mean) / std in float32, each channel with its own, 0 to 255.
+    """How uint8 pixels become a tower's values: (pixel - mean) / std in float32, per channel, on the scale 0 to 255.
 
-    repeat: how many times a patch shows its frame, where it has only one (a picture's); else 1.
+    `repeat`: how many times a patch shows its only frame (for a picture); else 1.
     """
 
     mean: tuple[float, ...]
@@ -27,9 +27,9 @@ class Normalization:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resizing:
-    """How frames that come as they were decoded become patches where the tower is: resized to their grid, then cut.
+    """How decoded frames become patches on the tower's device: resized to their grid, then cut.
 
-    mode: of `processors.resize.RESAMPLING`. patch_size, merge_size: as in `processors.resize.PatchConfig`.
+    `mode`: one of `processors.resize.RESAMPLING`. `patch_size`, `merge_size`: as in `processors.resize.PatchConfig`.
     """
 
     mode: str
@@ -41,17 +41,16 @@ class Resizing:
 class MultimodalDataItem:
     """One picture or one video of a request.
 
-    digest: 32 bytes, BLAKE3 over modality, grid and patch_digests (length-framed): not forgeable.
-    patch_digests: of each temporal patch (a picture is one), over its pixels, grid and cutting: what embeddings are
-        known by. Of a picture that came encoded: over its rows.
-    grid_thw: patches in time, height and width, before the spatial merge.
-    offsets: half-open ranges [start, end) of this item's pad tokens in the expanded `input_ids`; one range for a
-        picture (one per temporal patch in a Qwen3-VL video). Their lengths sum to t*h*w / merge_size**2.
-    feature: uint8 [t*h*w, in_channels * frames * patch_size**2], pixels in the family's patch order; frames is 1 for a
-        picture, else temporal_patch_size. normalization: makes values of them (see `processors.normalize`).
-    resizing: where frames are yet to be resized and cut; feature is then uint8 [t*frames, height, width, 3].
-    encoded: it came encoded: feature is its embeds, float32 [num_tokens, width], and has no normalization.
-    second_per_grid_t: seconds between temporal patches (Qwen2.5-VL video), else 0.
+    `digest`: 32 bytes, BLAKE3 over modality, grid and patch_digests (length-framed), which cannot be forged.
+    `patch_digests`: one for each temporal patch (a picture is one), over its pixels, grid and cutting; the embedding
+    cache goes by them. For a picture that came as embeddings: over its rows. `grid_thw`: patches in time, height and
+    width, before the spatial merge. `offsets`: half-open ranges [start, end) of this item's pad tokens in the expanded
+    `input_ids`. A picture has one range, a Qwen3-VL video one for each temporal patch. Their lengths sum to t*h*w /
+    merge_size**2. `feature`: uint8 [t*h*w, in_channels * frames * patch_size**2], pixels in the family's patch order.
+    frames is 1 for a picture, else temporal_patch_size. `normalization`: how pixels become values (see
+    `processors.normalize`). `resizing`: set if frames are not resized and cut yet; feature is then uint8 [t*frames,
+    height, width, 3]. `encoded`: the picture came as embeddings: feature is float32 [num_tokens, width], without
+    normalization. `second_per_grid_t`: seconds between temporal patches (Qwen2.5-VL video), else 0.
     """
 
     modality: Modality
@@ -72,7 +71,7 @@ class MultimodalDataItem:
 
     @property
     def media_key(self) -> tuple[bytes, str, tuple[int, int, int], float]:
-        """The identity that prefix reuse goes by: equal keys mean equal embeddings and equal relative positions."""
+        """The identity for prefix reuse: equal keys mean equal embeddings and equal relative positions."""
         return (self.digest, self.modality.value, self.grid_thw, self.second_per_grid_t)
 
 
@@ -80,8 +79,8 @@ class MultimodalDataItem:
 class MultimodalInputs:
     """A request's media, in prompt order, and the M-RoPE positions of its whole prompt.
 
-    mrope_positions: int64 [3, L] (time, height, width) for the L expanded prompt tokens.
-    mrope_position_delta: a generated token with index i (counted from the prompt's start) sits at i + delta.
+    `mrope_positions`: int64 [3, L] (time, height, width) for the L tokens of the expanded prompt.
+    `mrope_position_delta`: a generated token with index i (counted from the prompt's start) has position i + delta.
     """
 
     items: tuple[MultimodalDataItem, ...]

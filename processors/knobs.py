@@ -1,6 +1,5 @@
-"""What a request may say about one picture, and what is common to the knobs of pictures and videos: how values are
-checked, how one set is laid over another, and how the server's limits are kept and told.
-"""
+"""Knobs of one picture, and the functions that pictures and videos share: check values, lay one set over another, apply
+the server's limits and report the changes."""
 
 from __future__ import annotations
 
@@ -16,27 +15,27 @@ if TYPE_CHECKING:
 
 _CODE = "invalid_value"
 LARGEST = 2**53
-"""Above it JSON readers disagree about whole numbers."""
+"""JSON readers disagree about larger whole numbers."""
 _RANGES = (
     ("min_frames", "max_frames"),
     ("min_pixels", "max_pixels"),
     ("min_pixels", "total_pixels"),
     ("shortest_edge", "longest_edge"),
 )
-"""Knobs of which the first must not exceed the second."""
+"""Pairs of knobs. The first must not exceed the second."""
 _SAMPLING = frozenset(("fps", "num_frames", "count_word", "do_sample_frames"))
-"""Ways to choose frames, which stand for each other."""
+"""Alternative ways to choose frames: one replaces another."""
 AREAS = ("min_pixels", "max_pixels", "total_pixels")
-"""Knobs in whose place a size stands, where one is given (`resized_height`, `resized_width`)."""
+"""Area knobs, which a given size replaces (`resized_height`, `resized_width`)."""
 _Knobs = TypeVar("_Knobs", bound="DataclassInstance")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clamp:
-    """A value that a limit of the server changed.
+    """A value that a server limit changed.
 
-    knob: its name. asked, used: before and after, in the knob's own unit. limit: what was exceeded, in pixels of area,
-    or frames. setting: what moves the limit.
+    `knob`: its name. `asked`, `used`: before and after, in the knob's own unit. `limit`: the limit, in pixels of area
+    or in frames. `setting`: the setting that changes the limit.
     """
 
     knob: str
@@ -51,10 +50,10 @@ class Clamp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageKnobs:
-    """How one picture shall be resized, other than by the checkpoint's settings. All in pixels; None keeps the default.
+    """How a request wants one picture resized. All values are in pixels; None keeps the checkpoint's setting.
 
-    min_pixels, max_pixels: area limits. resized_height, resized_width: a size to aim at (both or neither), rounded to
-    whole tokens; area limits do not count then, but for the server's (`fetch_image` of qwen_vl_utils).
+    `min_pixels`, `max_pixels`: area limits. `resized_height`, `resized_width`: a size to aim at (both or neither),
+    rounded to whole tokens. With a size only the server's area limit applies (`fetch_image` of qwen_vl_utils).
     """
 
     min_pixels: int | None = None
@@ -64,14 +63,14 @@ class ImageKnobs:
 
 
 def check_image_knobs(knobs: ImageKnobs) -> None:
-    """Raises BadRequestError naming the first value that no picture can be processed with."""
+    """Raise BadRequestError for the first value that no picture can be processed with."""
     for field in fields(knobs):
         check_count(field.name, getattr(knobs, field.name))
     check_consistent(knobs)
 
 
 def check_count(name: str, value: object) -> None:
-    """Raises BadRequestError unless `value` is None or a positive integer that JSON can carry."""
+    """Raise BadRequestError unless `value` is None or a positive integer that JSON can carry."""
     if value is not None and (type(value) is not int or value < 1):
         raise BadRequestError(f"{name} is {shown(value)}; it must be a positive integer", code=_CODE)
     if type(value) is int and value > LARGEST:
@@ -79,7 +78,8 @@ def check_count(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object, what: str, *, least: float, most: float) -> None:
-    """Raises BadRequestError unless `value` is None or a number within these bounds. what: it is, for the message."""
+    """Raise BadRequestError unless `value` is None or a number within the bounds. `what`: describes the value in the
+    message."""
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
@@ -88,12 +88,12 @@ def check_number(name: str, value: object, what: str, *, least: float, most: flo
 
 
 def areas_without_effect(knobs: object) -> tuple[str, ...]:
-    """Those that a size beside them puts aside."""
+    """Return the area knobs that a size makes ineffective."""
     return named(knobs, AREAS) if named(knobs, ("resized_height", "resized_width")) else ()
 
 
 def check_consistent(knobs: DataclassInstance) -> None:
-    """Raises BadRequestError for half a size, and for a smallest value above its largest one."""
+    """Raise BadRequestError for half a size, or for a smallest value above its largest one."""
     given = _given(knobs)
     if ("resized_height" in given) != ("resized_width" in given):
         raise BadRequestError("resized_height and resized_width must be given together", code=_CODE)
@@ -103,9 +103,10 @@ def check_consistent(knobs: DataclassInstance) -> None:
 
 
 def laid_over(knobs: _Knobs, base: _Knobs) -> _Knobs:
-    """`knobs`, and `base` where it is silent and does not contradict.
+    """Return `knobs`, completed by the values of `base` that do not contradict it.
 
-    A size in `knobs` drops base's areas, a way to choose frames base's, and a bound base's other one beyond it.
+    A size in `knobs` drops base's areas. A way to choose frames drops base's. A bound drops base's other bound if they
+    cross.
     """
     mine, rest = _given(knobs), _given(base)
     if "resized_height" in mine:
@@ -125,7 +126,7 @@ def _given(knobs: DataclassInstance) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """A value for an error message, whatever its length."""
+    """Format a value for an error message, however long it is."""
     if type(value) is int and value.bit_length() > 64:
         return f"a number of about {int(value.bit_length() * math.log10(2)) + 1} digits"
     text = repr(value)
@@ -133,12 +134,12 @@ def shown(value: object) -> str:
 
 
 def named(knobs: object, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the fields that are given."""
+    """Return the names of the fields that have a value."""
     return tuple(name for name in names if getattr(knobs, name, None) is not None)
 
 
 def at_most(name: str, value: int | None, limits: Iterable[tuple[int, str]], found: list[Clamp]) -> int | None:
-    """`value`, or the lowest of `limits` (value, setting) if that is lower; this is added to `found` then."""
+    """Return `value`, or the lowest of `limits` (value, setting) if that is lower. A change is added to `found`."""
     limit, setting = min(limits)
     if value is None or value <= limit:
         return value

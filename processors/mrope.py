@@ -1,10 +1,10 @@
 """M-RoPE: every prompt token's position in time, height and width (Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-Text advances all three together. A block of pad tokens (a picture, a video, or one temporal patch of a Qwen3-VL
-video) is laid out from the next free position on: time along its temporal patches, height and width along its merged
-grid. What follows starts at the largest position used so far plus one, time included. That is the published rule;
-transformers 5.23 goes on at max(height, width) instead (`time_counts=False`), which differs only after a Qwen2-VL or
-Qwen2.5-VL video that is longer, in positions, than it is high and wide.
+Text advances all three together. A block of pad tokens (a picture, a video, or one temporal patch of a Qwen3-VL video)
+starts at the next free position: time runs along its temporal patches, height and width along its merged grid. The
+token after the block starts at the largest position used so far plus one, including time. That is the published rule.
+transformers 5.23 continues at max(height, width) instead (`time_counts=False`). The two differ only after a Qwen2-VL or
+Qwen2.5-VL video that has more positions in time than in height and width.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaSpan:
-    """A block of pad tokens side by side, [start, start + t*h*w) in the expanded prompt.
+    """A contiguous block of pad tokens, [start, start + t*h*w) in the expanded prompt.
 
-    grid: (t, h, w) in tokens, that is after the spatial merge. time_interval: positions between temporal patches.
+    `grid`: (t, h, w) in tokens, after the spatial merge. `time_interval`: positions between temporal patches.
     """
 
     start: int
@@ -34,11 +34,11 @@ class MediaSpan:
 
 
 def mrope_positions(length: int, spans: Sequence[MediaSpan], *, time_counts: bool = True) -> tuple[np.ndarray, int]:
-    """Positions int64 [3, length] (time, height, width) of a prompt, and its position delta.
+    """Return positions int64 [3, length] (time, height, width) of a prompt, and its position delta.
 
-    spans: in prompt order, not overlapping. time_counts: whether what follows a block is behind its last time, too.
-    The token generated at index i sits at i + delta in all three, behind all positions of the prompt.
-    Raises ValueError when the spans do not fit the prompt.
+    `spans`: in prompt order, not overlapping. `time_counts`: True if the token after a block also starts after the
+    block's last time. The token generated at index i has position i + delta in all three, after all positions of the
+    prompt. Raises ValueError when the spans do not fit the prompt.
     """
     positions = np.empty((3, length), np.int64)
     at = 0  # tokens done

@@ -1,7 +1,7 @@
-"""uint8 patches, as they travel, to the `pixel_values` that towers take.
+"""Turns uint8 patches into the `pixel_values` that towers take.
 
-A patch's pixels take a quarter of the bytes of its values, a picture's an eighth. So media are held, cached and sent as
-uint8, and normalized where and when a tower wants them.
+A patch's pixels take a quarter of the bytes of its values, and a picture's an eighth. So media are held, cached and
+sent as uint8, and normalized on the tower's device, just before they are encoded.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ _BLOCK_ROWS = 128
 
 
 def normalize(patches: np.ndarray | torch.Tensor, how: Normalization, out: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 [n, channels * frames * patch_size**2] -> float32 [n, that * how.repeat], bit for bit the `pixel_values` of
-    transformers' image and video processors. out: where to write them, contiguous, on any device; patches are on the
-    CPU, or there already.
+    """Return float32 [n, width * how.repeat] for uint8 patches [n, width], where width is channels * frames *
+    patch_size**2.
+
+    The bits are those of the `pixel_values` of transformers' image and video processors. `out`: where to write them,
+    contiguous, on any device. Patches are on the CPU or on that device.
     """
     if out is None:
         out = torch.empty(len(patches), value_width(patches, how), dtype=torch.float32)
@@ -32,7 +34,7 @@ def normalize(patches: np.ndarray | torch.Tensor, how: Normalization, out: torch
 
 
 def value_width(patches: np.ndarray | torch.Tensor, how: Normalization) -> int:
-    """Values of a patch."""
+    """Return the number of values in a patch."""
     return int(patches.shape[1]) * how.repeat
 
 

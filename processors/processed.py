@@ -1,4 +1,4 @@
-"""Pictures and videos as patches, ready for the vision tower. Needs no torch: processes tell each other of them."""
+"""Pictures and videos as patches, ready for the vision tower. Needs no torch, since processes exchange these."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from processors.knobs import Clamp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedImage:
-    """One picture, ready for the vision tower.
+class _Processed:
+    """The common part of pictures and clips.
 
-    digest, patch_digests, grid_thw, feature, normalization, resizing, encoded: as in `MultimodalDataItem`; feature is
-    read-only, for requests may share it.
-    num_tokens: pad tokens it takes in a prompt. source_size: (width, height) of the upright picture as it came.
-    clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
+    `digest`, `patch_digests`, `grid_thw`, `feature`, `normalization`, `resizing`: as in `MultimodalDataItem`. Requests
+    may share `feature`, so it is read-only. `num_tokens`: pad tokens in a prompt. `source_size`: (width, height) of the
+    upright original picture or frame. `clamps`: knobs that server limits changed. `ignored`: knobs without effect.
     """
 
     digest: bytes
@@ -32,27 +31,24 @@ class ProcessedImage:
     resizing: Resizing | None = None
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessedImage(_Processed):
+    """One picture, ready for the vision tower. `encoded`: as in `MultimodalDataItem`."""
+
     encoded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessedVideo:
+class ProcessedVideo(_Processed):
     """One clip, ready for the vision tower.
 
-    digest, patch_digests, grid_thw, feature, normalization, resizing, second_per_grid_t: as in `MultimodalDataItem`;
-    feature is read-only.
-    num_tokens: pad tokens in a prompt. source_size: (width, height) of an upright frame as it came. frame_indices,
-    frame_times: the frames used, by number and in seconds. patch_times: the mean time of each temporal patch.
-    source_fps, source_frames: frames a second and in all, as it came. sampling: the rule that chose frames; sample_fps:
-    how many of them a second. clamps: what the server's limits changed of its knobs; ignored: knobs without effect.
+    `frame_indices`, `frame_times`: the frames used, by number and in seconds. `patch_times`: the mean time of each
+    temporal patch. `second_per_grid_t`: as in `MultimodalDataItem`. `source_fps`, `source_frames`: of the original.
+    `sampling`: the rule that chose the frames. `sample_fps`: frames used per second.
     """
 
-    digest: bytes
-    patch_digests: tuple[bytes, ...]
-    grid_thw: tuple[int, int, int]
-    feature: np.ndarray
-    num_tokens: int
-    source_size: tuple[int, int]
     frame_indices: tuple[int, ...]
     frame_times: tuple[float, ...]
     patch_times: tuple[float, ...]
@@ -61,17 +57,13 @@ class ProcessedVideo:
     source_frames: int
     sampling: str
     sample_fps: int | float
-    normalization: Normalization | None = None
-    resizing: Resizing | None = None
-    clamps: tuple[Clamp, ...] = ()
-    ignored: tuple[str, ...] = ()
 
 
 ProcessedMedium: TypeAlias = ProcessedImage | ProcessedVideo
 
 
 def of_tenant(medium: ProcessedMedium, tenant: str) -> ProcessedMedium:
-    """The same medium under digests that are nobody else's, so that no cache finds it for others."""
+    """Return the medium under digests of this tenant alone, so that no cache finds it for another tenant."""
 
     def own(digest: bytes) -> bytes:
         return digest_fields([b"vlmserve tenant 1", tenant.encode(), digest])

@@ -1,7 +1,7 @@
 """Picture to patches: `smart_resize`, bicubic resampling and the patch order of the Qwen-VL towers.
 
-Equal, bit for bit and once normalized (`processors.normalize`), to transformers' `Qwen2VLImageProcessor` (its
-torchvision backend), without torchvision: that one's resizing of 8-bit pictures is `torch.nn.functional.interpolate`.
+Once normalized (`processors.normalize`), the result equals that of transformers' `Qwen2VLImageProcessor` bit for bit
+(its torchvision backend). torchvision is not needed: it resizes 8-bit pictures by `torch.nn.functional.interpolate`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from vlmserve_common.errors import BadRequestError
 
 MAX_ASPECT_RATIO = 200
 MOST_ORIGINAL_BYTES = 2**28
-"""Of a picture's or clip's pixels that are resized later; more are resized where they are decoded."""
+"""The most bytes of pixels of a picture or clip that is resized later. Larger ones are resized where they are decoded.
+"""
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], Any], np.ndarray]
-"""As `np.empty`: makes the arrays that patches are written to."""
+"""Makes the arrays that patches are written to, as `np.empty` does."""
 
 RESAMPLING = {2: "bilinear", 3: "bicubic"}
-"""Pillow's resampling numbers, as preprocessor_config.json has them, to `interpolate` modes."""
+"""Pillow's resampling numbers in preprocessor_config.json -> `interpolate` modes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchConfig:
-    """How a checkpoint wants its pictures.
+    """How a checkpoint cuts its pictures.
 
-    patch_size: pixels a side. merge_size: patches a side that become one token. temporal_patch_size: frames in a
-    patch. mean, std: per channel, of pixels scaled to 0..1 by rescale_factor. resample: an `interpolate` mode.
+    `patch_size`: pixels a side. `merge_size`: patches a side that become one token. `temporal_patch_size`: frames in a
+    patch. `mean`, `std`: per channel, for pixels scaled to 0..1 by `rescale_factor`. `resample`: an `interpolate` mode.
     """
 
     patch_size: int
@@ -49,11 +50,11 @@ class PatchConfig:
         return self.patch_size * self.merge_size
 
     def row_width(self, frames: int) -> int:
-        """Pixels in a patch of so many frames, each of 3 channels."""
+        """Return the pixels in a patch of so many frames, each of 3 channels."""
         return 3 * frames * self.patch_size**2
 
     def normalization(self, frames: int) -> Normalization:
-        """Of patches of so many frames."""
+        """Return the normalization of patches with so many frames."""
         # Rescaling folded into mean and standard deviation, in float32: transformers does the same, in this order.
         rescale = np.float32(1.0 / self.rescale_factor)
         mean, std = ((np.asarray(part, np.float32) * rescale).tolist() for part in (self.mean, self.std))
@@ -61,12 +62,12 @@ class PatchConfig:
 
     @property
     def resizing(self) -> Resizing:
-        """Of frames that are resized where the tower is."""
+        """The resizing of frames that the tower's device does."""
         return Resizing(mode=self.resample, patch_size=self.patch_size, merge_size=self.merge_size)
 
     @property
     def identity(self) -> str:
-        """All that turns the pixels of resized frames into patches, as text."""
+        """Every setting that turns the pixels of resized frames into patches, as text."""
         return (
             f"{self.patch_size} {self.merge_size} {self.temporal_patch_size} "
             f"{self.mean} {self.std} {self.rescale_factor!r}"
@@ -76,12 +77,13 @@ class PatchConfig:
 def smart_resize(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, least_side: int = 0
 ) -> tuple[int, int]:
-    """The size (height, width), in pixels, that a picture is resized to.
+    """Return the size (height, width), in pixels, that a picture is resized to.
 
-    Both sides become multiples of `factor`, the area falls into [min_pixels, max_pixels] where the sides allow it, and
-    the aspect ratio stays as near as it can (`smart_resize` of transformers' image_processing_qwen2_vl, which differs
-    from qwen_vl_utils' only where a side is under half of `factor`, which `least_side`=factor evens out, or the area
-    limit is about one factor wide). Raises BadRequestError when one side is more than 200 times the other.
+    Both sides become multiples of `factor`. The area falls into [min_pixels, max_pixels] if the sides allow it, and the
+    aspect ratio changes as little as possible. The function is `smart_resize` of transformers'
+    image_processing_qwen2_vl. The one of qwen_vl_utils differs only if a side is under half of `factor`, which
+    `least_side`=factor evens out, or if the area limit is about one factor wide. Raises BadRequestError when one side
+    is more than 200 times the other.
     """
     check_aspect_ratio(height, width)
     new_height = max(least_side, round(height / factor) * factor)
@@ -100,10 +102,11 @@ def smart_resize(
 def smart_resize_clip(
     num_frames: int, height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int, depth: int = 2
 ) -> tuple[int, int]:
-    """The size (height, width) that a clip's frames are resized to, where the area limits count all frames together.
+    """Return the size (height, width) of a clip's resized frames. The area limits count all frames together.
 
-    depth: frames in a temporal patch (`smart_resize` of transformers' video_processing_qwen3_vl, which refuses a clip
-    shorter than that; here it counts as filled up). Raises BadRequestError as `smart_resize` does.
+    `depth`: frames in a temporal patch. The function is `smart_resize` of transformers' video_processing_qwen3_vl,
+    which refuses a clip shorter than `depth`. Here such a clip counts as filled up. Raises BadRequestError as
+    `smart_resize` does.
     """
     source = height, width
     if height < factor or width < factor:
@@ -126,10 +129,8 @@ def smart_resize_clip(
 
 
 def check_aspect_ratio(height: int, width: int, source: tuple[int, int] | None = None) -> None:
-    """Raises BadRequestError when one side is more than 200 times the other.
-
-    source: the (height, width) that it came with, for the message.
-    """
+    """Raise BadRequestError when one side is more than 200 times the other. `source`: the original size, for the
+    message."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         height, width = source or (height, width)
@@ -140,10 +141,10 @@ def check_aspect_ratio(height: int, width: int, source: tuple[int, int] | None =
 
 
 def fit_to_resize_later(frames: int, source: tuple[int, int], target: tuple[int, int]) -> bool:
-    """Whether so many frames of size `source` (height, width), which become `target`, may travel as they are.
+    """Return True if so many frames of size `source` (height, width), which become `target`, may travel unresized.
 
-    Only what is resized at all, with no side shortened to less than half: then originals have four times the bytes of
-    their patches at the most. And no more than memory is set aside for: MOST_ORIGINAL_BYTES.
+    They must change size, and no side may shrink to less than half: then originals have at most four times the bytes of
+    their patches. They must also fit MOST_ORIGINAL_BYTES.
     """
     if source == target or 3 * frames * math.prod(source) > MOST_ORIGINAL_BYTES:
         return False
@@ -151,9 +152,11 @@ def fit_to_resize_later(frames: int, source: tuple[int, int], target: tuple[int,
 
 
 def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_float: bool = False) -> np.ndarray:
-    """uint8 [T, H, W, C] -> uint8 [T, height, width, C], antialiased, rounded to whole numbers as transformers does.
+    """Resize uint8 [T, H, W, C] to uint8 [T, height, width, C], antialiased, rounded to whole numbers as transformers
+    does.
 
-    in_float: round once, not after each direction, as qwen_vl_utils does (slower; sharp edges differ a little).
+    `in_float`: round once, not after each direction, as qwen_vl_utils does. It is slower, and sharp edges differ a
+    little.
     """
     if frames.shape[1:3] == (height, width):
         return frames
@@ -172,19 +175,20 @@ def resize_frames(frames: np.ndarray, height: int, width: int, mode: str, *, in_
 
 
 def planes(frames: np.ndarray) -> np.ndarray:
-    """[T, H, W, C] -> [T, C, H, W], contiguous. Of what `resize_frames` has resized this is a view, else a copy."""
+    """Convert [T, H, W, C] to contiguous [T, C, H, W]. The result of `resize_frames` gives a view, any other array a
+    copy."""
     return np.ascontiguousarray(frames.transpose(0, 3, 1, 2))
 
 
 def frames_to_patches(
     frames: np.ndarray, config: PatchConfig, out: np.ndarray | None = None
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """uint8 [T, H, W, C] -> uint8 [t*h*w, C * depth * patch_size**2], and (t, h, w) in patches.
+    """Cut uint8 [T, H, W, C] into patches uint8 [t*h*w, C * depth * patch_size**2]; also return (t, h, w) in patches.
 
-    H and W are multiples of `config.factor`; T is a multiple of temporal_patch_size, which then is the depth, or 1 for
-    a picture, whose depth is 1. Rows: temporal patch, then merge windows row by row, then the patches of a window;
-    within a row: channel, frame, y, x (`patchify` of transformers' Qwen2VLImageProcessor). out: where to write them,
-    contiguous.
+    H and W are multiples of `config.factor`. T is a multiple of temporal_patch_size, which is then the depth, or 1 for
+    a picture, whose depth is 1. The order is that of `patchify` in transformers' Qwen2VLImageProcessor. Rows go by
+    temporal patch, then merge windows row by row, then the patches of a window. A row goes by channel, frame, y and x.
+    `out`: where to write them, contiguous.
     """
     count, height, width, channels = frames.shape
     patch, merge = config.patch_size, config.merge_size

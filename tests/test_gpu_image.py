@@ -34,13 +34,12 @@ with LLM("", device="cpu", cpu_kernels="off", attention_backend="triton", gpu_ke
     print(len(llm.chat([{{"role": "user", "content": "Hi"}}], max_tokens=2, ignore_eos=True).token_ids), "tokens")
 """
 _LATE = [
-    "vision.towers.graphs.capturing",
-    "vision.towers.graphs.tiled_segments",
+    "vision.towers.tower_graphs",
     "vlmserve.models.attention.flashinfer_backend",
-    "vlmserve.commands.doctor.attention_probe",
+    "vlmserve.commands.doctor.engine_probes",
     "vlmserve.engine.decode_graphs",
-    "vlmserve.commands.bench.gpu_kernels",
-    "vlmserve.commands.bench.gpu_loading",
+    "vlmserve.commands.bench.gpu.kernels",
+    "vlmserve.commands.bench.gpu.measures",
     "vlmserve_common.checkpoint.fp8",
     "vlmserve_common.compute.graphs",
     "vlmserve_common.kernels.gpu.catalogue",

@@ -1,21 +1,64 @@
-"""Entries to batches, and batches to workers: the part of the encoder pool that knows which worker has what."""
+"""Groups entries into batches for the workers: the part of the encoder pool that knows which worker has which batch."""
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from vision.entries import Entry, State
-from vision.towers.temporal_patch import EncodeBatch
+from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncoderBackend
+
+Order: TypeAlias = tuple[int, int]
+
+
+class EntryState(enum.Enum):
+    """The state of an entry; see `vision.encoder_pool`."""
+
+    QUEUED = enum.auto()
+    LOADING = enum.auto()
+    WAITING = enum.auto()
+    ENCODING = enum.auto()
+    READY = enum.auto()
+    FAILED = enum.auto()
+
+
+UNDER_WAY = (EntryState.LOADING, EntryState.ENCODING)
+
+
+@dataclass(eq=False)
+class EncodeEntry:
+    """One key that a request holds, or that is under way.
+
+    `holders`: order and place of each holder, sorted. `last_save`: the number of the last save.
+    """
+
+    key: bytes
+    patch: TemporalPatch
+    nbytes: int
+    holders: list[Order]
+    state: EntryState = EntryState.QUEUED
+    attempts: int = 0
+    last_save: int | None = None
+    encoded: bool = False
+    saved: bool | None = None
+    error: str = ""
+
+    @property
+    def order(self) -> Order:
+        """Order and place of the first holder."""
+        return self.holders[0]
 
 
 @dataclass
 class _Worker:
-    """batches: by their numbers. cancelled: numbers of those that nobody wants any more. alone: it retries one entry,
-    and gets nothing else meanwhile."""
+    """A worker's batches by number. `cancelled`: numbers of batches that are no longer wanted.
 
-    batches: dict[int, list[Entry]] = field(default_factory=dict)
+    `alone`: the worker retries one entry, and gets nothing else meanwhile.
+    """
+
+    batches: dict[int, list[EncodeEntry]] = field(default_factory=dict)
     cancelled: set[int] = field(default_factory=set)
     alone: bool = False
 
@@ -25,7 +68,8 @@ class _Worker:
 
 
 class Batches:
-    """What is out. max_patches: of a batch; one larger entry goes alone. ahead: batches of a worker at a time."""
+    """The batches that workers have. `max_patches`: in a batch; a larger entry goes alone. `ahead`: batches of a worker
+    at a time."""
 
     def __init__(self, backend: EncoderBackend, *, max_patches: int, ahead: int) -> None:
         self._backend = backend
@@ -34,8 +78,8 @@ class Batches:
         self._workers: dict[int, _Worker] = {}
         self._started = 0
 
-    def start(self, waiting: list[Entry]) -> bool:
-        """Give the workers what waits for them, the first first; whether anything was given. Needs a usable worker."""
+    def start(self, waiting: list[EncodeEntry]) -> bool:
+        """Give waiting entries to the workers, in order. Returns True if any was given. Needs a usable worker."""
         started = False
         workers = {number: self._workers.setdefault(number, _Worker()) for number in self._backend.workers()}
         while waiting:
@@ -47,27 +91,30 @@ class Batches:
             started = True
         return started
 
-    def take(self, number: int) -> list[Entry]:
-        """The entries of a batch that has ended."""
+    def take(self, number: int) -> list[EncodeEntry]:
+        """Remove a batch that has ended, and return its entries."""
         worker = next(worker for worker in self._workers.values() if number in worker.batches)
         worker.alone = False
         worker.cancelled.discard(number)
         return worker.batches.pop(number)
 
-    def cancel_if_free(self, entry: Entry) -> None:
-        """To be called when nobody holds an entry that is being encoded: cancel its batch if that is so for all."""
+    def cancel_if_free(self, entry: EncodeEntry) -> None:
+        """Cancel the batch of an entry that has no holder any more, if no entry of the batch has one."""
         for place, worker in self._workers.items():
             for number, batch in worker.batches.items():
                 if entry in batch and number not in worker.cancelled and not any(other.holders for other in batch):
                     worker.cancelled.add(number)
                     self._backend.cancel(place, number)
 
-    def _has_room(self, worker: _Worker, first: Entry) -> bool:
+    def _has_room(self, worker: _Worker, first: EncodeEntry) -> bool:
         return not worker.alone and len(worker.batches) < (1 if first.attempts else self._ahead)
 
-    def _next_batch(self, waiting: list[Entry], worker: _Worker, workers: list[_Worker]) -> list[Entry]:
-        """Take the next batch for a worker from the front: what makes its load an even share of all there is, within
-        the compute budget, but one entry at least. What is retried goes alone."""
+    def _next_batch(self, waiting: list[EncodeEntry], worker: _Worker, workers: list[_Worker]) -> list[EncodeEntry]:
+        """Take a worker's next batch from the front of the waiting entries. A retried entry goes alone.
+
+        The batch brings the worker's load to an even share of all work, within the compute budget. It has at least one
+        entry.
+        """
         total = sum(entry.patch.num_patches for entry in waiting) + sum(other.patches for other in workers)
         target = min(self._max_patches, math.ceil(total / len(workers)) - worker.patches)
         batch = [waiting.pop(0)]
@@ -79,10 +126,10 @@ class Batches:
             batch.append(waiting.pop(0))
         return batch
 
-    def _start_batch(self, place: int, batch: list[Entry]) -> None:
+    def _start_batch(self, place: int, batch: list[EncodeEntry]) -> None:
         self._started += 1
         for entry in batch:
-            entry.state = State.ENCODING
+            entry.state = EntryState.ENCODING
         worker = self._workers[place]
         worker.alone = batch[0].attempts > 0
         worker.batches[self._started] = batch

@@ -1,15 +1,17 @@
-"""Everything between temporal patches and their embeddings: who waits, what is found, what is encoded where.
+"""The path from temporal patches to their embeddings: finds, loads or encodes them, and decides the order.
 
-A temporal patch is known by its embedding key. Whoever needs its embeddings holds the key (`submit`) until they are
-used or given up (`release`); identical content is found, loaded or encoded once for all who hold it. An entry is
+Each temporal patch has an embedding key. A request holds the key (`submit`) until it has used the embeddings or given
+them up (`release`). Identical content is found, loaded or encoded once for all requests that hold it. An entry's states
+are
 
     QUEUED -> LOADING (from disk) -> WAITING (for a worker) -> ENCODING -> READY
        `-> READY (in memory)`-> READY   ^---- once more and alone ----'`-> FAILED
 
-Two budgets: a batch has `max_patches` patches (compute; one larger picture goes alone), and all that has left the queue
-takes `space_bytes` together (space; one larger goes when nothing else is there). Entries leave the queue in the order
-of their requests and their places in them. None overtakes one that has no room, and those that wait for younger
-requests make room for an older one's, so the oldest request always gets on. Not thread-safe, never blocks.
+There are two budgets. A batch has at most `max_patches` patches (compute); one larger picture goes alone. All entries
+that have left the queue take at most `space_bytes` together (space); one larger entry goes when nothing else is there.
+Entries leave the queue in the order of their requests and their places in them. None overtakes an entry that has no
+room. Entries that wait for younger requests make room for an older request's entry, so the oldest request always
+proceeds. Not thread-safe, never blocks.
 """
 
 from __future__ import annotations
@@ -24,12 +26,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vision.batches import Batches
+from vision.batches import UNDER_WAY, Batches, EncodeEntry, EntryState, Order
 from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
 from vision.cache.stats import PoolStats
 from vision.cache.store import EmbeddingStore
-from vision.entries import UNDER_WAY, Entry, Order, State
 from vision.towers.temporal_patch import TemporalPatch, embedding_key
 from vision.workers.backend import EncoderBackend, EncodeResult
 
@@ -40,7 +41,8 @@ MAX_ATTEMPTS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """max_patches: in a batch. space_bytes: held or under way. batches_ahead: given to a worker at a time."""
+    """Budgets. `max_patches`: in a batch. `space_bytes`: held or under way. `batches_ahead`: given to a worker at a
+    time."""
 
     max_patches: int
     space_bytes: int
@@ -49,24 +51,26 @@ class PoolLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedShape:
-    """Of a tower's embeddings. merge: patches a side that become one. width: elements of one, DeepStack's included."""
+    """The shape of a tower's embeddings. `merge`: patches a side that become one. `width`: elements of one, including
+    DeepStack's."""
 
     merge: int
     width: int
     dtype: torch.dtype
 
     def of(self, patch: TemporalPatch) -> tuple[int, int]:
-        """Shape of a temporal patch's embeddings: [n, width]."""
+        """Return the shape [n, width] of a temporal patch's embeddings."""
         h, w = patch.grid
         return h * w // self.merge**2, self.width
 
     def nbytes(self, patch: TemporalPatch) -> int:
-        """Bytes of a temporal patch's embeddings."""
+        """Return the bytes of a temporal patch's embeddings."""
         return math.prod(self.of(patch)) * self.dtype.itemsize
 
 
 class EncoderPool:
-    """See above. cache, disk: where embeddings are kept. fingerprint: of tower, settings and dtype."""
+    """The encoder pool. `cache`, `disk`: where embeddings are kept. `fingerprint`: identifies tower, settings and
+    dtype."""
 
     def __init__(
         self,
@@ -84,24 +88,24 @@ class EncoderPool:
         self._embed_shape = embed_shape
         self._limits = limits
         self._disk = disk
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, EncodeEntry] = {}
         self._queue: list[tuple[Order, bytes]] = []  # sorted
-        self._admitted: dict[bytes, Entry] = {}  # neither queued nor failed: these have room, and the cache holds them
+        self._admitted: dict[bytes, EncodeEntry] = {}  # have room; the cache holds them
         self._used_bytes = 0  # by these
         self._batches = Batches(backend, max_patches=limits.max_patches, ahead=limits.batches_ahead)
         self._new_failures: dict[bytes, str] = {}
         self._counts = Counter[str]()
 
-    # ------------------------------------------------------------ for those who need embeddings
+    # ------------------------------------------------------------ requests
 
     def key(self, patch: TemporalPatch) -> bytes:
-        """What a temporal patch's embeddings are known by."""
+        """Return the key of a temporal patch's embeddings."""
         return patch.digest if patch.encoded else embedding_key(self.fingerprint, patch)
 
     def submit(self, patches: Sequence[TemporalPatch], *, order: int, place: int = 0) -> list[bytes]:
-        """Hold the embeddings of some temporal patches and see to it that they come, with `advance`; their keys.
+        """Hold the embeddings of some temporal patches, so that `advance` gets them; return their keys.
 
-        order: lower goes first. place: of the first of them among all of the same order; the others follow it.
+        `order`: lower goes first. `place`: the first patch's place among all of the same order; the others follow it.
         """
         keys = [self.key(patch) for patch in patches]
         for number, (key, patch) in enumerate(zip(keys, patches, strict=True), place):
@@ -109,39 +113,40 @@ class EncoderPool:
             if entry is not None:
                 self._join(entry, (order, number))
                 continue
-            entry = Entry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
+            entry = EncodeEntry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
             self._entries[key] = entry
             self._enqueue(entry)
         return keys
 
     def release(self, keys: Iterable[bytes], *, order: int, place: int = 0) -> None:
-        """Give up what `submit` held, once for each time. order, place: as they were there."""
+        """Give up keys that `submit` held, once for each time. `order`, `place`: as in that call."""
         for number, key in enumerate(keys, place):
             entry = self._entries[key]
             with self._reordered(entry):
                 entry.holders.remove((order, number))
-            if entry.state is State.ENCODING and not entry.holders:
+            if entry.state is EntryState.ENCODING and not entry.holders:
                 self._batches.cancel_if_free(entry)
             self._forget_if_free(entry)
 
     def is_ready(self, key: bytes) -> bool:
-        """Whether the embeddings of a held key can be used, until the next `advance`."""
-        return self._entries[key].state is State.READY
+        """Return True if the embeddings of a held key can be used, until the next `advance`."""
+        return self._entries[key].state is EntryState.READY
 
     def was_encoded(self, key: bytes) -> bool:
-        """Whether the embeddings of a held key were computed while it was held, and not found."""
+        """Return True if the embeddings of a held key were computed while it was held, and not found."""
         return self._entries[key].encoded
 
     def embeds(self, key: bytes) -> torch.Tensor:
-        """Embeddings [n, width] of a held key that is ready, on the cache's device."""
+        """Return the embeddings [n, width] of a held key that is ready, on the cache's device."""
         return self.cache.embeds(key)
 
     def error(self, key: bytes) -> str:
-        """Why a held key has failed; "" if it has not."""
+        """Return why a held key has failed; "" if it has not."""
         return self._entries[key].error
 
     def take_failures(self) -> dict[bytes, str]:
-        """Keys that have failed since the last call, and why. They stay failed for as long as somebody holds them."""
+        """Return the keys that have failed since the last call, with the reasons. A key stays failed while a request
+        holds it."""
         failures, self._new_failures = self._new_failures, {}
         return failures
 
@@ -149,26 +154,29 @@ class EncoderPool:
 
     @property
     def store(self) -> EmbeddingStore | None:
-        """Where embeddings are kept on disk; None if they are not."""
+        """The store on disk; None without a disk tier."""
         return None if self._disk is None else self._disk.store
 
     def save(self, key: bytes, *, pin: bool = False) -> None:
-        """Have the embeddings of a held key that are ready on the disk, whatever waits to be written. Needs a disk
-        tier, and embeddings that were made here: those that came encoded are somebody's own."""
+        """Write the ready embeddings of a held key to disk, whatever the backlog. Needs a disk tier.
+
+        They must have been made here: embeddings that came from outside belong to their client.
+        """
         assert not self._entries[key].patch.encoded, "embeddings that came from outside are not kept"
         self._save(self._entries[key], self.cache.embeds(key), insist=True, pin=pin)
 
     def is_saved(self, key: bytes) -> bool | None:
-        """Whether a held key's embeddings are known to be on disk, as the last `save` was to have them. None: that is
-        not known yet, or nobody asked."""
+        """Return whether a held key's embeddings are on disk in the way of the last `save`. None: not known yet, or
+        never asked."""
         return self._entries[key].saved
 
     def is_saving(self, key: bytes) -> bool:
-        """Whether a held key's embeddings are being written: what is encoded is, unless too much waits for the disk."""
+        """Return True if a held key's embeddings are being written. New embeddings are, unless too many wait for the
+        disk."""
         entry = self._entries[key]
         return entry.last_save is not None and entry.saved is None
 
-    def _save(self, entry: Entry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
+    def _save(self, entry: EncodeEntry, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> None:
         assert self._disk is not None, "there is no disk tier"
         entry.saved = None
         entry.last_save = self._disk.save(entry.key, embeds, insist=insist, pin=pin)
@@ -177,7 +185,7 @@ class EncoderPool:
 
     @property
     def inline(self) -> bool:
-        """Whether encoding takes the time of whoever calls `work`."""
+        """Whether encoding takes the time of the thread that calls `work`."""
         return not self._backend.wait_handles()
 
     @property
@@ -186,8 +194,10 @@ class EncoderPool:
         return self._backend.has_work
 
     def work(self, budget_s: float) -> bool:
-        """Encode for about so many seconds, where this process does that; whether it did. `advance` takes what is done.
-        For the device's thread: it may be called while another one calls the rest."""
+        """Encode for about so many seconds, if this process does the encoding; return True if it did.
+
+        `advance` takes the results. The device's thread can call this while another thread calls the rest.
+        """
         return self._backend.work(budget_s)
 
     @property
@@ -197,19 +207,19 @@ class EncoderPool:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way that `advance` will hear of: embeddings, or writes to the disk."""
+        """Whether `advance` will get results: embeddings, or writes to the disk."""
         return self.working or (self._disk is not None and self._disk.saving > 0)
 
     def wait_handles(self) -> list[int]:
-        """File descriptors that become readable when `advance` has something to do."""
+        """Return file descriptors that become readable when `advance` has something to do."""
         handles = list(self._backend.wait_handles())
         return handles if self._disk is None else [*handles, self._disk.wait_handle()]
 
     def advance(self, *, urgent: bytes | None = None) -> bool:
-        """Take what has come and start what there is room for; whether anything changed. Bookkeeping only: an inline
-        backend encodes when it is told to (`work`).
+        """Take results and start new work if there is room; return True if anything changed.
 
-        urgent: a held key without whose embeddings no request gets on. It goes first, whether or not there is room.
+        This is bookkeeping only: an inline backend encodes in `work`. `urgent`: a held key without which no request can
+        proceed. It goes first, whether or not there is room.
         """
         changed = self._take_all()
         changed |= self._admit(urgent)
@@ -217,21 +227,20 @@ class EncoderPool:
         return self._take_all() or changed
 
     def flush(self, timeout_s: float) -> int:
-        """See `DiskTier.flush`; without a disk, there is nothing to be written."""
+        """See `DiskTier.flush`. Without a disk, nothing waits."""
         return 0 if self._disk is None else self._disk.flush(timeout_s)
 
     def close(self) -> None:
-        """End the workers, and write what waits to be written."""
+        """End the workers, and write the disk's backlog."""
         self._backend.close()
         if self._disk is not None:
             self._disk.close()
 
     def stats(self) -> PoolStats:
-        """Plain figures."""
         states = Counter(entry.state for entry in self._entries.values())
         return PoolStats(
             **self._counts,
-            queued=states[State.QUEUED] + states[State.WAITING],
+            queued=states[EntryState.QUEUED] + states[EntryState.WAITING],
             under_way=sum(states[state] for state in UNDER_WAY),
             device=self.cache.device.stats(),
             host=None if self.cache.host is None else self.cache.host.stats(),
@@ -252,13 +261,13 @@ class EncoderPool:
             self._take_result(result)
         return bool(done or results)
 
-    def _take_loaded(self, entry: Entry, embeds: torch.Tensor | None) -> None:
+    def _take_loaded(self, entry: EncodeEntry, embeds: torch.Tensor | None) -> None:
         shape = self._embed_shape
         if embeds is not None and embeds.shape == shape.of(entry.patch) and embeds.dtype == shape.dtype:
             entry.saved = True
             self._make_ready(entry, embeds)
         else:
-            entry.state = State.WAITING
+            entry.state = EntryState.WAITING
             self._forget_if_free(entry)
 
     def _take_saved(self, done: Saved) -> None:
@@ -281,36 +290,36 @@ class EncoderPool:
                 self._save(entry, embeds)
             self._make_ready(entry, embeds)
 
-    def _take_failure(self, entries: list[Entry], error: str, untried: bool) -> None:
+    def _take_failure(self, entries: list[EncodeEntry], error: str, untried: bool) -> None:
         if any(entry.holders for entry in entries):
             log.warning("%d temporal patches could not be encoded: %s", len(entries), error)
         for entry in entries:
             entry.attempts += not untried
             if entry.attempts < MAX_ATTEMPTS:
                 self._counts["retried"] += bool(entry.holders)
-                entry.state = State.WAITING
+                entry.state = EntryState.WAITING
                 self._forget_if_free(entry)
             else:
                 self._fail(entry, error)
 
-    def _make_ready(self, entry: Entry, embeds: torch.Tensor) -> None:
-        entry.state = State.READY
+    def _make_ready(self, entry: EncodeEntry, embeds: torch.Tensor) -> None:
+        entry.state = EntryState.READY
         self.cache.add(entry.key, embeds)
         self._forget_if_free(entry)
 
-    def _fail(self, entry: Entry, error: str) -> None:
+    def _fail(self, entry: EncodeEntry, error: str) -> None:
         self._counts["failed"] += 1
         self._give_back_room(entry)
-        entry.state, entry.error = State.FAILED, error
+        entry.state, entry.error = EntryState.FAILED, error
         self._new_failures[entry.key] = error
         self._forget_if_free(entry)
 
     # ------------------------------------------------------------ room
 
     def _admit(self, urgent: bytes | None) -> bool:
-        """Begin with what is first in the queue, as far as there is room."""
+        """Begin with the first entries of the queue, while there is room."""
         admitted = False
-        if urgent is not None and self._entries[urgent].state is State.QUEUED:
+        if urgent is not None and self._entries[urgent].state is EntryState.QUEUED:
             self._make_room(self._entries[urgent])
             self._begin(self._entries[urgent])
             admitted = True
@@ -322,9 +331,12 @@ class EncoderPool:
             admitted = True
         return admitted
 
-    def _make_room(self, entry: Entry) -> bool:
-        """Whether there is room for an entry: if need be, that of what waits for younger requests, the youngest
-        first. Where even that is not enough they keep it."""
+    def _make_room(self, entry: EncodeEntry) -> bool:
+        """Return True if there is room for an entry.
+
+        If needed, ready and waiting entries of younger requests give up theirs, the youngest first. They keep it if
+        even that is not enough.
+        """
         used, space = self._used_bytes, self._limits.space_bytes
         if not used or used + entry.nbytes <= space:
             return True
@@ -343,7 +355,7 @@ class EncoderPool:
             self._enqueue(other)
         return True
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: EncodeEntry) -> None:
         self._dequeue(entry)
         self._admitted[entry.key] = entry
         self._used_bytes += entry.nbytes
@@ -351,16 +363,16 @@ class EncoderPool:
         if entry.patch.encoded:
             # a copy, for the request's own array may be read-only memory
             self.cache.add(entry.key, torch.tensor(entry.patch.pixels, dtype=self._embed_shape.dtype))
-            entry.state = State.READY
+            entry.state = EntryState.READY
         elif self.cache.find(entry.key):
-            entry.state = State.READY
+            entry.state = EntryState.READY
         elif self._disk is not None:
-            entry.state = State.LOADING
+            entry.state = EntryState.LOADING
             self._disk.load(entry.key)
         else:
-            entry.state = State.WAITING
+            entry.state = EntryState.WAITING
 
-    def _give_back_room(self, entry: Entry) -> None:
+    def _give_back_room(self, entry: EncodeEntry) -> None:
         del self._admitted[entry.key]
         self._used_bytes -= entry.nbytes
         if entry.patch.encoded:
@@ -371,8 +383,7 @@ class EncoderPool:
     # ------------------------------------------------------------ batches
 
     def _start(self, urgent: bytes | None) -> bool:
-        """Give the workers what waits for them."""
-        waiting = [entry for entry in self._admitted.values() if entry.state is State.WAITING]
+        waiting = [entry for entry in self._admitted.values() if entry.state is EntryState.WAITING]
         if not waiting:
             return False
         if not self._backend.workers():
@@ -384,33 +395,32 @@ class EncoderPool:
 
     # ------------------------------------------------------------ entries
 
-    def _enqueue(self, entry: Entry) -> None:
-        entry.state = State.QUEUED
+    def _enqueue(self, entry: EncodeEntry) -> None:
+        entry.state = EntryState.QUEUED
         insort(self._queue, (entry.order, entry.key))
 
-    def _dequeue(self, entry: Entry) -> None:
+    def _dequeue(self, entry: EncodeEntry) -> None:
         del self._queue[bisect_left(self._queue, (entry.order, entry.key))]
 
-    def _join(self, entry: Entry, order: Order) -> None:
-        """One more holder comes to an entry."""
-        self._counts["coalesced"] += entry.state not in (State.READY, State.FAILED)
-        if entry.state is State.FAILED:
+    def _join(self, entry: EncodeEntry, order: Order) -> None:
+        self._counts["coalesced"] += entry.state not in (EntryState.READY, EntryState.FAILED)
+        if entry.state is EntryState.FAILED:
             self._new_failures[entry.key] = entry.error  # for the newcomer
         with self._reordered(entry):
             insort(entry.holders, order)
 
     @contextlib.contextmanager
-    def _reordered(self, entry: Entry) -> Iterator[None]:
-        """While its holders change, an entry is not in the queue."""
-        queued = entry.state is State.QUEUED
+    def _reordered(self, entry: EncodeEntry) -> Iterator[None]:
+        """Take an entry out of the queue while its holders change."""
+        queued = entry.state is EntryState.QUEUED
         if queued:
             self._dequeue(entry)
         yield
         if queued and entry.holders:
             self._enqueue(entry)
 
-    def _forget_if_free(self, entry: Entry) -> None:
-        """To be called when nobody may hold an entry any more, or it is no longer under way."""
+    def _forget_if_free(self, entry: EncodeEntry) -> None:
+        """Forget an entry that has no holder and is not under way."""
         if entry.holders or entry.state in UNDER_WAY:
             return
         if entry.key in self._admitted:

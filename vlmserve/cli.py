@@ -28,14 +28,14 @@ _BENCHES = {
     "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.commands.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.commands.bench.soak"),
-    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu"),
+    "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu.command"),
     "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.commands.bench.loading"),
     "trace": ("where the device waits for the host, step by step", "vlmserve.commands.bench.trace"),
 }
 _TOOLS = {
     "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.commands.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
-    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache.command"),
+    "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),
     "warmup": ("encode pictures and videos ahead of time", "vlmserve.commands.warmup.command"),
     "caption": ("caption pictures and videos by the million", "vlmserve.commands.caption.command"),
     "demo": ("a page to chat with a model", "vlmserve.commands.demo.command"),

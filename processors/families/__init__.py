@@ -1,1 +1,1 @@
-"""What model families want: one processor each."""
+"""One processor for each model family."""

@@ -1,7 +1,8 @@
-"""What every family's processor does: pictures and videos to patches, and a prompt with placeholders to engine input.
+"""The part of a processor that all families share: pictures and videos to patches, and a prompt with placeholders to
+engine input.
 
-The two are apart on purpose. `process_image` and `process_video` are the expensive half (they run in the threads of
-`processors.pool.pool`, their results are cached by content), `expand` the cheap one that needs the whole request.
+The two halves are separate on purpose. `process_image` and `process_video` are expensive: they run in the media
+workers, and their results are cached by content. `expand` is cheap and needs the whole request.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from processors.video.rules import SHARED_RULES, VideoRules
 from vlmserve_common.errors import BadRequestError
 
 ContinueText: TypeAlias = Callable[[Sequence[int], str], list[int]]
-"""(ids of a text, more text) -> ids of both together, which need not be those of the two, one after the other."""
+"""Tokenizes more text behind some ids: (ids of a text, more text) -> ids of both together. These can differ from the
+two parts' ids joined."""
 
 
 Coordinates = Literal["absolute", "0-1000"]
-"""How a family's models count in a picture: pixels of the resized picture, or thousandths of its width and height."""
+"""How a family's models give places in a picture: in pixels of the resized picture, or in thousandths of its width and
+height."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessorLimits:
     """Server-side limits and options.
 
-    max_pixels: the largest area a picture or frame is resized to; None: the checkpoint's own maximum. tell_max_pixels:
-    a medium that is smaller for it comes with a `Clamp`; nobody chose that number.
-    low_detail_tokens: most tokens of a picture of detail "low". embeds: whether pictures may come encoded.
-    resize_later: leave resizing and cutting to the tower's device, where originals are not too large for that.
+    `max_pixels`: the largest area that a picture or frame is resized to; None for the checkpoint's own maximum.
+    `tell_max_pixels`: report a `Clamp` for each medium that this limit makes smaller. It is on when the server chose
+    the limit itself. `low_detail_tokens`: most tokens of a picture of detail "low". `embeds`: accept pictures as
+    embeddings. `resize_later`: leave resizing and cutting to the tower's device, for originals that are not too large.
     """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
@@ -60,10 +63,10 @@ class ProcessorLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoBlock:
-    """A video's place in a prompt. ids: of the prompt from the medium before up to the video's end.
+    """A video's place in a prompt.
 
-    offsets: its ranges of pad tokens, counted from the beginning of `ids`. skip: prompt ids behind the placeholder that
-    the block has replaced.
+    `ids`: prompt ids from the end of the previous medium to the end of this video. `offsets`: ranges of pad tokens,
+    counted from the start of `ids`. `skip`: how many prompt ids after the placeholder the block has replaced.
     """
 
     ids: list[int]
@@ -72,17 +75,19 @@ class VideoBlock:
 
 
 class ExpandedPrompt(NamedTuple):
-    """input_ids: int64 [L], each placeholder expanded to its pad tokens. mm_inputs: None for a prompt without media."""
+    """An expanded prompt. `input_ids`: int64 [L], with pad tokens in place of each placeholder. `mm_inputs`: None for a
+    prompt without media."""
 
     input_ids: np.ndarray
     mm_inputs: MultimodalInputs | None
 
 
 class MultimodalProcessor(ABC):
-    """Pictures, videos and prompts of one checkpoint. Stateless, so any number of threads may use it.
+    """Processes the pictures, videos and prompts of one checkpoint. It has no state, so any number of threads can use
+    it.
 
-    continue_text: the checkpoint's tokenizer, which a family needs that writes the time into a video's tokens.
-    allocate: makes the arrays that patches are written to.
+    `continue_text`: the checkpoint's tokenizer, for families that write the time into a video's tokens. `allocate`:
+    makes the arrays that patches are written to.
     """
 
     coordinates: ClassVar[Coordinates]
@@ -115,29 +120,19 @@ class MultimodalProcessor(ABC):
     @staticmethod
     @abstractmethod
     def video_rules(settings: RuleSettings) -> VideoRules:
-        """The family's own, where `--video-sampling` asks for no others."""
+        """Make the family's own rules. `--video-sampling` can replace them."""
 
     @abstractmethod
     def time_interval(self, item: MultimodalDataItem) -> float:
-        """M-RoPE positions between two temporal patches of `item`."""
+        """Return the M-RoPE positions between two temporal patches of `item`."""
 
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
-        """A request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
+        """Parse a request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
         return parse_processor_kwargs(given, video_counts_clip=self._rules.sizer.counts_clip)
 
     @property
     def token_ids(self) -> TokenIds:
-        """Ids of the media tokens."""
         return self.config.token_ids
-
-    def resized_size(self, height: int, width: int, knobs: ImageKnobs | None = None) -> tuple[int, int]:
-        """The (height, width) in pixels that a picture is resized to. Raises BadRequestError for bad knobs or sides."""
-        return self.sizes.fit(height, width, knobs or ImageKnobs())[:2]
-
-    def num_image_tokens(self, height: int, width: int, knobs: ImageKnobs | None = None) -> int:
-        """Pad tokens of a picture of that size, without touching any pixels."""
-        new_height, new_width = self.resized_size(height, width, knobs)
-        return new_height * new_width // self.config.patches.factor**2
 
     def process_image(self, image: Image.Image, knobs: ImageKnobs | None = None) -> ProcessedImage:
         """Bring one picture upright, to RGB and to size, and cut it into patches. Raises BadRequestError."""
@@ -171,7 +166,7 @@ class MultimodalProcessor(ABC):
         )
 
     def check_embeds_allowed(self) -> None:
-        """Raises BadRequestError unless pictures may come encoded."""
+        """Raise BadRequestError unless pictures may come as embeddings."""
         if not self.limits.embeds:
             what = "pictures that come encoded are refused (setting --enable-mm-embeds)"
             raise BadRequestError(what, code="unsupported_content")
@@ -179,7 +174,7 @@ class MultimodalProcessor(ABC):
             raise BadRequestError("this checkpoint's config.json does not say how wide rows are")
 
     def process_embeds(self, tensors: Mapping[str, Any]) -> ProcessedImage:
-        """A picture that comes encoded (see `processors.embeds`). Raises BadRequestError."""
+        """Process a picture that comes as embeddings (see `processors.embeds`). Raises BadRequestError."""
         self.check_embeds_allowed()
         assert self.config.embeds is not None
         patches = self.config.patches
@@ -205,15 +200,15 @@ class MultimodalProcessor(ABC):
     def process_frames(
         self, frames: Iterable[Image.Image], count: int, knobs: VideoKnobs | None = None
     ) -> ProcessedVideo:
-        """A list of frames, which may be made as they are asked for. Raises BadRequestError."""
+        """Process a list of frames, which can be produced one by one. Raises BadRequestError."""
         arrays = (np.array(normalize_image(frame, self.limits.decode)) for frame in frames)
         return self._video.process_frames(arrays, count, knobs or VideoKnobs())
 
     def expand(self, prompt_ids: Sequence[int] | np.ndarray, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
-        """Put each medium's pad tokens in the place of its single placeholder, in prompt order.
+        """Replace each medium's placeholder by its pad tokens, in prompt order.
 
-        prompt_ids: the tokenized prompt, one image pad id per picture and one video pad id per video. Raises
-        BadRequestError when placeholders and media do not match up.
+        `prompt_ids`: the tokenized prompt, with one image pad id per picture and one video pad id per video. Raises
+        BadRequestError when placeholders and media do not match.
         """
         ids = np.asarray(prompt_ids, np.int64)
         places = np.flatnonzero((ids == self.token_ids.image_pad) | (ids == self.token_ids.video_pad))
@@ -244,7 +239,8 @@ class MultimodalProcessor(ABC):
         return ExpandedPrompt(input_ids, inputs)
 
     def place_video(self, before: list[int], video: ProcessedVideo, after: int | None) -> VideoBlock:
-        """A video's tokens. before: prompt ids since the medium before; after: the id behind its placeholder."""
+        """Return a video's tokens. `before`: prompt ids since the previous medium. `after`: the id behind the
+        placeholder."""
         pads = [self.token_ids.video_pad] * video.num_tokens
         return VideoBlock(ids=before + pads, offsets=[(len(before), len(before) + len(pads))])
 
@@ -254,14 +250,16 @@ class MultimodalProcessor(ABC):
         media: Sequence[Image.Image | ProcessedMedium] = (),
         knobs: ImageKnobs | None = None,
     ) -> ExpandedPrompt:
-        """`process_image` for each picture that is not processed yet, then `expand`."""
+        """Run `process_image` on each picture that is not processed yet, then `expand`."""
         done = [self.process_image(x, knobs) if isinstance(x, Image.Image) else x for x in media]
         return self.expand(prompt_ids, done)
 
     def positions(self, length: int, items: Sequence[MultimodalDataItem]) -> tuple[np.ndarray, int]:
-        """M-RoPE positions int64 [3, length] and delta of an expanded prompt that holds `items`, in prompt order.
+        """Return the M-RoPE positions int64 [3, length] and the delta of an expanded prompt with `items`, in prompt
+        order.
 
-        An item in one range is one block; one in several ranges (a Qwen3-VL video) has a temporal patch in each.
+        An item with one range is one block. An item with several ranges (a Qwen3-VL video) has one temporal patch in
+        each.
         """
         merge = self.config.patches.merge_size
         spans = []
@@ -291,7 +289,7 @@ class MultimodalProcessor(ABC):
         )
 
     def _check_places(self, pads: np.ndarray, media: Sequence[ProcessedMedium]) -> None:
-        """pads: the ids of the placeholders, in order."""
+        """Raise BadRequestError unless placeholders and media match. `pads`: the ids of the placeholders, in order."""
         videos = [isinstance(medium, ProcessedVideo) for medium in media]
         wanted = (pads == self.token_ids.video_pad).tolist()
         for kind, name, is_video in (("image", "picture", False), ("video", "video", True)):
@@ -314,7 +312,7 @@ class MultimodalProcessor(ABC):
 
 
 def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()) -> MultimodalDataItem:
-    """A medium as the engine takes it. offsets: where it stands in its prompt; none for one that is only encoded."""
+    """Convert a medium for the engine. `offsets`: its place in the prompt; empty for a medium that is only encoded."""
     video = medium if isinstance(medium, ProcessedVideo) else None
     return MultimodalDataItem(
         modality=Modality.IMAGE if video is None else Modality.VIDEO,

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says about its pictures and videos: its (video_)preprocessor_config.json, and token ids."""
+"""Reads a checkpoint folder's picture and video settings: (video_)preprocessor_config.json and token ids."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class TokenIds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessorConfig:
-    """A checkpoint's own preprocessing. min_pixels, max_pixels: area of a resized picture.
+    """A checkpoint's own preprocessing.
 
-    tokens_per_second: M-RoPE time positions in a second of video (Qwen2.5-VL), None where time counts patches.
-    video, video_patches: what is said about videos, which have settings of their own.
-    embeds: of the vision tower; None where config.json does not say.
+    `min_pixels`, `max_pixels`: limits of a resized picture's area. `tokens_per_second`: M-RoPE time positions in a
+    second of video (Qwen2.5-VL). None where time counts patches. `video`, `video_patches`: the settings for videos.
+    `embeds`: row sizes of the vision tower; None where config.json does not give them.
     """
 
     patches: PatchConfig
@@ -68,11 +68,11 @@ class ProcessorConfig:
 
 
 def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) -> ProcessorConfig:
-    """Read a checkpoint folder's picture settings. Raises CheckpointError when they are missing or unusable.
+    """Read a checkpoint folder's picture and video settings. Raises CheckpointError when they are missing or unusable.
 
-    hf_config: the content of config.json. The settings are looked for where transformers does: under "image_processor"
-    and "video_processor" in processor_config.json, else in preprocessor_config.json and, for videos, before that in
-    video_preprocessor_config.json.
+    `hf_config`: the content of config.json. The files are searched in transformers' order: "image_processor" and
+    "video_processor" in processor_config.json first, then preprocessor_config.json. Videos have
+    video_preprocessor_config.json before the latter.
     """
     folder = Path(model_path)
     source, raw = _read_settings(folder, "image_processor", "preprocessor_config.json")
@@ -184,7 +184,7 @@ def _parse_embeds(vision: Mapping[str, Any]) -> EmbedsShape | None:
 
 
 def _pick(raw: Mapping[str, Any], own: str, in_size: str) -> int | None:
-    """An area limit in any of the spellings found in checkpoints; min_pixels and max_pixels win over `size`."""
+    """Return an area limit in any of the spellings that checkpoints use. min_pixels and max_pixels win over `size`."""
     size = raw.get("size") or {}
     found = (value for value in (raw.get(own), size.get(in_size), size.get(own)) if value is not None)
     value = next(found, None)

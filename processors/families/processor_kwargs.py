@@ -1,6 +1,6 @@
-"""`mm_processor_kwargs`: what one request says to the checkpoint's processors about all its pictures and videos.
+"""Parses `mm_processor_kwargs`: what one request says to the checkpoint's processors about all its pictures and videos.
 
-Keys and meanings are transformers'. Keys that it has for one kind of media only are passed over for the other.
+Keys and meanings are transformers'. A key that transformers has for one kind of media is ignored for the other kind.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _FLAGS = ("do_sample_frames", "cap_pixels_per_frame")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestKnobs:
-    """What holds where a message part is silent: image for pictures, video for videos."""
+    """Defaults that one request sets for its message parts. `image`: for pictures. `video`: for videos."""
 
     image: ImageKnobs
     video: VideoKnobs
 
 
 def parse_processor_kwargs(given: Mapping[str, Any], *, video_counts_clip: bool) -> RequestKnobs:
-    """Raises BadRequestError naming an unknown key and the known ones, or a value that cannot be meant.
+    """Parse a request's kwargs. Raises BadRequestError for an impossible value, or for an unknown key, with the known
+    ones.
 
-    video_counts_clip: whether `size` is a whole clip's area to the family's video processor (Qwen3-VL); it knows
-    neither min_pixels nor max_pixels then.
+    `video_counts_clip`: True if `size` means a whole clip's area to the family's video processor (Qwen3-VL). Such a
+    processor has neither min_pixels nor max_pixels.
     """
     flat = {**dict.fromkeys(_VIDEOS), **_known(given, (*_VIDEOS, *_NESTED), "")}
     images, videos = ({name: flat[name] for name in names} for names in _NESTED.values())
@@ -91,7 +92,7 @@ def _video_knobs(values: Mapping[str, Any], *, counts_clip: bool) -> VideoKnobs:
 
 
 def _size(value: Any) -> tuple[Any, Any]:
-    """Checked `size`, an object of areas in pixels."""
+    """Return the checked shortest and longest edge of `size`, which are areas in pixels."""
     if value is None:
         return None, None
     if not isinstance(value, Mapping):

@@ -1,23 +1,106 @@
-"""model_type -> processor class. A family's module is imported when a checkpoint asks for it."""
+"""The processors of the model families, and which one a checkpoint gets."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from processors.families.base import ContinueText, MultimodalProcessor, ProcessorLimits
-from processors.families.config import read_processor_config
+import numpy as np
+
+from processors.families.base import ContinueText, MultimodalProcessor, ProcessorLimits, VideoBlock
+from processors.families.config import ProcessorConfig, read_processor_config
+from processors.inputs import Modality, MultimodalDataItem
+from processors.resize import Allocate
+from processors.video.clips import ProcessedVideo
+from processors.video.rules import qwen2_rules, qwen3_rules
 from vlmserve_common.errors import CheckpointError
 
-_PROCESSORS: Mapping[str, tuple[str, str]] = {
-    "qwen2_vl": ("processors.families.qwen2_vl", "Qwen2VLProcessor"),
-    "qwen2_5_vl": ("processors.families.qwen2_5_vl", "Qwen2_5VLProcessor"),
-    "qwen3_vl": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
-    "qwen3_vl_moe": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
-    "qwen3_5": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
-    "qwen3_5_moe": ("processors.families.qwen3_vl", "Qwen3VLProcessor"),
+
+class Qwen2VLProcessor(MultimodalProcessor):
+    """Processor of model_type qwen2_vl (arXiv:2409.12191)."""
+
+    video_rules = staticmethod(qwen2_rules)
+    coordinates = "0-1000"
+
+    def time_interval(self, item: MultimodalDataItem) -> float:
+        """Return 1: temporal patches are one position apart."""
+        return 1.0
+
+
+class Qwen2_5VLProcessor(MultimodalProcessor):
+    """Processor of model_type qwen2_5_vl (arXiv:2502.13923). "Absolute time encoding": positions follow the clock."""
+
+    video_rules = staticmethod(qwen2_rules)
+    coordinates = "absolute"
+
+    def __init__(
+        self,
+        config: ProcessorConfig,
+        limits: ProcessorLimits,
+        continue_text: ContinueText | None = None,
+        *,
+        allocate: Allocate = np.empty,
+    ) -> None:
+        super().__init__(config, limits, continue_text, allocate=allocate)
+        if config.tokens_per_second is None:
+            raise CheckpointError("config.json: vision_config lacks tokens_per_second, which Qwen2.5-VL needs")
+        self._tokens_per_second = config.tokens_per_second
+
+    def time_interval(self, item: MultimodalDataItem) -> float:
+        """Return the positions between two temporal patches: tokens_per_second for each second of a video, 1 for a
+        picture."""
+        if item.modality is Modality.VIDEO:
+            return self._tokens_per_second * item.second_per_grid_t
+        return 1.0
+
+
+class Qwen3VLProcessor(MultimodalProcessor):
+    """Processor of model_type qwen3_vl (arXiv:2511.21631): timestamps in the text tell the time.
+
+    A video item has one offset range for each temporal patch.
+    """
+
+    video_rules = staticmethod(qwen3_rules)
+    coordinates = "0-1000"
+
+    def time_interval(self, item: MultimodalDataItem) -> float:
+        """Return 1. The value has no effect, since blocks are one temporal patch long."""
+        return 1.0
+
+    def place_video(self, before: list[int], video: ProcessedVideo, after: int | None) -> VideoBlock:
+        """Write `<T seconds>`, vision start, pads and vision end for each temporal patch (transformers'
+        `Qwen3VLProcessor`).
+
+        In the published form these replace the template's own markers.
+        """
+        if self._continue_text is None:
+            raise ValueError("a Qwen3-VL video needs the tokenizer: make_processor(continue_text=...)")
+        tokens = self.token_ids
+        published = self.limits.video_options.reference == "published"
+        marked = bool(before) and before[-1] == tokens.vision_start and after == tokens.vision_end
+        replaced = published and marked
+        pads = [tokens.video_pad] * (video.num_tokens // video.grid_thw[0])
+        stamps = [f"<{time:.1f} seconds>" for time in video.patch_times]
+        # The first one may stand behind text, which it is tokenized together with.
+        ids = self._continue_text(before[:-1] if replaced else before, stamps[0])
+        offsets: list[tuple[int, int]] = []
+        for stamp in stamps:
+            if offsets:
+                ids += self._continue_text((), stamp)
+            ids.append(tokens.vision_start)
+            offsets.append((len(ids), len(ids) + len(pads)))
+            ids += [*pads, tokens.vision_end]
+        return VideoBlock(ids=ids, offsets=offsets, skip=int(replaced))
+
+
+_PROCESSORS: Mapping[str, type[MultimodalProcessor]] = {
+    "qwen2_vl": Qwen2VLProcessor,
+    "qwen2_5_vl": Qwen2_5VLProcessor,
+    "qwen3_vl": Qwen3VLProcessor,
+    "qwen3_vl_moe": Qwen3VLProcessor,
+    "qwen3_5": Qwen3VLProcessor,
+    "qwen3_5_moe": Qwen3VLProcessor,
 }
 
 
@@ -27,16 +110,13 @@ def make_processor(
     limits: ProcessorLimits | None = None,
     continue_text: ContinueText | None = None,
 ) -> MultimodalProcessor:
-    """The processor of a checkpoint folder; hf_config is the content of its config.json.
+    """Make the processor of a checkpoint folder.
 
-    continue_text: its tokenizer, for videos of families that write the time into the prompt.
-
-    Raises CheckpointError for an unknown model_type or unusable picture settings.
+    `hf_config`: the content of its config.json. `continue_text`: its tokenizer, for videos of families that write the
+    time into the prompt. Raises CheckpointError for an unknown model_type or unusable picture settings.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _PROCESSORS:
         raise CheckpointError(f"model_type {model_type!r} is not supported, only {sorted(_PROCESSORS)}")
-    module, name = _PROCESSORS[model_type]
-    processor_class: type[MultimodalProcessor] = getattr(importlib.import_module(module), name)
     config = read_processor_config(model_path, hf_config)
-    return processor_class(config, limits or ProcessorLimits(), continue_text)
+    return _PROCESSORS[model_type](config, limits or ProcessorLimits(), continue_text)

@@ -1,4 +1,4 @@
-"""What became of a picture or video on its way into a prompt, in plain values, for whoever asked about it."""
+"""Reports how a picture or video was processed, in plain values, for clients that ask."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from processors.video.clips import ProcessedVideo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoReport:
-    """frame_indices, timestamps: frames used, by number and in seconds. patch_timestamps: of each temporal patch.
+    """A video's part of a report.
 
-    source_fps, source_frames, source_duration_s: of the video as it came. sampling: the rule that chose the frames
-    ("transformers", "qwen-vl-utils", "time-grid"; "all" frames of a file, or a "list" of frames); sample_fps: how
-    many of them a second.
+    `frame_indices`, `timestamps`: the frames used, by number and in seconds. `patch_timestamps`: of each temporal
+    patch. `source_fps`, `source_frames`, `source_duration_s`: of the original video. `sampling`: the rule that chose
+    the frames ("transformers", "qwen-vl-utils", "time-grid"; "all" frames of a file, or a "list" of frames).
+    `sample_fps`: frames used per second.
     """
 
     frame_indices: tuple[int, ...]
@@ -33,11 +34,11 @@ class VideoReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediumReport:
-    """One medium of a request. param: its place there. source_size, final_size: (width, height) in pixels, upright.
+    """A report on one medium of a request.
 
-    grid_thw: patches in time, height and width; tokens: pad tokens in the prompt. coordinates: how the model counts in
-    it. clamps: what the server's limits changed; ignored: what was asked for and has no effect. video: None for a
-    picture.
+    `param`: its place in the request. `source_size`, `final_size`: (width, height) in pixels, upright. `grid_thw`:
+    patches in time, height and width. `tokens`: pad tokens in the prompt. `coordinates`: how the model gives places in
+    it. `clamps`: values that server limits changed. `ignored`: knobs without effect. `video`: None for a picture.
     """
 
     kind: Literal["image", "video"]
@@ -53,11 +54,11 @@ class MediumReport:
 
     @property
     def scale(self) -> tuple[float, float]:
-        """Pixels of the source in one of the resized picture, along x and y."""
+        """Pixels of the source per pixel of the resized picture, along x and y."""
         return self.source_size[0] / self.final_size[0], self.source_size[1] / self.final_size[1]
 
     def warnings(self) -> list[str]:
-        """A sentence for each thing that is not as it was asked for."""
+        """Return a sentence for each request value that was changed or ignored."""
         ignored = [f"{name} has no effect on this {self.kind}" for name in self.ignored]
         return [f"{self.param}: {what}" for what in [*map(self._in_words, self.clamps), *ignored]]
 
@@ -73,7 +74,7 @@ class MediumReport:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The report as the API gives it."""
+        """Return the report in the API's form."""
         return {
             # tuples as lists, which JSON would make of them, too
             **{name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()},
@@ -84,7 +85,7 @@ class MediumReport:
 
 
 def report_medium(processor: MultimodalProcessor, medium: ProcessedMedium, param: str) -> MediumReport:
-    """The report on a medium that `processor` made. param: its place in the request."""
+    """Report on a medium that `processor` made. `param`: its place in the request."""
     video = medium if isinstance(medium, ProcessedVideo) else None
     patch = (processor.config.patches if video is None else processor.config.video_patches).patch_size
     return MediumReport(
@@ -115,7 +116,7 @@ def _video(video: ProcessedVideo) -> VideoReport:
 
 
 def report_json(media: Iterable[MediumReport]) -> dict[str, Any]:
-    """`mm_report` of a request, its media in prompt order."""
+    """Return a request's `mm_report`, with its media in prompt order."""
     return {"media": [medium.as_json() for medium in media]}
 
 

@@ -1,1 +1,1 @@
-"""From what a request names to bytes."""
+"""Fetches the bytes of media that a request names."""

@@ -1,4 +1,4 @@
-"""Which network addresses a server may be sent to by a stranger's URL, and looking them up exactly once."""
+"""Decides which network addresses a stranger's URL may reach, and looks each host up exactly once."""
 
 from __future__ import annotations
 
@@ -16,27 +16,12 @@ Resolver: TypeAlias = Callable[[str, int], Sequence[str]]
 
 # What IANA's special-purpose registries keep off the public internet. Not `ipaddress.is_global`: that one differs
 # between Python versions (192.0.0.0/24, where a cloud has its metadata service, is global to some).
-_SPECIAL_V4 = tuple(
-    ipaddress.IPv4Network(text)
-    for text in (
-        "0.0.0.0/8",
-        "10.0.0.0/8",
-        "100.64.0.0/10",
-        "127.0.0.0/8",
-        "168.63.129.16/32",  # Azure's metadata and name service, though it looks public
-        "169.254.0.0/16",
-        "172.16.0.0/12",
-        "192.0.0.0/24",
-        "192.0.2.0/24",
-        "192.88.99.0/24",
-        "192.168.0.0/16",
-        "198.18.0.0/15",
-        "198.51.100.0/24",
-        "203.0.113.0/24",
-        "224.0.0.0/4",
-        "240.0.0.0/4",
-    )
-)
+# 168.63.129.16 is Azure's metadata and name service, though it looks public.
+_NOT_PUBLIC = """
+0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 168.63.129.16/32 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.2.0/24
+192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4
+"""
+_SPECIAL_V4 = tuple(map(ipaddress.IPv4Network, _NOT_PUBLIC.split()))
 _GLOBAL_UNICAST_V6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_V6 = tuple(ipaddress.IPv6Network(text) for text in ("2001::/23", "2001:db8::/32", "3fff::/20"))
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
@@ -44,11 +29,11 @@ _ISATAP_MARK = 0x5EFE
 
 
 def is_public_address(address: IPAddress) -> bool:
-    """Whether anybody on the internet may be reached under `address`.
+    """Return True if `address` belongs to the public internet.
 
-    False for loopback, private, link-local (cloud metadata among them), shared (CGNAT), multicast, reserved and
-    unspecified addresses, and for IPv6 addresses that carry such an IPv4 address (mapped, NAT64, 6to4, ISATAP; Teredo
-    always).
+    It is False for loopback, private, link-local (which includes cloud metadata), shared (CGNAT), multicast, reserved
+    and unspecified addresses. It is also False for IPv6 addresses that carry such an IPv4 address (mapped, NAT64, 6to4,
+    ISATAP), and for all Teredo addresses.
     """
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in network for network in _SPECIAL_V4)
@@ -69,16 +54,16 @@ def _low_ipv4(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address:
 
 
 def system_resolver(host: str, port: int) -> list[str]:
-    """Addresses of `host` by the system's resolver, without repeats. Blocks as long as the system likes."""
+    """Return the addresses of `host` from the system's resolver, without repeats. Blocks as long as the system does."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class NameLookup:
-    """Asks `resolver`, each time in a thread of its own.
+    """Asks `resolver`, each time in a thread of its own. `most`: such threads at a time.
 
-    most: such threads. getaddrinfo cannot be interrupted: one that hangs in it is left behind until the system gives
-    up, and neither keeps others waiting nor the process from ending.
+    getaddrinfo cannot be interrupted. A thread that hangs in it is left behind until the system gives up. It delays no
+    other lookup, and it does not keep the process from ending.
     """
 
     def __init__(self, resolver: Resolver, most: int = 512) -> None:
@@ -86,7 +71,7 @@ class NameLookup:
         self._free = threading.Semaphore(most)
 
     async def resolve(self, host: str, port: int) -> list[IPAddress]:
-        """The addresses of `host`. Raises the resolver's OSError (also for a host that is no host name at all)."""
+        """Return the addresses of `host`. Raises the resolver's OSError, also for a text that is no host name."""
         if not self._free.acquire(blocking=False):
             raise OSError("too many host names are being looked up")
         answer: Future[Sequence[str]] = Future()

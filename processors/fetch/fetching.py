@@ -1,4 +1,4 @@
-"""A media URL to bytes: data:, http(s): and, where allowed, file:. Every failure is the request's own 400."""
+"""Fetches media URLs: data:, http(s): and, where allowed, file:. Every failure is a 400 of the request itself."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import os
 import re
 import ssl
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from processors.fetch.addresses import Resolver, system_resolver
-from processors.fetch.media_file import MediaFile
-from processors.fetch.memory import Claim, MediaMemory
-from processors.fetch.settings import ByteLimit, FetchSettings
+from processors.fetch.limits import ByteLimit, Claim, FetchSettings, MediaMemory
 from processors.inputs import Modality
-from processors.off_loop import off_loop
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.process.loop_thread import LoopThread
 
 if TYPE_CHECKING:
     from processors.fetch.http_get import HttpGetter
 
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_SMALL_BYTES = 256 * 1024
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*):")
 _WHITESPACE = b" \t\r\n\f"
 _CODE = "invalid_media_url"
@@ -33,10 +36,32 @@ _DISK_THREADS = 8
 _PIECE_BYTES = 256 * 1024  # a multiple of 4, which are decoded together
 
 
+class MediaFile(ABC):
+    """A medium that the server already holds, such as an uploaded file. It can replace a URL, and a thread reads it
+    when it is needed.
+
+    `modality`: by the file's first bytes; None if they belong to neither a picture nor a video.
+    """
+
+    modality: Modality | None
+
+    @abstractmethod
+    def read(self, limit: ByteLimit) -> bytes:
+        """Return the whole file. Raises BadRequestError if it is gone or larger than the limit."""
+
+
+async def off_loop(size: int, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call a function that goes through `size` bytes. More than a few run in a thread, so that the event loop stays
+    free."""
+    if size <= _SMALL_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
 class MediaFetcher:
     """Fetches media by URL, in one event loop. Cancelling a call ends its transfer.
 
-    resolver, ssl_context: other than the system's, for tests and unusual networks.
+    `resolver`, `ssl_context`: replace the system's, for tests and unusual networks.
     """
 
     def __init__(
@@ -56,7 +81,7 @@ class MediaFetcher:
         self._disk_turns = asyncio.Semaphore(_DISK_THREADS)
 
     def claim(self) -> Claim:
-        """For one medium's memory."""
+        """Return a claim on memory for one medium."""
         return Claim(self._memory)
 
     async def fetch(
@@ -67,10 +92,10 @@ class MediaFetcher:
         modality: Modality = Modality.IMAGE,
         claim: Claim | None = None,
     ) -> bytes:
-        """The bytes behind a URL, or of a file; how many there may be depends on the modality.
+        """Return the bytes of a URL or file. The modality sets the size limit.
 
-        claim: takes the memory that it needs; None: the caller sees to that. Raises BadRequestError (with `param`),
-        whatever the reason.
+        `claim`: takes the memory for them; None if the caller accounts for it. Raises BadRequestError (with `param`)
+        for any failure.
         """
         limit = self.settings.limit(modality)
         try:
@@ -82,7 +107,7 @@ class MediaFetcher:
             raise
 
     def close(self) -> None:
-        """Nothing is fetched any more. What a disk keeps waiting goes on by itself."""
+        """Stop fetching. A read that waits for a slow disk ends by itself later."""
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def _fetch(self, url: str, limit: ByteLimit, claim: Claim | None) -> bytes:
@@ -124,7 +149,7 @@ class MediaFetcher:
             if claim.fits(size):
                 await claim.take(size)
                 return data
-        del data  # who waits keeps neither memory nor a turn: those that have memory may need one
+        del data  # while waiting, hold neither bytes nor a turn: a medium that has memory may need the turn
         await claim.take(size)
         return await self._read(read, limit, claim)
 
@@ -146,7 +171,7 @@ class MediaFetcher:
 
 
 def decode_data_url(url: str, limit: ByteLimit) -> bytes:
-    """The bytes of a data: URL. Raises BadRequestError."""
+    """Return the bytes of a data: URL. Raises BadRequestError."""
     header, comma, payload = url.partition(",")
     if not comma:
         raise BadRequestError("data: URL without a comma before its data", code=_CODE)
@@ -181,12 +206,13 @@ def decode_data_url(url: str, limit: ByteLimit) -> bytes:
 
 
 def _pieces(data: bytes) -> Iterator[bytes]:
-    """Decoding holds Python's lock: in one go it would stop the event loop for tens of milliseconds."""
+    """Cut data into pieces. Decoding holds Python's lock: in one go it would stop the event loop for tens of
+    milliseconds."""
     return (data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES))
 
 
 def _local_path(url: str) -> str:
-    """What a file: URL names. Raises BadRequestError for what cannot be a path."""
+    """Return the path in a file: URL. Raises BadRequestError for text that cannot be a path."""
     try:
         parts = urlsplit(url)
         path = unquote(parts.path, errors="surrogateescape")
@@ -198,7 +224,8 @@ def _local_path(url: str) -> str:
 
 
 def _pieces_of_escapes(data: bytes) -> Iterator[bytes]:
-    """Pieces that end between percent-encoded bytes: taking those apart makes an object of each."""
+    """Cut data between percent-encoded bytes. Decoding these makes an object of each, so one piece at a time saves
+    memory."""
     start = 0
     while start < len(data):
         end = start + _PIECE_BYTES
@@ -209,11 +236,11 @@ def _pieces_of_escapes(data: bytes) -> Iterator[bytes]:
 
 
 def _read_below(root: str, names: list[str], url: str, limit: ByteLimit) -> bytes:
-    """Walk down from `root` without following links, so that none slipped in after the check leads out."""
+    """Walk down from `root` without following links, so that a link created after the check cannot lead outside."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for depth, name in enumerate(names, 1):
-            # Not blocking: opening a pipe that nobody writes to would hang.
+            # Not blocking: opening a pipe without a writer would hang.
             kind = os.O_NONBLOCK if depth == len(names) else os.O_DIRECTORY
             below = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | kind, dir_fd=fd)
             os.close(fd)
@@ -251,3 +278,27 @@ def _explain_scheme(url: str, scheme: str) -> str:
 
 def _shorten(text: str, limit: int = 100) -> str:
     return repr(text if len(text) <= limit else text[:limit] + "...")
+
+
+class BlockingFetcher:
+    """A `MediaFetcher` for threads that have no event loop. Thread-safe. Close it when done."""
+
+    def __init__(self, settings: FetchSettings) -> None:
+        self.settings = settings
+        self._fetcher = MediaFetcher(settings)
+        self._loop = LoopThread("fetch")
+        self._closed = False
+
+    def fetch(self, url: str, *, modality: Modality = Modality.IMAGE) -> bytes:
+        try:
+            return self._loop.run(self._fetcher.fetch(url, modality=modality))
+        except (CancelledError, RuntimeError):
+            if not self._closed:
+                raise
+            raise BadRequestError(f"{url[:100]!r} was not fetched: no more is", code="invalid_media_url") from None
+
+    def close(self) -> None:
+        """Break off downloads under way and refuse new ones."""
+        self._closed = True
+        self._loop.close()
+        self._fetcher.close()

@@ -1,8 +1,8 @@
-"""One HTTP GET that a stranger's URL may drive: pinned addresses, one deadline, no proxies, bounded everything.
+"""Makes one HTTP GET for a stranger's URL: pinned addresses, one deadline, no proxies, every size bounded.
 
-httpcore2 speaks HTTP and TLS over the connections that `_PinnedBackend` opens. The backend resolves a host once,
-checks every address of the answer, and connects to an address of that very answer, so that a name server which answers
-differently the second time (DNS rebinding) gains nothing. TLS still verifies the certificate against the host's name.
+httpcore2 speaks HTTP and TLS over the connections that `_PinnedBackend` opens. The backend resolves a host once, checks
+every address of the answer, and connects to one of these addresses. So a name server that gives another answer the
+second time (DNS rebinding) gains nothing. TLS still verifies the certificate against the host's name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import httpcore2
 import httpx2
 
 from processors.fetch.addresses import NameLookup, Resolver, is_public_address
-from processors.fetch.memory import FREE_BYTES, Claim
-from processors.fetch.settings import ByteLimit, FetchSettings
+from processors.fetch.limits import FREE_BYTES, ByteLimit, Claim, FetchSettings
 
 _MakeRoom: TypeAlias = Callable[[int], Awaitable[None]]
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -30,7 +29,7 @@ _NUMBER = re.compile(r"\[Errno -?\d+\] ")
 
 
 class GetError(Exception):
-    """The GET came to nothing; the text says why, in words fit for the client that gave the URL."""
+    """The GET failed. The text gives the reason, in words for the client that sent the URL."""
 
 
 class HttpGetter:
@@ -48,9 +47,9 @@ class HttpGetter:
         self._hosts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def get(self, url: str, size: ByteLimit, claim: Claim | None) -> bytes:
-        """The body behind `url`, redirects followed. Raises GetError. claim: takes what a large body needs.
+        """Return the body behind `url`, following redirects. Raises GetError. `claim`: takes memory for a large body.
 
-        Neither waiting for other GETs from the same host, nor for memory, counts towards the deadline.
+        The deadline includes neither the wait for other GETs from the same host nor the wait for memory.
         """
         target = self._parse(url, None)
         host = self._hosts.setdefault(target.host, asyncio.Semaphore(self._settings.max_per_host))
@@ -92,7 +91,7 @@ class HttpGetter:
         return parsed
 
     async def _get_once(self, url: httpx2.URL, size: ByteLimit, make_room: _MakeRoom) -> bytes | str:
-        """The body, or where the answer redirects to."""
+        """Return the body, or the address that the answer redirects to."""
         target = httpcore2.URL(
             scheme=url.raw_scheme,
             host=url.raw_host,
@@ -138,7 +137,8 @@ class HttpGetter:
 
 
 async def _make_room(claim: Claim | None, turn: AsyncExitStack, deadline: asyncio.Timeout, size: int) -> None:
-    """Wait for memory, while the deadline waits, too, and the host's turn is another's: who has memory may need it."""
+    """Wait for memory. Meanwhile the deadline stands still and the host's turn is free: a GET that has memory may need
+    it."""
     if claim is None or claim.taken:
         return
     if not claim.fits(size):
@@ -152,13 +152,13 @@ async def _make_room(claim: Claim | None, turn: AsyncExitStack, deadline: asynci
 
 
 def _within(host: str, domain: str) -> bool:
-    """Whether `host` is `domain`, or, for a domain written with a leading dot, anything below it."""
+    """Return True if `host` is `domain`, or lies below a domain that is written with a leading dot."""
     host, domain = host.lower().rstrip("."), domain.lower().rstrip(".")
     return host.endswith(domain) if domain.startswith(".") else host == domain
 
 
 def _reason(error: BaseException) -> str:
-    """The words of an error, those of its cause where it has none itself."""
+    """Return an error's words, or its cause's words if it has none."""
     while not str(error) and (error.__cause__ or error.__context__):
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     return _NUMBER.sub("", str(error)) or type(error).__name__

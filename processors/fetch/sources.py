@@ -1,4 +1,4 @@
-"""The first step of a medium: what its request names becomes bytes, or is at hand as it is."""
+"""The first step of a medium: fetch the bytes that its request names, or pass on the object that came with it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from PIL import Image
 
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.media_file import MediaFile
-from processors.fetch.memory import Claim
+from processors.fetch.fetching import MediaFetcher, MediaFile
+from processors.fetch.limits import Claim
 from processors.inputs import Modality
 from vlmserve_common.errors import BadRequestError
 
@@ -24,12 +23,12 @@ _JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 
 
 async def file_from(source: str | bytes | MediaFile | _AtHand, fetcher: MediaFetcher, claim: Claim) -> bytes | _AtHand:
-    """The bytes of a picture's URL or file; anything else is at hand. Raises BadRequestError."""
+    """Return the bytes of a picture's URL or file, and anything else unchanged. Raises BadRequestError."""
     return await fetcher.fetch(source, claim=claim) if isinstance(source, str | MediaFile) else source
 
 
 class VideoSources:
-    """max_frames: most in a list of frames. at_a_time: of a list's frames that are fetched at the same time."""
+    """Fetches videos. `max_frames`: most frames in a list. `at_a_time`: frames of one list fetched at the same time."""
 
     def __init__(self, fetcher: MediaFetcher, *, max_frames: int, at_a_time: int) -> None:
         self._fetcher = fetcher
@@ -39,7 +38,7 @@ class VideoSources:
     async def fetch(
         self, source: str | bytes | MediaFile | Sequence[Frame], claim: Claim
     ) -> bytes | tuple[FetchedFrame, ...]:
-        """A clip's bytes, or a list's frames. Raises BadRequestError."""
+        """Return a clip's bytes, or the frames of a list. Raises BadRequestError."""
         if isinstance(source, bytes):
             return source
         if isinstance(source, str) and (match := _JPEG_FRAMES.match(source)):
@@ -54,7 +53,8 @@ class VideoSources:
         return await self._fetch_list(source, claim)
 
     async def _fetch_list(self, frames: Sequence[Frame], claim: Claim) -> tuple[FetchedFrame, ...]:
-        """In order, as long as they are no larger together than a video. Of those that fail, the first one's error."""
+        """Return the frames in order. Together they may be no larger than a video. If several fail, the first one's
+        error is raised."""
         limit = self._fetcher.settings.limit(Modality.VIDEO)
         claim.whole = limit.bytes
         turns, total = asyncio.Semaphore(self._at_a_time), 0
@@ -88,7 +88,7 @@ class VideoSources:
 
 
 async def call_off(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Cancel what is not done, and return when all of it is."""
+    """Cancel unfinished tasks, and return when all have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

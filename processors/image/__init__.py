@@ -1,1 +1,1 @@
-"""Pictures: what a file is, how large it may be, and its pixels."""
+"""Pictures: file formats, size limits and pixels."""

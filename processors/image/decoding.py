@@ -1,7 +1,7 @@
-"""Picture bytes to upright RGB pixels.
+"""Decodes picture bytes to upright RGB pixels.
 
-Pillow reads a file's header, and decodes it once the size that stands there has passed the limits. Pillow's
-module-level limits stay alone. What a file costs beyond its size is bounded by the process that decodes it.
+Pillow reads a file's header, and decodes the file only when the size in the header has passed the limits. Pillow's
+module-level limits stay untouched. The process that decodes the file bounds all other costs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from dataclasses import dataclass
 
 from PIL import ExifTags, Image, ImageFile, features
 
-from processors.formats import INVALID_IMAGE, FileFormat, file_format
+from processors.formats import INVALID_IMAGE, FileFormat, file_format, first_bytes, words
 from processors.image.rgb import to_rgb
-from processors.plain_words import first_bytes, words
 from processors.resize import MAX_ASPECT_RATIO
 from vlmserve_common.errors import BadRequestError
 
@@ -36,21 +35,23 @@ _UPRIGHT = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeLimits:
-    """max_image_pixels: the most pixels (width * height) of a picture as it comes, before any resizing."""
+    """Limits of decoding. `max_image_pixels`: the most pixels (width * height) of the original, before any resizing."""
 
     max_image_pixels: int = 64 * 10**6
 
     @property
     def max_side(self) -> int:
-        """The longest side, in pixels, of a picture of that many pixels and the most extreme shape that is resized.
+        """The longest allowed side in pixels: that of a picture with `max_image_pixels` and the most extreme aspect
+        ratio.
 
-        Pillow keeps a pointer for each row, and decoders work by rows: thin pictures cost far more than their pixels.
+        Pillow keeps a pointer for each row, and decoders work by rows, so thin pictures cost far more than their
+        pixels.
         """
         return math.isqrt(self.max_image_pixels * MAX_ASPECT_RATIO)
 
 
 def decode_image(data: bytes, limits: DecodeLimits) -> Image.Image:
-    """The first picture in `data`: upright by its EXIF orientation, mode RGB, transparency laid on white.
+    """Decode the first picture in `data`: upright by its EXIF orientation, mode RGB, transparency laid on white.
 
     Raises BadRequestError for anything but a whole picture of a supported format within the limits.
     """
@@ -83,7 +84,7 @@ def _picture_format(data: bytes) -> FileFormat:
 
 
 def check_pixels(image: Image.Image, limits: DecodeLimits) -> None:
-    """Raises BadRequestError for a picture of no pixels, of too many, or with too long a side. Reads the size only."""
+    """Raise BadRequestError for a picture with no pixels, too many pixels or too long a side. Reads the size only."""
     width, height = image.size
     if width < 1 or height < 1:
         raise BadRequestError(f"the picture has no pixels ({width}x{height})", code=INVALID_IMAGE)
@@ -98,12 +99,12 @@ def check_pixels(image: Image.Image, limits: DecodeLimits) -> None:
 
 
 def normalize_image(image: Image.Image, limits: DecodeLimits) -> Image.Image:
-    """A picture that came as a Pillow object: limits checked, upright, RGB. Raises BadRequestError."""
+    """Check and convert a Pillow picture: limits, upright, RGB. Raises BadRequestError."""
     return _decode(image, limits, "the picture cannot be read")
 
 
 def _decode(image: Image.Image, limits: DecodeLimits, failed: str) -> Image.Image:
-    """failed: what is said before the reason of a picture that cannot be decoded."""
+    """Decode an opened picture. `failed`: the text before the reason when decoding fails."""
     check_pixels(image, limits)
     with _refusing(lambda error: f"{failed}: {words(error)}"):
         image.load()
@@ -112,7 +113,7 @@ def _decode(image: Image.Image, limits: DecodeLimits, failed: str) -> Image.Imag
 
 @contextlib.contextmanager
 def _refusing(explain: Callable[[Exception], str]) -> Iterator[None]:
-    """Whatever Pillow raises becomes a BadRequestError: its plugins stumble over broken files in many ways."""
+    """Turn every exception of Pillow into a BadRequestError: its plugins fail on broken files in many ways."""
     try:
         yield
     except BadRequestError:
@@ -122,7 +123,7 @@ def _refusing(explain: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def _open(found: FileFormat, data: bytes) -> ImageFile.ImageFile:
-    """Read the header only. `Image.open` would do, but for its warning about sizes, which is global state."""
+    """Read the header only. `Image.open` would do the same, but its warning about sizes is global state."""
     assert found.plugin is not None
     return getattr(importlib.import_module(found.plugin), found.opener)(io.BytesIO(data), "")
 
@@ -143,7 +144,7 @@ def _too_large(what: str, limits: DecodeLimits) -> BadRequestError:
 
 
 def _turn_upright(rgb: Image.Image, source: Image.Image) -> Image.Image:
-    """`rgb`, upright by the Exif orientation of `source`, which it was made of."""
+    """Return `rgb` turned upright by the Exif orientation of `source`, the picture that it was made from."""
     try:
         method = _UPRIGHT.get(source.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:
@@ -151,5 +152,5 @@ def _turn_upright(rgb: Image.Image, source: Image.Image) -> Image.Image:
     if method is None:
         return rgb
     upright = rgb.transpose(method)
-    upright.info = {}  # or whoever gets it would read the orientation, and turn it, again
+    upright.info = {}  # or a later reader of the orientation would turn it again
     return upright

@@ -1,8 +1,8 @@
-"""Any picture's pixels as 8-bit RGB.
+"""Converts any picture's pixels to 8-bit RGB.
 
-8-bit pictures become what `convert_to_rgb` of transformers' image_transforms makes of them, which lays transparency on
-white. (`load_image` there drops it, and `to_rgb` of qwen_vl_utils does for all but RGBA: hidden colours would show.)
-Wider grey, which both cut off at 255 so that nearly everything turns white, is scaled.
+8-bit pictures equal the result of `convert_to_rgb` in transformers' image_transforms, which lays transparency on white.
+(`load_image` there drops transparency, and so does `to_rgb` of qwen_vl_utils for all modes except RGBA: hidden colours
+would show.) Wider grey is scaled. Both references cut it off at 255, which turns nearly everything white.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WHITE_IS_ZERO, _SIGNED = 0, 2
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Mode RGB; alpha and transparent colours are laid on white, 9 to 16 bits of grey are scaled to 8 and rounded.
+    """Convert to mode RGB: alpha and transparent colours on white, grey of 9 to 16 bits scaled to 8 bits and rounded.
 
     Raises BadRequestError for pixels in floating point, signed ones and those of more than 16 bits.
     """
@@ -41,7 +41,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _check_samples(image: Image.Image) -> None:
-    """Signed and 32-bit pixels of a TIFF, whose range no one knows: small values would come out as nearly black."""
+    """Refuse signed and 32-bit pixels of a TIFF. Their range is unknown: small values would become nearly black."""
     tags = getattr(image, "tag_v2", {})
     bits = _first(tags.get(_BITS_PER_SAMPLE), 1)
     if _first(tags.get(_SAMPLE_FORMAT), 1) == _SIGNED:
@@ -53,10 +53,10 @@ def _check_samples(image: Image.Image) -> None:
 
 
 def _bands(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """A picture in bands of many rows, and where each begins.
+    """Cut a picture into bands of many rows; yields each band with its first row.
 
-    Not as a whole, since four such copies would take a gigabyte for the largest ones; not row by row, since each step
-    takes microseconds with Python's lock held, and a thin picture has many rows.
+    Four copies of the whole would take a gigabyte for the largest pictures. Single rows would take microseconds each
+    with Python's lock held, and a thin picture has many rows.
     """
     rows = max(1, _BAND_PIXELS // image.width)
     for top in range(0, image.height, rows):
@@ -74,7 +74,7 @@ def _on_white(image: Image.Image) -> Image.Image:
 
 
 def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """Modes I;16*, and I as long as its values fit 16 bits. They are taken for 16-bit ones unless a TIFF says fewer."""
+    """Convert modes I;16*, and I if its values fit 16 bits. Values count as 16-bit unless a TIFF gives fewer bits."""
     ranges = [(int(wide.min()), int(wide.max())) for wide in (np.asarray(band) for _, band in _bands(image))]
     least, most = min(low for low, _ in ranges), max(high for _, high in ranges)
     if least < 0 or most > 0xFFFF:

@@ -1,4 +1,4 @@
-"""How large a picture is shown: the checkpoint's area limits, narrowed or widened by a request, within the server's."""
+"""Computes a picture's resized size: the checkpoint's area limits, changed by a request, within the server's limits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ AUTO_PIXELS_SETTING = "setting --max-pixels auto"
 _LEAST_TOKENS = 4
 
 
-class Fit(NamedTuple):
-    """A size in pixels, and what the server's limits changed on the way to it."""
+class FittedSize(NamedTuple):
+    """A size in pixels, and the values that server limits changed on the way to it."""
 
     height: int
     width: int
@@ -25,10 +25,11 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSizes:
-    """factor: pixels a side of a token. min_pixels, max_pixels: the checkpoint's area limits.
+    """Size limits of a checkpoint's pictures.
 
-    limit: the largest area, whatever is asked for; None: the checkpoint's. tell_limit: see `ProcessorLimits`.
-    low_detail_tokens: of detail "low".
+    `factor`: pixels a side of a token. `min_pixels`, `max_pixels`: the checkpoint's area limits. `limit`: the largest
+    area that a request can get; None for the checkpoint's. `low_detail_tokens`: for detail "low". `tell_limit`: see
+    `ProcessorLimits`.
     """
 
     factor: int
@@ -43,8 +44,8 @@ class ImageSizes:
         """The largest area that a request can ask for, in pixels."""
         return self.max_pixels if self.limit is None else self.limit
 
-    def fit(self, height: int, width: int, knobs: ImageKnobs) -> Fit:
-        """The size of a picture of that size. Raises BadRequestError for bad knobs or sides."""
+    def fit(self, height: int, width: int, knobs: ImageKnobs) -> FittedSize:
+        """Return the resized size of a picture of height x width. Raises BadRequestError for bad knobs or sides."""
         check_image_knobs(knobs)
         if knobs.resized_height is not None and knobs.resized_width is not None:
             return aimed_size(
@@ -68,14 +69,14 @@ class ImageSizes:
             most = max(self.max_pixels, high)
             free = smart_resize(height, width, factor=self.factor, min_pixels=low, max_pixels=most)
             found += told_scaling(free, size, high)
-        return Fit(*size, tuple(found))
+        return FittedSize(*size, tuple(found))
 
     def ignored(self, knobs: ImageKnobs) -> tuple[str, ...]:
-        """What was given and has no effect."""
         return areas_without_effect(knobs)
 
     def knobs_for_detail(self, detail: str | None) -> ImageKnobs:
-        """OpenAI's `detail`: "low" is a few tokens, "high" all that the server allows; "auto" and None say nothing.
+        """Translate OpenAI's `detail`: "low" is a few tokens, "high" is all that the server allows. "auto" and None set
+        nothing.
 
         Raises BadRequestError for another word.
         """
@@ -90,17 +91,19 @@ class ImageSizes:
 
 
 def told_scaling(free: tuple[int, int], size: tuple[int, int], limit: int) -> tuple[Clamp, ...]:
-    """What is said of a limit that nobody chose. free: the (height, width) without it; no news if that is no larger."""
+    """Report a limit that the server chose itself. `free`: the (height, width) without the limit. Returns () if it is
+    no larger."""
     asked, used = free[0] * free[1], size[0] * size[1]
     if asked <= used:
         return ()
     return (Clamp(knob="max_pixels", asked=asked, used=used, limit=limit, setting=AUTO_PIXELS_SETTING),)
 
 
-def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str) -> Fit:
-    """The size for one that was asked for: rounded to whole tokens, 4 tokens at least, and at most `limit` pixels.
+def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str) -> FittedSize:
+    """Return the size for a requested one: whole tokens, at least 4 tokens, and at most `limit` pixels. Raises
+    BadRequestError.
 
-    As `fetch_image` and `fetch_video` of qwen_vl_utils do, whose own limit is 16384 tokens. Raises BadRequestError.
+    `fetch_image` and `fetch_video` of qwen_vl_utils do the same, with a limit of 16384 tokens.
     """
     least = min(_LEAST_TOKENS * factor**2, limit)
     unlimited = (height + factor) * (width + factor)
@@ -109,6 +112,6 @@ def aimed_size(height: int, width: int, *, factor: int, limit: int, setting: str
         for most in (max(unlimited, least), limit)
     )
     if asked == used:
-        return Fit(*used)
+        return FittedSize(*used)
     sides = zip(("resized_height", "resized_width"), (height, width), used, strict=True)
-    return Fit(*used, tuple(Clamp(knob=k, asked=a, used=u, limit=limit, setting=setting) for k, a, u in sides))
+    return FittedSize(*used, tuple(Clamp(knob=k, asked=a, used=u, limit=limit, setting=setting) for k, a, u in sides))

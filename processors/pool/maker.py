@@ -1,4 +1,4 @@
-"""From the bytes of files to patches: the half of the work that costs CPU time, and that a malicious file can break."""
+"""Makes patches from the bytes of files, which costs CPU time, and which a malicious file can break."""
 
 from __future__ import annotations
 
@@ -25,49 +25,46 @@ _T = TypeVar("_T")
 
 
 class FatalMediumError(BadRequestError):
-    """A medium made the process that decoded it crash or overrun its limits: it is not to be tried again."""
+    """A medium made the process that decoded it crash or exceed its limits. It is not tried again."""
 
 
 class MediaMaker(Protocol):
     """Decodes, resizes and cuts files. Raises BadRequestError for a bad file. Cancelling a call ends its work.
 
-    client: whose work it is; clients take turns.
+    `client`: whose work it is; clients take turns.
     """
 
     async def picture(self, data: bytes, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
-        """A picture file."""
+        """Process a picture file."""
 
     async def clip(self, data: bytes, knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        """A video file."""
+        """Process a video file."""
 
     async def frames(self, files: Sequence[bytes], knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        """A video's frames, each a picture file."""
+        """Process a video's frames, each a picture file."""
 
     async def close(self) -> None:
-        """Let go of what it has. Calls under way, and later ones, fail with status 503."""
+        """Free all resources. Calls under way, and later ones, fail with status 503."""
 
 
 class DirectMaker:
-    """Makes them in the calling thread. Thread-safe. Pillow pictures may stand in the place of files."""
+    """Processes media in the calling thread. Thread-safe. Pillow pictures can replace files."""
 
     def __init__(self, processor: MultimodalProcessor) -> None:
         self._processor = processor
         self._pillow = Lock()
 
     def picture(self, data: bytes | Image.Image, knobs: ImageKnobs) -> ProcessedImage:
-        """See `MediaMaker`."""
         return self._processor.process_image(self._decoded(data), knobs)
 
     def clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
-        """See `MediaMaker`."""
         return self._processor.process_video(data, knobs)
 
     def frames(self, files: Sequence[bytes | Image.Image], knobs: VideoKnobs) -> ProcessedVideo:
-        """See `MediaMaker`."""
         return self._processor.process_frames(self._frames(files), len(files), knobs)
 
     def _frames(self, frames: Sequence[bytes | Image.Image]) -> Iterator[Image.Image]:
-        """One at a time: memory never holds them all at full size."""
+        """Decode the frames one at a time, so that memory never holds them all at full size."""
         for place, frame in enumerate(frames):
             try:
                 yield self._decoded(frame)
@@ -85,7 +82,7 @@ class DirectMaker:
 
 
 class ThreadMaker:
-    """See `MediaMaker`: in threads. What a thread has begun it ends, whoever wants it."""
+    """A `MediaMaker` with threads. A thread finishes the work that it has begun, even if the call is cancelled."""
 
     def __init__(self, processor: MultimodalProcessor, max_workers: int) -> None:
         self._direct = DirectMaker(processor)
@@ -93,19 +90,16 @@ class ThreadMaker:
         self._turns = Turns(max_workers, cost_per_s=BYTES_PER_S)
 
     async def picture(self, data: bytes | Image.Image, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
-        """See `MediaMaker`."""
         async with self._turns.turn(cost=_cost([data]), client=client):
             return await self._to_its_end(self._direct.picture, data, knobs)
 
     async def clip(self, data: bytes, knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        """See `MediaMaker`."""
         async with self._turns.turn(cost=_cost([data]), clip=True, client=client):
             return await self._to_its_end(self._direct.clip, data, knobs)
 
     async def frames(
         self, files: Sequence[bytes | Image.Image], knobs: VideoKnobs, *, client: str = ""
     ) -> ProcessedVideo:
-        """See `MediaMaker`."""
         async with self._turns.turn(cost=_cost(files), clip=True, client=client):
             return await self._to_its_end(self._direct.frames, files, knobs)
 
@@ -114,7 +108,8 @@ class ThreadMaker:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
 
     async def _to_its_end(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """As `call`. Cancelled, it returns when the thread has ended all the same: so long it has its turn."""
+        """Do what `call` does, but return only when the thread has ended, even if cancelled: until then its turn is
+        taken."""
         under_way = asyncio.ensure_future(self.call(function, *args, **kwargs))
         try:
             return await asyncio.shield(under_way)
@@ -122,15 +117,15 @@ class ThreadMaker:
             await asyncio.wait([under_way])
 
     async def close(self) -> None:
-        """Returns when what was begun has ended."""
+        """Refuse new work, and wait for the threads."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
 
 def _cost(files: Sequence[bytes | Image.Image]) -> float:
-    """See `Turns`: bytes of files, or as many as a picture's pixels."""
+    """Return the cost for `Turns`: bytes of files, or the number of pixels of Pillow pictures."""
     return 1.0 + sum(len(file) if isinstance(file, bytes) else math.prod(file.size) for file in files)
 
 
 def closing_error() -> BadRequestError:
-    """What a request gets that comes too late."""
+    """Return the error of a request that comes during shutdown."""
     return BadRequestError("the server is shutting down", code="shutting_down", status=503)

@@ -33,8 +33,11 @@ from vlmserve_common.transport.wire import MessageChannel, WireError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaJob:
-    """seconds: that a worker may be at it, then it is killed; grace_s: more of them, for a worker that knows the limit,
-    too, to refuse it by itself. made: what becomes of it."""
+    """One medium and the future of its result.
+
+    `seconds`: time limit; after it the worker is killed. `grace_s`: extra seconds for a worker that knows the limit
+    too, and can refuse the medium itself.
+    """
 
     work: MediaWork
     seconds: float
@@ -43,23 +46,25 @@ class MediaJob:
 
     @property
     def what(self) -> str:
-        """What errors call it."""
+        """The medium's name in errors."""
         return "picture" if isinstance(self.work, PictureWork) else "video"
 
 
 class WorkerBugError(Exception):
-    """A worker failed as it never should. Like any exception that nobody expects: for the log, not for clients, and so
-    no EngineError."""
+    """A worker failed in a way that it never should. It is no EngineError: it belongs in the log, not in an answer."""
 
 
 class NotBegunError(Exception):
-    """A worker died or hung before it looked at its work, was stopped by a signal, or cannot be started: another one
-    may take it."""
+    """The job was not begun, so another worker may take it: this one died, hung, was stopped by a signal or cannot
+    start."""
 
 
 class MediaProcess:
-    """A worker that is kept running, and does one job after the other. What ends it fails its job; one that it has not
-    begun, or was stopped at, raises NotBegunError."""
+    """A worker that is kept running, and does one job after the other.
+
+    If the worker ends, its job fails. A job that it had not begun, or during which it was stopped, raises
+    NotBegunError.
+    """
 
     def __init__(self, plan: ProcessPlan, shared: SharedArrays) -> None:
         self.useful = False
@@ -79,11 +84,11 @@ class MediaProcess:
 
     @property
     def is_down(self) -> bool:
-        """Whether it cannot be started: jobs fail with the reason."""
+        """Whether the worker cannot be started. Jobs then fail with the reason."""
         return bool(self._trouble)
 
     async def make(self, job: MediaJob) -> ProcessedMedium:
-        """What becomes of a job. Cancelled, it ends at once, and so does the process that is at it."""
+        """Return the result of a job. Cancelling it ends it at once, and kills the process that works on it."""
         with self._lock:
             if self._trouble:
                 raise EngineError(self._trouble)
@@ -100,18 +105,17 @@ class MediaProcess:
             raise
 
     def close(self) -> None:
-        """End the process; see `ProcessKeeper`. Jobs fail."""
+        """End the process (see `ProcessKeeper`). Its jobs fail."""
         self._process.close()
         self.ended("media processes have ended", down=True)
         self._wake_up.close()
 
     def begin(self, child: ChildProcess, report: dict[str, Any]) -> None:
-        """See `Life`."""
         with self._lock:
             self._child, self._killed, self._left, self._trouble = child, False, False, ""
 
     def live(self, child: ChildProcess) -> None:
-        """See `Life`."""
+        """Run jobs until the process ends (see `Life`)."""
         channel = MessageChannel(
             child.pipe.send_bytes,
             child.pipe.recv_bytes,
@@ -132,12 +136,12 @@ class MediaProcess:
         raise EOFError
 
     def let_go(self) -> None:
-        """See `Life`."""
+        """Forget the process (see `Life`)."""
         with self._lock:
             self._child = None
 
     def ended(self, reason: str, *, down: bool) -> None:
-        """See `Life`. Jobs that wait do so for the next start, if there is one soon."""
+        """Fail the waiting jobs if the process stays down (see `Life`). Otherwise they wait for the next start."""
         if down:
             with self._lock:
                 self._trouble, jobs = reason, list(self._jobs)
@@ -207,7 +211,8 @@ class MediaProcess:
 
 
 def _death(job: MediaJob, child: ChildProcess) -> BadRequestError:
-    """It died of itself, or of its limits; who is killed may have been in somebody's way."""
+    """Return the error of a job whose worker died by itself or by its limits. A worker that somebody killed blames
+    nobody."""
     if child.was_ended_by(signal.SIGXCPU):
         return _too_slow(job)
     kind = BadRequestError if child.was_killed else FatalMediumError

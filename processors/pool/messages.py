@@ -1,4 +1,4 @@
-"""What a media worker and its keeper say to each other. Large arrays go through shared memory."""
+"""Messages between a media worker and its keeper. Large arrays go through shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from processors.video.options import VideoKnobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureWork:
-    """data: a picture file's bytes, uint8."""
+    """A picture to process. `data`: the file's bytes, uint8."""
 
     data: np.ndarray
     knobs: ImageKnobs
@@ -21,8 +21,10 @@ class PictureWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoWork:
-    """data: a video file's bytes, uint8; or those of its frames, picture files, one behind the other, where `sizes`
-    says how many bytes each has."""
+    """A video to process.
+
+    `data`: the file's bytes, uint8. With `sizes`, it is the bytes of the frames, picture files of these sizes in a row.
+    """
 
     data: np.ndarray
     knobs: VideoKnobs
@@ -31,12 +33,12 @@ class VideoWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkBegun:
-    """The worker has the medium and goes on to decode it: if it dies from here on, the medium may be the reason."""
+    """The worker has the medium and starts to decode it. If it dies after this, the medium may be the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkRefused:
-    """The medium is bad: a BadRequestError's fields. out_of_memory: the worker is of no more use."""
+    """The medium is bad: a BadRequestError's fields. `out_of_memory`: the worker can no longer be used."""
 
     message: str
     code: str | None
@@ -46,7 +48,7 @@ class WorkRefused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkFailed:
-    """The worker failed on its own account."""
+    """The worker failed through a fault of its own."""
 
     message: str
 

@@ -1,7 +1,7 @@
-"""Fetches, decodes and resizes pictures and videos for one event loop: what is the same is made once, at any time.
+"""Fetches, decodes and resizes pictures and videos for one event loop. Equal media are made once at a time.
 
-What costs CPU time is the maker's matter, and in which order it is done; fetching costs none, and waits for nobody but
-its own host. What was fetched takes part of a bounded memory until it is processed.
+The maker does the work that costs CPU time, and decides its order. Fetching costs none, and each fetch waits only for
+its own host. Fetched files take part of a bounded memory until they are processed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from PIL import Image
 
 from processors.embeds import parse_embeds
 from processors.families.base import ImageKnobs, MultimodalProcessor, ProcessedMedium
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.memory import Claim
+from processors.fetch.fetching import MediaFetcher, off_loop
+from processors.fetch.limits import Claim
 from processors.fetch.sources import VideoSources, call_off, file_from
 from processors.knobs import check_image_knobs
-from processors.off_loop import off_loop
-from processors.pool.cache import CacheStats, ProcessorCache
+from processors.pool.cache import ProcessorCache
 from processors.pool.maker import FatalMediumError, MediaMaker, ThreadMaker, closing_error
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
 from processors.video.options import VideoKnobs, check_knobs
@@ -32,15 +31,16 @@ _MOST_FATAL = 1024
 
 
 def _ignore() -> None:
-    """What is told of media that were fetched, where nobody asks."""
+    """Do nothing: the default of `fetched`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
-    """max_workers: threads that decode and resize. max_frame_downloads: frames of one list fetched at a time.
+    """Limits of a pool.
 
-    max_queued: pictures and videos in the pool, waiting or in work, above which `load` refuses more.
-    cache_mib: processed pictures and videos kept, in MiB; 0 for none.
+    `max_workers`: threads that decode and resize. `max_frame_downloads`: frames of one list fetched at a time.
+    `max_queued`: pictures and videos in the pool, waiting or in work; `load` refuses more. `cache_mib`: MiB of
+    processed pictures and videos kept; 0 for none.
     """
 
     max_workers: int = 2
@@ -50,9 +50,10 @@ class PoolSettings:
 
 
 class ProcessorPool:
-    """Loads pictures and videos for `processor`, in one event loop. Close it when done: it closes fetcher and maker.
+    """Loads pictures and videos for `processor`, in one event loop. Close it when done: it also closes fetcher and
+    maker.
 
-    maker: makes patches of files; by default threads do. What comes as Pillow pictures or rows stays with them.
+    `maker`: makes patches from files; threads by default. Pillow pictures and embeddings always stay with the threads.
     """
 
     def __init__(
@@ -73,26 +74,22 @@ class ProcessorPool:
         self._cache = ProcessorCache(settings.cache_mib * 2**20)
         self._fatal: dict[bytes, Callable[[], BadRequestError]] = {}
         self._in_pool: set[asyncio.Task[ProcessedMedium]] = set()
-        self._in_work: dict[bytes, _Work] = {}
+        self._in_work: dict[bytes, _InWork] = {}
         self._closing = False
 
     @property
     def in_pool(self) -> int:
-        """Media that were taken and wait or are in work; zero when idle."""
+        """Media that wait or are in work; zero when idle."""
         return len(self._in_pool)
-
-    def cache_stats(self) -> CacheStats:
-        """Figures of the processor cache."""
-        return self._cache.stats()
 
     async def load(
         self, requests: Sequence[MediaRequest], *, client: str = "", fetched: Callable[[], None] = _ignore
     ) -> list[ProcessedMedium]:
         """Fetch, decode and process all media of one request, in order.
 
-        The first failure, or cancelling the caller, calls off the rest. client: who asks; clients take turns.
-        fetched: called for each medium whose bytes are there. Raises BadRequestError, with status 429 when the pool is
-        full.
+        The first failure calls off the rest, and so does cancelling the caller. `client`: the requester; clients take
+        turns. `fetched`: called for each medium once its bytes are there. Raises BadRequestError, with status 429 when
+        the pool is full.
         """
         if self._closing:
             raise closing_error()
@@ -113,7 +110,7 @@ class ProcessorPool:
             tasks.clear()  # an error has this frame, and they have the error: a circle, with the medium's bytes in it
 
     async def close(self) -> None:
-        """Refuse new work, and call off what there is."""
+        """Refuse new work, and call off the present work."""
         self._closing = True
         await call_off(list(self._in_pool))
         self._fetcher.close()
@@ -121,7 +118,7 @@ class ProcessorPool:
         await self._threads.close()
 
     def _check(self, request: MediaRequest) -> None:
-        """Before anything is fetched. What needs the picture or the clip is checked with it."""
+        """Check a request before anything is fetched. Checks that need the picture or clip come later."""
         try:
             if isinstance(request, VideoRequest):
                 check_knobs(request.knobs or VideoKnobs())
@@ -148,8 +145,8 @@ class ProcessorPool:
                     return await self._load_video(request, claim, client, fetched)
                 return await self._load_embeds(request, claim, fetched)
         except BadRequestError as error:
-            # Not the error itself, which is also others' who sent the same medium; its frames hold the medium's bytes,
-            # and go round in circles with the futures that it came through.
+            # Raise a copy: requests for the same medium share the error. Its frames hold the medium's bytes, and form
+            # reference cycles with the futures that it came through.
             clear_frames(error.__traceback__)
             param = error.param or request.param
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error
@@ -197,9 +194,9 @@ class ProcessorPool:
         knobs: ImageKnobs | VideoKnobs,
         make: Callable[[], Awaitable[ProcessedMedium]],
     ) -> ProcessedMedium:
-        """What is cached, or what `make` makes, for all who ask for it meanwhile; `make` is the same for all of them.
+        """Return the cached medium, or the result of `make`, for all requests that ask for it meanwhile.
 
-        Its failure is everybody's. It is called off when the last one who wants it is gone.
+        `make` is the same for all of them, and they share its failure. It is called off when the last request has gone.
         """
         key = await off_loop(sum(map(len, files)), self._cache.key, kind, files, knobs, request.tenant)
         work = self._in_work.get(key)
@@ -209,7 +206,7 @@ class ProcessorPool:
                 return found
             if key in self._fatal:
                 raise self._fatal[key]()
-            work = self._in_work[key] = _Work(task=asyncio.create_task(self._make(key, make)))
+            work = self._in_work[key] = _InWork(task=asyncio.create_task(self._make(key, make)))
         work.wanted_by += 1
         try:
             return await asyncio.shield(work.task)
@@ -234,8 +231,8 @@ class ProcessorPool:
 
 
 @dataclass(slots=True)
-class _Work:
-    """A medium that is being made. wanted_by: so many wait for it."""
+class _InWork:
+    """A medium that is being made. `wanted_by`: how many requests wait for it."""
 
     task: asyncio.Task[ProcessedMedium]
     wanted_by: int = 0

@@ -1,4 +1,5 @@
-"""Imported once, by the process that children are forks of: torch, and what resizing pictures needs, in one thread."""
+"""Imported once, by the process that children are forks of. It loads torch and the code that resizes pictures, in one
+thread."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def _load() -> None:
     from PIL import Image
 
     import processors.families.registry
-    import processors.pool.worker  # noqa: F401
+    import processors.pool.media_worker  # noqa: F401
     from processors.resize import resize_frames
 
     torch.set_num_threads(1)

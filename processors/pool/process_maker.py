@@ -1,4 +1,4 @@
-"""Media in worker processes: a file that crashes a decoder, or never lets go of it, harms its own request only."""
+"""Processes media in worker processes: a file that crashes or hangs a decoder harms only its own request."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 
 from processors.families.base import MultimodalProcessor
 from processors.knobs import ImageKnobs
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from processors.pool.maker import closing_error
 from processors.pool.media_process import MediaJob, MediaProcess, NotBegunError, WorkerBugError
+from processors.pool.media_worker import MediaWorkerSettings, run_worker
 from processors.pool.messages import MediaWork, PictureWork, VideoWork
 from processors.pool.turns import BYTES_PER_S, Turns
-from processors.pool.worker import MediaWorkerSettings, run_worker
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import EngineError
@@ -29,7 +29,7 @@ from vlmserve_common.process.supervisor import ProcessPlan
 from vlmserve_common.transport.shm import SharedArrays
 
 WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]
-"""A worker's work; see `processors.pool.worker`."""
+"""The main function of a worker; see `processors.pool.media_worker`."""
 
 _Processed = TypeVar("_Processed", ProcessedImage, ProcessedVideo)
 _MAX_TRIES = 3
@@ -39,10 +39,11 @@ _RECOVERY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSettings:
-    """count: worker processes. shared_dir: an existing private directory for `SharedArrays`, on tmpfs.
+    """Settings of the worker processes.
 
-    picture_s, video_s: time that decoding one of these may take; a list of frames is a video. video_grace_s: see
-    `MediaJob`. startup_timeout_s: for a worker's start. first_pause_s: see `ProcessPlan`.
+    `count`: worker processes. `shared_dir`: an existing private directory for `SharedArrays`, on tmpfs. `picture_s`,
+    `video_s`: seconds to decode one; a list of frames is a video. `video_grace_s`: see `MediaJob`. `startup_timeout_s`:
+    for a worker's start. `first_pause_s`: see `ProcessPlan`.
     """
 
     count: int
@@ -56,10 +57,10 @@ class ProcessSettings:
 
 
 class ProcessMaker:
-    """See `MediaMaker`; for one event loop. Its workers start when it is made; one that dies is replaced. The medium
-    that it had in work fails with a `FatalMediumError`, others wait. Close it when done.
+    """A `MediaMaker` with worker processes, for one event loop. Close it when done. `main`: a worker's main function.
 
-    main: what a worker runs.
+    Its workers start when it is made, and a worker that dies is replaced. The medium it was decoding fails with a
+    `FatalMediumError`; other media wait.
     """
 
     def __init__(
@@ -100,30 +101,27 @@ class ProcessMaker:
         self._freed = asyncio.Event()
 
     def wait_ready(self) -> None:
-        """Block until all workers are ready for the first time. EngineError if one cannot start; still to be closed."""
+        """Block until all workers are ready for the first time. Raises EngineError if one cannot start; `close` is
+        still needed."""
         done, _ = wait([worker.first_start for worker in self._workers], return_when=FIRST_EXCEPTION)
         for start in done:
             start.result()
 
     async def picture(self, data: bytes, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
-        """See `MediaMaker`."""
         return await self._make(PictureWork(data=_array(data), knobs=knobs), ProcessedImage, client)
 
     async def clip(self, data: bytes, knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        """See `MediaMaker`."""
         return await self._make(VideoWork(data=_array(data), knobs=knobs), ProcessedVideo, client)
 
     async def frames(self, files: Sequence[bytes], knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        """See `MediaMaker`."""
         work = VideoWork(data=_array(b"".join(files)), sizes=tuple(map(len, files)), knobs=knobs)
         return await self._make(work, ProcessedVideo, client)
 
     async def close(self) -> None:
-        """See `close_now`."""
         await asyncio.to_thread(self.close_now)
 
     def close_now(self) -> None:
-        """End the workers, whatever they do, by force after 2 s. Work under way fails with status 503."""
+        """End the workers, by force after 2 s. Work under way fails with status 503."""
         if self._closing:
             return
         self._closing = True
@@ -163,7 +161,8 @@ class ProcessMaker:
             raise closing_error() if self._closing else EngineError(f"no media worker takes the {job.what}: {reason}")
 
     async def _take_worker(self) -> MediaProcess:
-        """An idle one; there is one for each turn. One that is down only where all are: it tells why."""
+        """Take an idle worker; there is one for each turn. A worker that is down is taken only if all are: it gives the
+        reason."""
         while True:
             worker = min(self._idle, key=lambda one: one.is_down)
             if not worker.is_down or all(one.is_down for one in self._workers):

@@ -1,4 +1,4 @@
-"""What can be asked of the processor pool."""
+"""Requests to the processor pool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from PIL import Image
 
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from processors.fetch.sources import Frame
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
@@ -16,10 +16,10 @@ from processors.video.options import VideoKnobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest:
-    """One picture to load. source: a URL, a file, its bytes, or a Pillow picture.
+    """One picture to load. `source`: a URL, a file, its bytes, or a Pillow picture.
 
-    param: the request field it came from, for error messages. tenant: for whom it is kept, and found again; "": for all
-    that have none.
+    `param`: the request field it came from, for error messages. `tenant`: the tenant in whose name it is cached; "" is
+    shared by all requests without a tenant.
     """
 
     source: str | bytes | MediaFile | Image.Image
@@ -30,9 +30,9 @@ class ImageRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRequest:
-    """One video to load; param and tenant as of a picture.
+    """One video to load. `param` and `tenant`: as for a picture.
 
-    source: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture.
+    `source`: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture.
     """
 
     source: str | bytes | MediaFile | tuple[Frame, ...]
@@ -43,9 +43,9 @@ class VideoRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsRequest:
-    """One picture that comes encoded; param and tenant as of others.
+    """One picture that comes as embeddings. `param` and `tenant`: as for a picture.
 
-    source: a URL, a safetensors file or its bytes, or tensors by name.
+    `source`: a URL, a safetensors file or its bytes, or tensors by name.
     """
 
     source: str | bytes | MediaFile | Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Who is next where media are decoded: short work before long, clients in turns, and clips never in all places."""
+"""Decides which medium is decoded next: short work before long, clients in turns, and never clips in all places."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 BYTES_PER_S = 2e7
-"""Where costs are bytes of files: so many of an ordinary picture are decoded and resized in a second."""
+"""Bytes of an ordinary picture that are decoded and resized in a second. Costs are bytes of files."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Waiting:
-    """due: the work that had been let in when this came, and this: what comes later is before it only if that is less,
-    so that nothing waits for ever."""
+    """Work that waits for a place.
+
+    `due`: the total cost let in when this work came, plus its own. Later work goes first only if its sum is smaller, so
+    nothing waits forever.
+    """
 
     client: str
     clip: bool
@@ -25,12 +28,12 @@ class _Waiting:
 
 
 class Turns:
-    """Places for work on media, given in one event loop. places: how many. Clips leave one of several to pictures.
+    """Places for work on media, given in one event loop. `places`: how many. Clips leave one of several places to
+    pictures.
 
-    Among clients, who had least is first: a client's share is the cost of what was let in for him, and begins with that
-    of the one whose turn it is. Small files that take long are not cheap: what they took beyond their cost is added
-    when they are done, at `cost_per_s` for a second by `clock`. Among the work of clients of equal shares, or of one
-    client, see `_Waiting`.
+    The client with the smallest share is first. A share is the cost of the work let in for the client; it starts at the
+    share of the client whose turn it is. A small file can take long: time beyond its cost is added when it is done, at
+    `cost_per_s` for each second of `clock`. For equal shares, and within one client, `_Waiting.due` decides.
     """
 
     def __init__(self, places: int, *, cost_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +48,7 @@ class Turns:
 
     @asynccontextmanager
     async def turn(self, *, cost: float, clip: bool = False, client: str = "") -> AsyncIterator[None]:
-        """Wait for a place, and have it. cost: more than 0. Whoever is cancelled while he waits had none."""
+        """Wait for a place, and hold it. `cost`: more than 0. Cancelling the wait gives up the request for a place."""
         one = _Waiting(client=client, clip=clip, cost=cost, due=self._let_in + cost)
         self._waiting.append(one)
         self._go_on()

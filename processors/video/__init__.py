@@ -1,1 +1,1 @@
-"""Videos: which frames are taken, and how they are decoded."""
+"""Videos: which frames are used, and how they are decoded."""

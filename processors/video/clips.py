@@ -1,7 +1,7 @@
-"""One clip, or list of frames, to patches.
+"""Turns one clip, or a list of frames, into patches.
 
-Frames are resized and cut into patches one temporal patch after the other, so that memory holds the result and two
-frames of full size for each thread that does so, not the clip; unless they are to be resized later.
+Frames are resized and cut one temporal patch after the other. So memory holds the result and two full-size frames for
+each decoding thread, not the clip. Only frames that are resized later are all kept at full size.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from processors.hashing import media_digest
 from processors.inputs import Modality
 from processors.processed import ProcessedVideo
 from processors.resize import Allocate, PatchConfig, fit_to_resize_later
-from processors.video.ahead import ahead
-from processors.video.cutting import OtherSizeError, cut_frames, take_frames
 from processors.video.frame_choice import ClipInfo, FrameChoice
 from processors.video.options import VideoKnobs, VideoLimits, check_knobs
 from processors.video.rules import VideoRules
-from processors.video.side_by_side import side_by_side
+from processors.video.threads import ahead, side_by_side
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
     from processors.video.decoding import Clip
+from processors.hashing import original_digest, patch_digest
+from processors.resize import frames_to_patches, planes, resize_frames
 
 _CODE = "invalid_value"
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
@@ -43,10 +43,10 @@ _Frames: TypeAlias = AbstractContextManager[Iterable[np.ndarray]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
-    """Frames [H, W, 3] to be read, in stretches side by side.
+    """How to read frames [H, W, 3], in stretches side by side.
 
-    opens: makes each stretch's frames, one after the other. starts: the temporal patch at which each stretch begins.
-    threads: stretches at a time. call_off: tells those under way that nobody wants their frames any more.
+    `opens`: makes each stretch's frames. `starts`: the temporal patch at which each stretch begins. `threads`:
+    stretches read at a time. `call_off`: stops the reading when the frames are no longer needed.
     """
 
     opens: Sequence[Callable[[], _Frames]]
@@ -56,9 +56,9 @@ class _Reading:
 
 
 class VideoProcessor:
-    """Clips of one checkpoint. Stateless, so any number of threads may use it.
+    """Processes the clips of one checkpoint. It has no state, so any number of threads can use it.
 
-    resize_later: as in `ProcessorLimits`.
+    `resize_later`: as in `ProcessorLimits`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class VideoProcessor:
         self._patches = patches
 
     def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
-        """A video file's bytes. Raises BadRequestError."""
+        """Process a video file's bytes. Raises BadRequestError."""
         check_knobs(knobs)
         try:
             return self._process_file(data, knobs, later=self._resize_later)
@@ -93,7 +93,7 @@ class VideoProcessor:
         return self._process(self._reading(clip, choice.indices), choice, clip.info, knobs, later=later)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
-        """`count` RGB frames uint8 [H, W, 3], all used, taken `knobs.fps` a second. Raises BadRequestError."""
+        """Process `count` RGB frames uint8 [H, W, 3], all used, `knobs.fps` per second. Raises BadRequestError."""
         check_knobs(knobs)
         if not count:
             raise BadRequestError("the video is an empty list of frames", code=_CODE)
@@ -175,7 +175,7 @@ class VideoProcessor:
     def _cut(
         self, reading: _Reading, grid: tuple[int, int, int], original: tuple[int, int] | None
     ) -> tuple[np.ndarray, tuple[bytes, ...]]:
-        """Read-only feature and digests. original: (height, width) of frames that are resized later."""
+        """Return the read-only feature and the digests. `original`: (height, width) of frames to be resized later."""
         config, t = self._patches, grid[0]
         depth = config.temporal_patch_size
         shape = (depth, *original, 3) if original else (grid[1] * grid[2], config.row_width(depth))
@@ -209,7 +209,7 @@ def _open(clip: Clip, indices: Sequence[int]) -> _Frames:
 
 
 def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
-    """A list's frames: all of one size, and slow ones together have the time of a clip."""
+    """Check a list's frames: one size for all, and the time limit of a clip."""
     deadline = time.monotonic() + limit_s
     shape: tuple[int, ...] | None = None
     for place, frame in enumerate(frames):
@@ -227,3 +227,52 @@ def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarra
                 code="invalid_video",
             )
         yield frame
+
+
+class OtherSizeError(Exception):
+    """A frame's size differs from the frames before it, so they cannot travel as they are."""
+
+
+def cut_frames(
+    frames: Iterable[np.ndarray], feature: np.ndarray, grid: tuple[int, int], config: PatchConfig, *, in_float: bool
+) -> list[bytes]:
+    """Fill feature uint8 [t, h*w, row width] with the patches of frames uint8 [H, W, 3]; return the digests.
+
+    The last frame is repeated to fill the last temporal patch. `in_float`: see `resize_frames`.
+    """
+    height, width = grid[0] * config.patch_size, grid[1] * config.patch_size
+    group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
+    digests: list[bytes] = []
+    resized = _resized(frames, height, width, config.resample, in_float)
+    for place in feature:
+        for at in range(len(group)):
+            # a filled up frame stays as it is from the place before
+            group[at] = next(resized, group[at - 1])
+        frames_to_patches(group.transpose(0, 2, 3, 1), config, out=place)
+        digests.append(patch_digest(grid, group, config))
+    return digests
+
+
+def take_frames(
+    frames: Iterable[np.ndarray], feature: np.ndarray, grid: tuple[int, int], config: PatchConfig
+) -> list[bytes]:
+    """Fill feature uint8 [t, temporal_patch_size, H, W, 3] with unresized frames; return the digests.
+
+    The last frame is repeated as in `cut_frames`. Raises OtherSizeError.
+    """
+    digests: list[bytes] = []
+    originals = iter(frames)
+    for place in feature:
+        for at in range(len(place)):
+            frame = next(originals, place[at - 1])
+            if frame.shape != place.shape[1:]:
+                raise OtherSizeError
+            place[at] = frame
+        digests.append(original_digest(grid, place, config))
+    return digests
+
+
+def _resized(frames: Iterable[np.ndarray], height: int, width: int, mode: str, in_float: bool) -> Iterator[np.ndarray]:
+    """Resize frames to uint8 [3, height, width] each."""
+    for frame in frames:
+        yield planes(resize_frames(frame[None], height, width, mode, in_float=in_float))[0]

@@ -1,30 +1,31 @@
-"""Video bytes to the RGB frames that are used, through PyAV.
+"""Decodes the RGB frames that are used from video bytes, through PyAV.
 
-A clip is read twice: once without decoding, for the times of all its frames and its keyframes, and once decoding what
-the chosen frames need, in stretches side by side where that is worth it. Frames come one at a time, so memory holds a
-few of them however long the clip is.
+A clip is read twice. The first time nothing is decoded: the times of all frames and the keyframes are listed. The
+second time the chosen frames are decoded, in stretches side by side if that is faster. Frames come one at a time, so
+memory holds a few of them, however long the clip is.
 """
 
 from __future__ import annotations
 
 import bisect
+import struct
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import av
 import numpy as np
 from av.container import InputContainer
+from av.sidedata.sidedata import SideData
 from av.video.frame import VideoFrame
 from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
-from processors.video import h264
-from processors.video.display_matrix import orientation
-from processors.video.file import VideoFile, broken, check_frame_size, words
 from processors.video.frame_choice import ClipInfo
 from processors.video.listing import list_frames
 from processors.video.options import VideoLimits
 from processors.video.stretches import SEEK_GAP, stretches
+from processors.video.video_file import VideoFile, broken, check_frame_size, words
 from vlmserve_common.errors import BadRequestError
 
 _STRETCHES = 4
@@ -32,10 +33,14 @@ _GIF_FRAMES = 256  # of the largest allowed: some 20 s
 _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixels
 
 
-class Clip:
-    """One clip, its frames listed. Raises BadRequestError when it is broken or over the limits.
+_SLICE = range(1, 6)  # types of units that hold a part of a picture (ITU-T H.264, table 7-1)
+_TELLS_NOTHING = frozenset({6, 9, 12})  # additional information, delimiters and filling: nothing later depends on them
 
-    clock: seconds, for the limit on decoding.
+
+class Clip:
+    """One clip with its frames listed. Raises BadRequestError when it is broken or over the limits.
+
+    `clock`: seconds, for the limit on decoding.
     """
 
     def __init__(self, data: bytes, limits: VideoLimits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,8 +69,10 @@ class Clip:
         )
 
     def stretches(self, indices: Sequence[int], multiple: int) -> list[range]:
-        """Ranges of places in `indices` (ascending) that are worth decoding side by side, in order; all but the last
-        hold a multiple of `multiple`."""
+        """Return ranges of places in `indices` (ascending) that are worth decoding side by side, in order.
+
+        All but the last hold a multiple of `multiple`.
+        """
         keys = [bisect.bisect_left(self._pts, key) for key in self._keys]
         # Not as many as there are threads: what a damaged clip shows behind the damage depends on where decoding began,
         # and should not depend on the machine.
@@ -73,16 +80,19 @@ class Clip:
 
     @property
     def threads(self) -> int:
-        """That decode, together. Each may keep up to 17 frames: one of the largest allowed, or several where frames are
-        smaller; of 10 bits without subsampling a frame counts four times."""
+        """How many threads decode together.
+
+        Each can keep up to 17 frames: one thread for frames of the largest allowed size, several for smaller frames. A
+        frame of 10 bits without subsampling counts four times.
+        """
         room = self._limits.max_frame_pixels * _USUAL_BITS // (self.info.width * self.info.height * self._pixel_bits)
         return max(1, min(self._limits.decode_threads, room))
 
     def read(self, indices: Sequence[int], threads: int = 1) -> Generator[np.ndarray, None, None]:
-        """The frames of these indices (ascending): uint8 [height, width, 3], upright, each for as long as it is used.
+        """Yield the frames of these indices (ascending): uint8 [height, width, 3], upright. Several threads can read at
+        a time.
 
-        threads: that decode. Raises BadRequestError at the first that cannot be decoded. Several threads may read at a
-        time.
+        `threads`: threads that decode. Raises BadRequestError at the first frame that cannot be decoded.
         """
         wanted = sorted(set(indices))
         reformatter = VideoReformatter()  # making one takes as long as reformatting a frame of 720p
@@ -94,11 +104,11 @@ class Clip:
             yield picture
 
     def call_off(self) -> None:
-        """Whatever is being read ends soon, with an error."""
+        """Let all reading end soon, with an error."""
         self._called_off = True
 
     def _walk(self, targets: list[int], threads: int) -> Iterator[VideoFrame]:
-        """One frame for each time in `targets`, seeking where that saves work."""
+        """Yield one frame for each time in `targets`, seeking if that saves work."""
         done = 0
         try:
             for frame in self._decode(targets, threads, seek=True):
@@ -131,14 +141,15 @@ class Clip:
                 yield found
 
     def _frames(self, container: InputContainer, stream: VideoStream, wanted: Collection[int]) -> Iterator[VideoFrame]:
-        """The frames from here on, as they are shown; those that nothing refers to only where they are wanted."""
-        # HEVC has no such frames: what is no reference there may be one for frames of a higher temporal layer.
-        prefix = h264.length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
+        """Yield the frames from here on, in display order. Frames that no frame refers to are decoded only if they are
+        wanted."""
+        # HEVC is left out: a frame that is no reference there can be one for frames of a higher temporal layer.
+        prefix = length_size(stream.codec_context.extradata) if stream.codec_context.name == "h264" else 0
         for packet in container.demux(stream):
             self._check_time()
             # To leave them out is quicker than the decoder's own way (skip_frame), where they take up its threads.
             needed = packet.pts is None or packet.pts in wanted or not prefix
-            if needed or not h264.is_disposable(bytes(packet), prefix):
+            if needed or not is_disposable(bytes(packet), prefix):
                 yield from packet.decode()
 
     def _check_time(self) -> None:
@@ -166,7 +177,8 @@ class Clip:
 
 
 def _check_gif(frames: int, width: int, height: int, limits: VideoLimits) -> None:
-    """A frame is made of the one before and costs its whole area, though it may take twenty bytes of the file."""
+    """Refuse a GIF with too many pixels. A frame builds on the one before and costs its whole area, even with 20 bytes
+    of file."""
     most = _GIF_FRAMES * limits.max_frame_pixels
     if frames * width * height > most:
         raise BadRequestError(
@@ -177,8 +189,72 @@ def _check_gif(frames: int, width: int, height: int, limits: VideoLimits) -> Non
 
 
 class _LostError(Exception):
-    """A seek did not lead to the frame looked for."""
+    """A seek did not lead to the wanted frame."""
 
 
 class _CalledOffError(Exception):
-    """Nobody wants the frames any more."""
+    """The frames are no longer needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orientation:
+    """How to turn a stored frame upright: swap rows and columns, then flip either."""
+
+    transposed: bool = False
+    flip_rows: bool = False
+    flip_columns: bool = False
+
+    def apply(self, picture: np.ndarray) -> np.ndarray:
+        """Turn a picture [H, W, channels] upright; returns a view."""
+        if self.transposed:
+            picture = picture.transpose(1, 0, 2)
+        return picture[:: -1 if self.flip_rows else 1, :: -1 if self.flip_columns else 1]
+
+
+def orientation(frame: VideoFrame) -> Orientation:
+    """Read a frame's display matrix (ISO/IEC 14496-12, section 6.2.2), to the nearest quarter turn, mirrored or not.
+
+    A degenerate matrix counts as none.
+    """
+    matrix = _matrix(frame)
+    if matrix is None:
+        return Orientation()
+    # A point (x, y) is shown at (x*a + y*c, x*b + y*d).
+    a, b, _, c, d = struct.unpack_from("=5i", matrix)
+    if abs(b) + abs(c) > abs(a) + abs(d):
+        return Orientation(transposed=True, flip_rows=b < 0, flip_columns=c < 0)
+    return Orientation(flip_rows=d < 0, flip_columns=a < 0)
+
+
+def _matrix(frame: VideoFrame) -> bytes | None:
+    try:
+        data = frame.side_data.get("DISPLAYMATRIX")
+    except ValueError:  # PyAV stumbles over kinds of data that it does not know
+        return None
+    return bytes(data) if isinstance(data, SideData) else None
+
+
+def length_size(extradata: bytes | None) -> int:
+    """Return the bytes of the length before each H.264 unit, from the stream's header in MP4, MOV and Matroska (avcC).
+
+    0 if the header is another one.
+    """
+    return (extradata[4] & 3) + 1 if extradata and len(extradata) > 4 and extradata[0] == 1 else 0
+
+
+def is_disposable(packet: bytes, prefix: int) -> bool:
+    """Return True if an H.264 packet holds one picture that no other picture refers to, and nothing else that matters.
+
+    `prefix`: the value of `length_size`, at least 1. False for a packet that is not understood.
+    """
+    at, slices = 0, 0
+    while at + prefix < len(packet):
+        header = packet[at + prefix]
+        if header & 31 in _SLICE:
+            if header >> 5 & 3:  # nal_ref_idc
+                return False
+            slices += 1
+        elif header & 31 not in _TELLS_NOTHING:
+            return False
+        at += prefix + int.from_bytes(packet[at : at + prefix], "big")
+    return slices > 0 and at == len(packet)

@@ -1,8 +1,8 @@
-"""Which frames of a clip are used: by number as a reference does, every one, or by time on a grid.
+"""Chooses the frames of a clip: by number as a reference does, every one, or by time on a grid.
 
-What a request says goes before the checkpoint; the server's limit holds for both. The references' own rules stand below
-in plain numbers. Where a reference cannot serve a clip of one frame (it divides by zero, or finds an empty range), that
-frame is used.
+A request's values win over the checkpoint's, and the server's limit holds for both. The references' own rules follow
+below as plain functions. A reference can fail on a clip of one frame: it divides by zero, or finds an empty range. Here
+that frame is used.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _BOUNDS = ("min_frames", "max_frames")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipInfo:
-    """A clip, or a list of frames. width, height: of a frame as shown, in pixels. rate: average frames per second.
+    """A clip, or a list of frames. `width`, `height`: of a frame as shown, in pixels. `rate`: average frames per
+    second.
 
-    times: seconds of each frame from the start of the file, in order.
+    `times`: seconds of each frame from the start of the file, in order.
     """
 
     width: int
@@ -36,15 +37,15 @@ class ClipInfo:
 
     @property
     def num_frames(self) -> int:
-        """Frames in the file."""
         return len(self.times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameChoice:
-    """indices: frames of the clip, ascending. times: of each, in seconds. fps: frames used per second of the clip.
+    """The frames to use. `indices`: their numbers in the clip, ascending. `times`: their times in seconds. `fps`:
+    frames used per second of the clip.
 
-    rule: the rule's name. clamps: what limits changed of the knobs; ignored: knobs without effect.
+    `rule`: the rule's name. `clamps`: knobs that limits changed. `ignored`: knobs without effect.
     """
 
     indices: tuple[int, ...]
@@ -56,7 +57,7 @@ class FrameChoice:
 
 
 class Sampler(Protocol):
-    """A reference's rule: a clip's number of frames and rate (frames per second) to indices in ascending order."""
+    """A reference's rule: a clip's number of frames and rate (frames per second) -> indices in ascending order."""
 
     def __call__(
         self, total: int, rate: float, *, fps: float, num_frames: int | None, min_frames: int, max_frames: int
@@ -64,11 +65,12 @@ class Sampler(Protocol):
 
 
 FrameChooser: TypeAlias = Callable[[Sequence[float], float, VideoKnobs], FrameChoice]
-"""times of the clip's frames, in seconds from the start of the file; its average frames per second; checked knobs."""
+"""Chooses frames by the times of the clip's frames (seconds from the start of the file), its average rate and checked
+knobs."""
 
 
 def every_frame(times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
-    """What do_sample_frames false asks for. Raises BadRequestError when the request also says how many."""
+    """Choose every frame, for do_sample_frames false. Raises BadRequestError when the request also gives a number."""
     for asked in knobs.given(("fps", "num_frames")):
         raise BadRequestError(
             f"do_sample_frames false takes every frame of a video file, so {asked} cannot be given",
@@ -83,7 +85,10 @@ def every_frame(times: Sequence[float], rate: float, knobs: VideoKnobs) -> Frame
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByNumber:
-    """rule: its name. multiple: it rounds numbers of frames to multiples of this, whole temporal patches."""
+    """Chooses frames by a reference's rule.
+
+    `rule`: its name. `multiple`: numbers of frames are rounded to multiples of this, which are whole temporal patches.
+    """
 
     settings: RuleSettings
     sample: Sampler
@@ -91,7 +96,7 @@ class ByNumber:
     multiple: int = 1
 
     def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
-        """Those that `sample` takes. Raises BadRequestError when the clip has too few for it."""
+        """Choose the frames of `sample`. Raises BadRequestError when the clip has too few for it."""
         first, total = frame_range(len(times), rate, knobs.video_start, knobs.video_end)
         counted, found = self._count(knobs)
         if counted is None:
@@ -118,7 +123,8 @@ class ByNumber:
         )
 
     def _count(self, knobs: VideoKnobs) -> tuple[int | None, list[Clamp]]:
-        """How many frames the request, or the checkpoint, asks for outright, and what the limit changed of it."""
+        """Return the number of frames that the request, or the checkpoint, asks for directly, and how the limit changed
+        it."""
         asked, limit = knobs.num_frames, self.settings.max_frames
         count = self.settings.config.num_frames if asked is None and knobs.fps is None else asked
         if count is None or round(count / self.multiple) * self.multiple <= limit:
@@ -130,7 +136,7 @@ class ByNumber:
         return used, [Clamp(knob=word, asked=asked, used=used, limit=limit, setting=_MAX_FRAMES_SETTING)]
 
     def _bounds(self, knobs: VideoKnobs, found: list[Clamp]) -> tuple[int, int, str]:
-        """Fewest and most frames where a rate is asked for, and what sets the latter. What limits change is added to
+        """Return the fewest and most frames for a rate, and the setting behind the latter. Changed bounds are added to
         `found`."""
         server = (self.settings.max_frames, _MAX_FRAMES_SETTING)
         asked = at_most("max_frames", knobs.max_frames, [server], found)
@@ -145,13 +151,15 @@ class ByNumber:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnTimeGrid:
-    """Frames at whole multiples of 1 / fps seconds from the start of the file: at each, the frame shown then."""
+    """Chooses the frames shown at whole multiples of 1 / fps seconds from the start of the file."""
 
     settings: RuleSettings
 
     def __call__(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
-        """See above. More frames than the limit are refused: thinned out they would leave the grid. So are parts in
-        which no temporal patch begins: another one's frames are outside of them, and half of one is none of the grid's.
+        """Choose the frames on the grid.
+
+        More frames than the limit are refused, since thinning them out would leave the grid. A part in which no
+        temporal patch begins is refused, too: other patches lie outside it, and half a patch is not on the grid.
         """
         fps, start = knobs.fps or self.settings.default_fps, knobs.video_start or 0.0
         depth, limit = self.settings.patches.temporal_patch_size, self.settings.max_frames
@@ -193,7 +201,7 @@ class OnTimeGrid:
 
 
 def _changed_rate(fps: float, used: float, wanted: float, least: int, most: tuple[int, str]) -> list[Clamp]:
-    """What bounds changed of a rate that was asked for, of which the clip has `wanted` frames. used: what it became."""
+    """Report how bounds changed a requested rate. `wanted`: frames at that rate. `used`: the resulting rate."""
     if wanted > most[0]:
         return [Clamp(knob="fps", asked=fps, used=used, limit=most[0], setting=most[1])]
     # one frame is the least that there is
@@ -203,16 +211,16 @@ def _changed_rate(fps: float, used: float, wanted: float, least: int, most: tupl
 
 
 def _times(indices: Sequence[int], rate: float) -> tuple[float, ...]:
-    """References go by number and average rate, not by the clock in the file."""
+    """Return times from numbers and the average rate: references ignore the clock in the file."""
     return tuple(index / rate for index in indices)
 
 
 def qwen3_vl_indices(
     total: int, rate: float, *, fps: float, num_frames: int | None, min_frames: int, max_frames: int
 ) -> list[int]:
-    """`Qwen3VLVideoProcessor.sample_frames` of transformers: evenly from the first frame to the last.
+    """Sample evenly from the first frame to the last, as `Qwen3VLVideoProcessor.sample_frames` of transformers does.
 
-    num_frames, when given, is taken as it is, and beyond the clip's frames repeats some.
+    A given num_frames is used unchanged. If it exceeds the clip's frames, some repeat.
     """
     if num_frames is None:
         num_frames = min(max(int(total / rate * fps), min_frames), max_frames, total)
@@ -222,9 +230,10 @@ def qwen3_vl_indices(
 def qwen2_vl_indices(
     total: int, rate: float, *, fps: float, num_frames: int | None, min_frames: int, max_frames: int, depth: int = 2
 ) -> list[int]:
-    """`Qwen2VLVideoProcessor.sample_frames` of transformers: whole temporal patches, in equal steps from the first.
+    """Sample whole temporal patches, in equal steps from the first frame (transformers'
+    `Qwen2VLVideoProcessor.sample_frames`).
 
-    depth: frames in a temporal patch. Raises BadRequestError when the clip has fewer frames than num_frames.
+    `depth`: frames in a temporal patch. Raises BadRequestError when the clip has fewer frames than num_frames.
     """
     if total < depth:
         return list(range(total))
@@ -238,7 +247,7 @@ def qwen2_vl_indices(
 def qwen_vl_utils_indices(
     total: int, rate: float, *, fps: float, num_frames: int | None, min_frames: int, max_frames: int, depth: int = 2
 ) -> list[int]:
-    """`smart_nframes` of qwen_vl_utils and the even spacing of its readers. Raises BadRequestError as above."""
+    """Sample as `smart_nframes` of qwen_vl_utils and its readers do. Raises BadRequestError as above."""
     if total < depth:
         return list(range(total))
     least = math.ceil(min_frames / depth) * depth
@@ -249,10 +258,10 @@ def qwen_vl_utils_indices(
 
 
 def grid_places(end: float, *, fps: float, start: float = 0.0, depth: int = 2) -> range:
-    """Numbers k of the grid times k / fps, counted from the start of the file, within [start, end] seconds.
+    """Return the numbers k of the grid times k / fps, counted from the start of the file, within [start, end] seconds.
 
-    The first is a multiple of `depth`, so that clips of one file that overlap share whole temporal patches. None where
-    no temporal patch begins in there: the nearest one would show what was not asked for.
+    The first is a multiple of `depth`, so that overlapping clips of one file share whole temporal patches. The range is
+    empty if no temporal patch begins in it: the nearest one would show frames outside the requested part.
     """
     slack = 1e-6  # seconds in floating point: 0.3 is not 3 * 0.1
     first = math.ceil((start * fps - slack) / depth) * depth
@@ -261,9 +270,10 @@ def grid_places(end: float, *, fps: float, start: float = 0.0, depth: int = 2) -
 
 
 def frame_range(total: int, rate: float, start: float | None, end: float | None) -> tuple[int, int]:
-    """First frame and number of frames of [start, end] seconds (`calculate_video_frame_range` of qwen_vl_utils).
+    """Return the first frame and the number of frames of [start, end] seconds (qwen_vl_utils'
+    `calculate_video_frame_range`).
 
-    Raises BadRequestError when fewer than two frames lie in there.
+    Raises BadRequestError when fewer than two frames lie in it.
     """
     if start is None and end is None:
         return 0, total
@@ -280,7 +290,8 @@ def frame_range(total: int, rate: float, start: float | None, end: float | None)
 
 
 def _whole_patches(total: int, asked: int | None, by_rate: float, least: int, most: int, depth: int) -> int:
-    """How many of `total` frames fill whole temporal patches: `asked`, or those of the rate within the bounds.
+    """Return how many of `total` frames to use in whole temporal patches: `asked`, or those of the rate within the
+    bounds.
 
     Raises BadRequestError when the clip has fewer than asked for.
     """

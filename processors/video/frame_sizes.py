@@ -1,8 +1,8 @@
-"""How large the frames of a clip become: each rule's area limits, and what those of the server change of a request's.
+"""Computes the size of a clip's frames by each rule's area limits, and how server limits change a request's.
 
-Every area limit of a message part is of one frame (`min_pixels`, `max_pixels`, as in qwen_vl_utils) or of the whole
-clip (`total_pixels`), whatever the family's own settings count. What a part says goes before what the request says
-about all its videos, and that before the checkpoint; the server's limits hold for all of them.
+An area limit of a message part counts one frame (`min_pixels`, `max_pixels`, as in qwen_vl_utils) or the whole clip
+(`total_pixels`), whatever the family's own settings count. A part's values win over the request's for all videos, which
+win over the checkpoint's. The server's limits apply to all three.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CAP = "cap_pixels_per_frame"
 _NOTHING = VideoDefaults()
 
 Limit: TypeAlias = tuple[int, str]
-"""An area in pixels, and what sets it."""
+"""An area in pixels, and the setting that gives it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameSizer:
-    """As the time grid has it: a frame's size depends on the file alone, not on how many frames are used. References
-    build on it.
+    """Sizes of the time grid: a frame's size depends on the file alone, not on how many frames are used. References
+    extend it.
 
-    low, high: the smallest and largest area where nothing is asked, in pixels. counts_clip: whether these, and `size`
-    of checkpoint and request, are a whole clip's rather than a frame's.
+    `low`, `high`: the smallest and largest area in pixels, unless a request asks for others. `counts_clip`: True if
+    these, and `size` of checkpoint and request, count a whole clip instead of a frame.
     """
 
     settings: RuleSettings
@@ -37,7 +37,7 @@ class FrameSizer:
     counts_clip: ClassVar[bool] = False
 
     def size(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> tuple[int, int]:
-        """(height, width) that frames are resized to; knobs: within the limits, without a size of their own."""
+        """Return the (height, width) of resized frames. `knobs`: within the limits, without a size of their own."""
         low, high = self._asked(knobs)
         total = self._total(knobs)
         if total is not None:  # the frames of a temporal patch count as one
@@ -47,33 +47,34 @@ class FrameSizer:
         return smart_resize(height, width, factor=factor, min_pixels=min(low, highest), max_pixels=highest)
 
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
-        """Of a frame's area, in a clip of which that many frames are used."""
+        """Return the limit of a frame's area, in a clip with so many frames used."""
         return self.server_limit()
 
     def total_limit(self, knobs: VideoKnobs) -> Limit | None:
-        """Of the area of a whole clip, however many frames it has; None where nothing counts it."""
+        """Return the limit of a clip's whole area, for any number of frames; None if total_pixels has no effect."""
         return None
 
     def server_limit(self, frames: int = 1) -> Limit:
-        """Of an area of so many frames, where `high` is of as many."""
+        """Return the server's limit on the area of so many frames. `high` must count as many."""
         server = self.settings.max_pixels
         return server * frames if server else self.high, MAX_PIXELS_SETTING
 
     def _total(self, knobs: VideoKnobs) -> int | None:
-        """The area of a whole clip that its frames share; None where they do not."""
+        """Return the area that a clip's frames share; None if they share none."""
         return None
 
     def _share(self, total: int, num_frames: int) -> int:
         return total * self.settings.patches.temporal_patch_size // num_frames
 
     def _of_clip(self, limit: Limit) -> Limit:
-        """Of the whole area of any clip, with that limit of a frame's (see `_share`)."""
+        """Return the limit of any clip's whole area that follows from a frame's limit (see `_share`)."""
         return -(-limit[0] * self.settings.max_frames // self.settings.patches.temporal_patch_size), limit[1]
 
     def _asked(self, knobs: VideoKnobs, frames: int = 1) -> tuple[int, int]:
-        """Smallest and largest area with what the request says; one that it names pushes the other one aside.
+        """Return the smallest and largest area after the request's values. One that it names pushes the other one
+        aside.
 
-        frames: how many frames' areas it counts.
+        `frames`: how many frames' areas these count.
         """
         low, high = self.low, self.high
         defaults = knobs.defaults or _NOTHING
@@ -90,13 +91,13 @@ class FrameSizer:
         return low, high
 
     def _capped(self, knobs: VideoKnobs) -> bool:
-        """Whether cap_pixels_per_frame is on."""
+        """Return True if cap_pixels_per_frame is on."""
         asked = (knobs.defaults or _NOTHING).cap_pixels_per_frame
         return self.settings.capped if asked is None else asked
 
 
 def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[VideoKnobs, tuple[Clamp, ...]]:
-    """`knobs` with their areas within the sizer's limits, for a clip of which that many frames are used."""
+    """Return `knobs` with areas within the sizer's limits, for a clip with so many frames used."""
     found: list[Clamp] = []
     limit = sizer.limit(num_frames, knobs)
     least = at_most("min_pixels", knobs.min_pixels, [limit], found)
@@ -108,7 +109,7 @@ def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[
     depth = sizer.settings.patches.temporal_patch_size
     size_limit = sizer.server_limit(max(num_frames, depth)) if sizer.counts_clip else limit
     defaults = knobs.defaults or _NOTHING
-    # Where the part has its own, the request's does not count and is no news.
+    # A part's own value hides the request's, so a change of that is not reported.
     shortest = at_most(low, defaults.shortest_edge, [size_limit], found if least is None else [])
     longest = at_most(high, defaults.longest_edge, [size_limit], found if most is None else [])
     defaults = replace(defaults, shortest_edge=shortest, longest_edge=longest)
@@ -117,7 +118,8 @@ def limit_areas(sizer: FrameSizer, num_frames: int, knobs: VideoKnobs) -> tuple[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen2Sizes(FrameSizer):
-    """transformers' Qwen2VLVideoProcessor (Qwen2-VL, Qwen2.5-VL). cap: what cap_pixels_per_frame leaves a clip."""
+    """transformers' Qwen2VLVideoProcessor (Qwen2-VL, Qwen2.5-VL). `cap`: a clip's largest area under
+    cap_pixels_per_frame."""
 
     cap: int
 
@@ -138,7 +140,7 @@ class Qwen2Sizes(FrameSizer):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Qwen3Sizes(FrameSizer):
-    """transformers' Qwen3VLVideoProcessor. cap: what cap_pixels_per_frame leaves a frame."""
+    """transformers' Qwen3VLVideoProcessor. `cap`: a frame's largest area under cap_pixels_per_frame."""
 
     counts_clip: ClassVar[bool] = True
     cap: int
@@ -175,20 +177,21 @@ class Qwen3Sizes(FrameSizer):
         return max(self.cap, self._least_cap(knobs)), CAP
 
     def _least_cap(self, knobs: VideoKnobs) -> int:
-        """The reference counts a clip's smallest area for each frame here."""
+        """Return the least cap. The reference counts a clip's smallest area for each frame here."""
         asked = (knobs.defaults or _NOTHING).shortest_edge
         return _least_cap(self.low if asked is None else asked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QwenVLUtilsSizes(FrameSizer):
-    """`fetch_video` of qwen_vl_utils. total_pixels: of a clip where a request does not say. setting: what chose it."""
+    """`fetch_video` of qwen_vl_utils. `total_pixels`: a clip's area, unless a request gives one. `setting`: the setting
+    that chose this rule."""
 
     total_pixels: int
     setting: str
 
     def limit(self, num_frames: int, knobs: VideoKnobs) -> Limit:
-        """Its own, which the server can only lower."""
+        """Return the rule's own limit, which the server can only lower."""
         return min((self.high, self.setting), self.server_limit())
 
     def total_limit(self, knobs: VideoKnobs) -> Limit:
@@ -199,5 +202,5 @@ class QwenVLUtilsSizes(FrameSizer):
 
 
 def _least_cap(low: int) -> int:
-    """References leave a little room above the smallest area, whatever the cap."""
+    """Return the least cap of an area: references leave a little room above the smallest area."""
     return int(low * 1.05)

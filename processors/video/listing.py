@@ -1,4 +1,4 @@
-"""Which frames a clip has: listed from its packets, nothing but the first one decoded."""
+"""Lists a clip's frames from its packets. Only the first frame is decoded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from processors.formats import INVALID_VIDEO
-from processors.video.file import MAX_RATE, VideoFile, broken
+from processors.video.video_file import MAX_RATE, VideoFile, broken
 from vlmserve_common.errors import BadRequestError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipListing:
-    """pts, keys: times of all frames that are shown and of keyframes, in ticks, both ascending. tick: in seconds.
+    """A clip's frames.
 
-    rate: average frames per second. first: the first frame, as it is decoded.
+    `pts`, `keys`: times of all shown frames and of keyframes, in ticks, ascending. `tick`: in seconds. `rate`: average
+    frames per second. `first`: the first frame, decoded.
     """
 
     pts: list[int]
@@ -34,7 +35,8 @@ class ClipListing:
 def list_frames(
     file: VideoFile, container: InputContainer, stream: VideoStream, check_time: Callable[[], None]
 ) -> ClipListing:
-    """Of a file that has just been opened. check_time: raises when it takes too long. Raises BadRequestError."""
+    """List the frames of a file that was just opened. `check_time`: raises when it takes too long. Raises
+    BadRequestError."""
     limit = file.limits.max_duration_s
     declared = (container.duration or 0) / av.time_base
     # Matroska's duration is the time of its end, wherever it begins.
@@ -98,10 +100,11 @@ def list_frames(
 
 
 def _matroska_rate(told: float, times: Sequence[float], lasts: float) -> float:
-    """Frames per second of a Matroska or WebM file, whose header says how long one frame lasts, or nothing, when FFmpeg
-    guesses from the first few. That stands where it agrees with the clip's length to a frame and a half.
+    """Return the frames per second of a Matroska or WebM file.
 
-    times: seconds of each frame. lasts: seconds that the last one is shown, 0 where nothing says so.
+    `told`: the header's rate, or FFmpeg's guess from the first few frames if the header has none. It is kept if it
+    agrees with the clip's length to a frame and a half. `times`: seconds of each frame. `lasts`: seconds that the last
+    frame is shown, 0 if unknown.
     """
     if len(times) < 2:
         return told
@@ -113,7 +116,7 @@ def _matroska_rate(told: float, times: Sequence[float], lasts: float) -> float:
 
 
 def _is_hidden(stream: VideoStream, packet: av.Packet) -> bool:
-    """VP8's alternate reference frames are packets of their own that show nothing (RFC 6386, section 9.1)."""
+    """Return True for VP8's alternate reference frames: packets that show nothing (RFC 6386, section 9.1)."""
     return stream.codec_context.name == "vp8" and not bytes(packet)[0] & 0x10
 
 

@@ -1,4 +1,4 @@
-"""What can be said about videos: by the server's settings, by a checkpoint and by one request."""
+"""Video options of the server's settings, of a checkpoint and of one request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Reference = Literal["published", "transformers"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoLimits:
-    """max_duration_s: seconds of the longest clip. max_frames: most frames used of one clip.
+    """Server limits of videos.
 
-    max_frame_pixels: the largest frame (width * height) of a file. max_tokens: most pad tokens of one clip, None for no
-    limit. max_decode_s: seconds that decoding one clip may take. decode_threads: the most that decode one clip.
+    `max_duration_s`: seconds of the longest clip. `max_frames`: most frames used of one clip. `max_frame_pixels`: the
+    largest frame (width * height) of a file. `max_tokens`: most pad tokens of one clip, None for no limit.
+    `max_decode_s`: seconds to decode one clip. `decode_threads`: most threads that decode one clip.
     """
 
     max_duration_s: float = 7200.0
@@ -35,12 +36,15 @@ class VideoLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoOptions:
-    """sampling: whose rule chooses frames and their size. fps: frames a second where a request does not say; None: the
-    checkpoint's, else 2. cap_pixels_per_frame: overrules the checkpoint's field of that name.
+    """Server options of videos.
 
-    reference: where published code and transformers 5.10+ disagree. "published": a Qwen3-VL video's timestamps take the
-    place of the template's vision markers, and text after a Qwen2-VL or Qwen2.5-VL video starts at the largest position
-    plus one. "transformers": the markers stay around them, and text starts at the larger of height and width.
+    `sampling`: the rule that chooses frames and their size. `fps`: frames per second unless a request gives them; None
+    for the checkpoint's, else 2. `cap_pixels_per_frame`: overrides the checkpoint's field of that name. `reference`:
+    the choice where published code and transformers 5.10+ disagree.
+
+    With "published", a Qwen3-VL video's timestamps replace the template's vision markers, and text after a Qwen2-VL or
+    Qwen2.5-VL video starts at the largest position plus one. With "transformers", the markers stay around them, and
+    text starts at the larger of height and width.
     """
 
     sampling: Sampling = "transformers"
@@ -51,10 +55,10 @@ class VideoOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoConfig:
-    """A checkpoint's video processor, as transformers reads it; None where it is silent.
+    """A checkpoint's video processor, as transformers reads it; None for a value that it does not give.
 
-    min_pixels, max_pixels: `size`, the area of a frame (Qwen2-VL, Qwen2.5-VL) or of a whole clip (Qwen3-VL).
-    max_video_tokens: what `cap_pixels_per_frame` counts with.
+    `min_pixels`, `max_pixels`: `size`, the area of a frame (Qwen2-VL, Qwen2.5-VL) or of a whole clip (Qwen3-VL).
+    `max_video_tokens`: used by `cap_pixels_per_frame`.
     """
 
     fps: float | None = None
@@ -69,10 +73,10 @@ class VideoConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoDefaults:
-    """What a request says in the place of a checkpoint's video settings; None keeps those.
+    """A request's values in place of a checkpoint's video settings; None keeps the checkpoint's.
 
-    shortest_edge, longest_edge: `size`, which counts what the checkpoint's counts: the area of a frame (Qwen2-VL,
-    Qwen2.5-VL) or of a whole clip (Qwen3-VL). unused: what was said and means nothing to the family's videos.
+    `shortest_edge`, `longest_edge`: `size`. As in the checkpoint it is the area of a frame (Qwen2-VL, Qwen2.5-VL) or of
+    a whole clip (Qwen3-VL). `unused`: names of values that mean nothing to the family's videos.
     """
 
     shortest_edge: int | None = None
@@ -83,14 +87,14 @@ class VideoDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoKnobs:
-    """What a request says about one video (the fields of Qwen's message parts); None keeps the default.
+    """A request's wishes for one video (the fields of Qwen's message parts); None keeps the default.
 
-    fps or num_frames, not both; count_word: what the request calls the latter, None for Qwen's "nframes". min_frames,
-    max_frames: bounds where fps counts. min_pixels and
-    max_pixels: area of a resized frame; total_pixels: of the whole clip. resized_height, resized_width: a frame's size,
-    rounded to whole tokens, in the place of all these areas. video_start, video_end: the part to use, in seconds.
-    do_sample_frames: False uses every frame. For a list of frames, which are all used, fps is the rate they were taken
-    at. defaults: what the request says about all its videos.
+    `fps` or `num_frames`, not both. `count_word`: the request's name for num_frames, None for Qwen's "nframes".
+    `min_frames`, `max_frames`: bounds of the number that fps gives. `min_pixels`, `max_pixels`: area of a resized
+    frame. `total_pixels`: area of the whole clip. `resized_height`, `resized_width`: a frame's size, rounded to whole
+    tokens; it replaces all areas. `video_start`, `video_end`: the part to use, in seconds. `do_sample_frames`: False
+    uses every frame. `defaults`: the request's values for all its videos. A list of frames is always used whole, and
+    fps is the rate at which its frames were taken.
     """
 
     fps: int | float | None = None
@@ -109,19 +113,20 @@ class VideoKnobs:
     defaults: VideoDefaults | None = None
 
     def word(self, name: str) -> str:
-        """What the request calls the field of that name."""
+        """Return the request's name for a field."""
         return self.count_word or "nframes" if name == "num_frames" else name
 
     def given(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of the fields that are given, as the request calls them."""
+        """Return the request's names for the fields that have a value."""
         return tuple(map(self.word, named(self, names)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuleSettings:
-    """What rules are made from. max_frames: the server's limit. max_pixels: of a resized frame; None: the checkpoint's.
+    """Settings that rules are made from.
 
-    fps, cap_pixels_per_frame: the server's, None for the checkpoint's. tell_max_pixels: see `ProcessorLimits`.
+    `max_frames`: the server's limit. `max_pixels`: of a resized frame; None for the checkpoint's. `fps`,
+    `cap_pixels_per_frame`: the server's, None for the checkpoint's. `tell_max_pixels`: see `ProcessorLimits`.
     """
 
     config: VideoConfig
@@ -134,12 +139,12 @@ class RuleSettings:
 
     @property
     def default_fps(self) -> float:
-        """Frames a second where a request does not say."""
+        """Frames per second unless a request gives them."""
         return self.fps or self.config.fps or 2.0
 
     @property
     def capped(self) -> bool:
-        """Whether cap_pixels_per_frame is on where a request does not say."""
+        """Whether cap_pixels_per_frame is on unless a request sets it."""
         server = self.cap_pixels_per_frame
         return bool(self.config.cap_pixels_per_frame if server is None else server)
 
@@ -149,7 +154,7 @@ _LEAST_FPS, _MOST_FPS = 1e-5, 1e5
 
 
 def check_knobs(knobs: VideoKnobs) -> None:
-    """Raises BadRequestError naming the first value that no clip can be processed with."""
+    """Raise BadRequestError for the first value that no clip can be processed with."""
     num_frames = knobs.word("num_frames")
     check_count(num_frames, knobs.num_frames)
     areas = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")

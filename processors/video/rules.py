@@ -1,4 +1,4 @@
-"""Which frames of a clip are used, and how large: a family's rules, or one of the options that all families share."""
+"""Rules for the frames of a clip and their size: a family's own, or one that all families share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from processors.image.sizes import Fit, aimed_size, told_scaling
+from processors.image.sizes import FittedSize, aimed_size, told_scaling
 from processors.knobs import areas_without_effect, named
 from processors.video.frame_choice import (
     ByNumber,
@@ -34,9 +34,9 @@ _MIN_TOKENS, _MAX_TOKENS, _TOTAL_TOKENS = 128, 768, 115200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRules:
-    """Stateless; knobs have been checked one by one.
+    """How frames are chosen and sized. Stateless. Knobs have been checked one by one.
 
-    unused: knobs and defaults that neither looks at. resize_in_float: whether frames are resized as floats.
+    `unused`: knobs and defaults that have no effect. `resize_in_float`: True if frames are resized as floats.
     """
 
     chooser: FrameChooser
@@ -45,11 +45,12 @@ class VideoRules:
     resize_in_float: bool = False
 
     def choose(self, times: Sequence[float], rate: float, knobs: VideoKnobs) -> FrameChoice:
-        """times: of the clip's frames, in seconds from the start of the file; rate: its average frames per second."""
+        """Choose frames. `times`: seconds of the clip's frames from the start of the file. `rate`: its average frames
+        per second."""
         return (every_frame if knobs.do_sample_frames is False else self.chooser)(times, rate, knobs)
 
-    def fit(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> Fit:
-        """The size of frames of that size, for a clip of which that many are used. Raises BadRequestError."""
+    def fit(self, num_frames: int, height: int, width: int, knobs: VideoKnobs) -> FittedSize:
+        """Return the size of resized frames of height x width, for a clip with so many used. Raises BadRequestError."""
         if knobs.resized_height is not None and knobs.resized_width is not None:
             limit, setting = self.sizer.limit(num_frames, knobs)
             return aimed_size(
@@ -65,17 +66,17 @@ class VideoRules:
         if settings.tell_max_pixels and settings.max_pixels is not None and not clamps:
             free = replace(self.sizer, settings=replace(settings, max_pixels=None))
             clamps = told_scaling(free.size(num_frames, height, width, limited), size, settings.max_pixels)
-        return Fit(*size, clamps)
+        return FittedSize(*size, clamps)
 
     def ignored(self, knobs: VideoKnobs) -> tuple[str, ...]:
-        """What was given and has no effect."""
+        """Return the names of values that were given and have no effect."""
         defaults = knobs.defaults or VideoDefaults()
         given = (*knobs.given(self.unused), *areas_without_effect(knobs), *named(defaults, self.unused))
         return tuple(dict.fromkeys((*given, *defaults.unused)))
 
 
 def qwen2_rules(settings: RuleSettings) -> VideoRules:
-    """As transformers' Qwen2VLVideoProcessor (Qwen2-VL, Qwen2.5-VL)."""
+    """Make the rules of transformers' Qwen2VLVideoProcessor (Qwen2-VL, Qwen2.5-VL)."""
     tokens, depth = settings.config.max_video_tokens or 128000, settings.patches.temporal_patch_size
     low, high = _checkpoint_areas(settings.config, 28 * 28)
     cap = int(tokens * settings.patches.factor**2 * 0.9)
@@ -86,7 +87,7 @@ def qwen2_rules(settings: RuleSettings) -> VideoRules:
 
 
 def qwen3_rules(settings: RuleSettings) -> VideoRules:
-    """As transformers' Qwen3VLVideoProcessor."""
+    """Make the rules of transformers' Qwen3VLVideoProcessor."""
     low, high = _checkpoint_areas(settings.config, 32 * 32)
     cap = (settings.config.max_video_tokens or 768) * settings.patches.factor**2
     return VideoRules(
@@ -96,7 +97,7 @@ def qwen3_rules(settings: RuleSettings) -> VideoRules:
 
 
 def qwen_vl_utils_rules(settings: RuleSettings) -> VideoRules:
-    """As qwen_vl_utils' `fetch_video`, for every family."""
+    """Make the rules of qwen_vl_utils' `fetch_video`, for every family."""
     rule, token, depth = "qwen-vl-utils", settings.patches.factor**2, settings.patches.temporal_patch_size
     sample = partial(qwen_vl_utils_indices, depth=depth)
     sizer = QwenVLUtilsSizes(
@@ -111,8 +112,10 @@ def qwen_vl_utils_rules(settings: RuleSettings) -> VideoRules:
 
 
 def time_grid_rules(settings: RuleSettings) -> VideoRules:
-    """For every family: two clips of one file (by video_start and video_end) have their common frames, and temporal
-    patches, bit for bit in common.
+    """Make the rules of the time grid, for every family.
+
+    Two clips of one file (by video_start and video_end) have their common frames and temporal patches in common, bit
+    for bit.
     """
     token = settings.patches.factor**2
     return VideoRules(
@@ -126,11 +129,12 @@ SHARED_RULES: Mapping[Sampling, Callable[[RuleSettings], VideoRules]] = {
     "qwen-vl-utils": qwen_vl_utils_rules,
     "time-grid": time_grid_rules,
 }
-"""What `--video-sampling` puts in the place of a family's own."""
+"""Rules of `--video-sampling` that replace a family's own."""
 
 
 def _checkpoint_areas(config: VideoConfig, token: int) -> tuple[int, int]:
-    """The checkpoint's smallest and largest area, or the family's defaults. token: its area in those, in pixels."""
+    """Return the checkpoint's smallest and largest area, or the family's defaults. `token`: pixels of a token in the
+    defaults."""
     low = _MIN_TOKENS * token if config.min_pixels is None else config.min_pixels
     high = _MAX_TOKENS * token if config.max_pixels is None else config.max_pixels
     return low, max(low, high)

@@ -1,4 +1,4 @@
-"""A clip in stretches that are decoded side by side: each begins at a keyframe, and needs nothing of the others."""
+"""Splits a clip into stretches that are decoded side by side: each begins at a keyframe and needs no other stretch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _OPENING = 12  # frames that are decoded in the time that it takes to open the f
 
 
 def stretches(indices: Sequence[int], keys: Sequence[int], *, multiple: int, most: int) -> list[range]:
-    """Ranges of places in `indices` (ascending frames of a clip), in order: at most `most`, about as long to decode,
-    and no more than are worth a decoder of their own.
+    """Return ranges of places in `indices` (ascending frames of a clip), in order.
 
-    keys: the clip's keyframes, ascending; the first is frame 0. multiple: all ranges but the last hold a multiple of
+    There are at most `most`, about equally long to decode, and no more than are worth a decoder of their own. `keys`:
+    the clip's keyframes, ascending; the first is frame 0. `multiple`: all ranges except the last hold a multiple of
     this.
     """
     alone = [index - _key(keys, index) + 1 for index in indices]  # frames to decode for that one only
@@ -25,7 +25,7 @@ def stretches(indices: Sequence[int], keys: Sequence[int], *, multiple: int, mos
         return alone[part[0]] + done[part[-1]] - done[part[0]]
 
     def split(count: int) -> list[range]:
-        """Each begins where it does not decode much anew and is not far from where it should begin."""
+        """Start each stretch where little is decoded twice, near its even share."""
         starts = [0]
         for number in range(1, count):
             wanted = (alone[0] + done[-1]) * number / count - alone[0]

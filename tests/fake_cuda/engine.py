@@ -12,6 +12,7 @@ from tests.fake_cuda.tensors import CUDA, CudaTensor, FakeCuda, FakeMark
 from vision.towers.runner import TowerRunner
 from vlmserve import LLM
 from vlmserve.engine.recurrent import state_shape
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import StreamQueue
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.kv_cache import KVCache
@@ -100,8 +101,9 @@ def move_engine(llm: LLM, cuda: FakeCuda) -> ModelRunner:
         logits_processors=runner._logits_processors,
         transfers=PackedTransfers(CUDA, cuda.mark),
     )
-    llm._scheduler._worker, llm._scheduler._device = moved, StreamQueue()
-    encoder = llm._scheduler.encoder
+    loop = llm.engine.loop
+    loop.worker, loop.device = OneGroup(moved), StreamQueue()
+    encoder = loop.encoder
     encoder.cache.device.device = CUDA
     encoder._backend._runner = TowerRunner(runner.model.visual, CUDA)
     encoder._backend._lane = FakeLane(cuda)

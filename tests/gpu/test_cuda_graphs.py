@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.vision.patches import random_patches
-from vision.towers.graphs.capturing import capture_on_gpu
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
+from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.compute.graphs import CudaCapturer
 

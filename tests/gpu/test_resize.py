@@ -13,7 +13,7 @@ from processors.families.registry import make_processor
 from processors.resize import resize_frames
 from tests.processors.helpers import noise, picture
 from tests.sync_debug import nothing_waits
-from vision.towers.resize import resize
+from vision.towers.device_resize import resize
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve_common.checkpoint.reader import read_json

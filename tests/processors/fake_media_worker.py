@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from processors.knobs import ImageKnobs
-from processors.pool import worker
+from processors.pool import media_worker as worker
 from processors.pool.maker import DirectMaker
+from processors.pool.media_worker import MediaWorkerSettings, run_worker
 from processors.pool.messages import ANSWER_MESSAGES, PictureWork
-from processors.pool.worker import MediaWorkerSettings, run_worker
 from processors.processed import ProcessedImage
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import CheckpointError
@@ -71,7 +71,7 @@ class _OddMaker(DirectMaker):
         while data == SPIN:
             pass
         if data == EAT:
-            return [bytearray(2**30) for _ in range(2**10)]
+            return [np.empty(2**30, np.uint8) for _ in range(2**10)]
         if data == FILES:
             return [open(os.devnull) for _ in range(2**10)]
         if data == FAIL:

@@ -13,9 +13,6 @@ from processors.families.base import MultimodalProcessor, ProcessedMedium, Proce
 from processors.families.registry import make_processor
 from processors.inputs import MultimodalDataItem
 from processors.normalize import normalize
-from processors.pool.pool import ProcessorPool
-from processors.pool.requests import MediaRequest
-from vlmserve_common.process.loop_thread import LoopThread
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 93, 94, 91, 92
@@ -89,21 +86,3 @@ def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
-
-
-class BlockingPool:
-    """A pool for threads, with an event loop of its own. Close it when done."""
-
-    def __init__(self, pool: ProcessorPool) -> None:
-        self.pool = pool
-        self._loop = LoopThread("pool")
-        self._closed = False
-
-    def load(self, *requests: MediaRequest) -> list[ProcessedMedium]:
-        return self._loop.run(self.pool.load(requests))
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._loop.run(self.pool.close())
-            self._loop.close()

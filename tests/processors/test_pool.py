@@ -12,13 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from processors.families.base import ImageKnobs, ProcessedImage
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.media_file import MediaFile
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import MediaFetcher, MediaFile
+from processors.fetch.limits import FetchSettings
 from processors.pool import pool as pool_module
 from processors.pool.cache import ProcessorCache
 from processors.pool.maker import FatalMediumError
@@ -94,6 +92,8 @@ def serve_picture(server, image):
 def test_every_kind_of_source_in_order(make_pool, processor, tmp_path):
     images = [picture(40 + 20 * n, 60, n) for n in range(5)]
     (tmp_path / "x.png").write_bytes(encoded(images[3]))
+    uploaded = SlowFile(encoded(images[2]))
+    uploaded.gate.set()
     with serve() as server:
         serve_picture(server, images[4])
         sources = [
@@ -102,17 +102,15 @@ def test_every_kind_of_source_in_order(make_pool, processor, tmp_path):
             images[2],
             f"file://{tmp_path}/x.png",
             server.url("/picture"),
+            uploaded,
         ]
+        images.append(images[2])
         requests = [ImageRequest(source=source) for source in sources]
         pool = make_pool()
         results = load(pool, *requests)
     assert [result.digest for result in results] == [processor.process_image(image).digest for image in images]
     assert [result.source_size for result in results] == [image.size for image in images]
     assert pool.in_pool == 0
-
-
-def test_no_pictures(make_pool):
-    assert asyncio.run(make_pool().load([])) == []
 
 
 def test_it_is_told_of_each_medium_before_that_is_decoded(make_pool, processor, monkeypatch):
@@ -131,15 +129,6 @@ def test_it_is_told_of_each_medium_before_that_is_decoded(make_pool, processor, 
 
     asyncio.run(scenario())
     assert fetched == [False, False]
-
-
-def test_knobs_count(make_pool, processor):
-    data, knobs = encoded(picture(300, 310)), ImageKnobs(max_pixels=9 * 784)
-    requests = [ImageRequest(source=data), ImageRequest(source=data, knobs=knobs), ImageRequest(source=data)]
-    results = load(make_pool(), *requests)
-    full, small = processor.num_image_tokens(310, 300), processor.num_image_tokens(310, 300, knobs)
-    assert small <= 9 < 40 < full
-    assert [result.num_tokens for result in results] == [full, small, full]
 
 
 def test_one_pillow_picture_given_many_times(make_pool):
@@ -161,23 +150,6 @@ def test_errors_name_the_request_field(make_pool, source):
     assert caught.value.param == "messages[0].content[1]"
     assert caught.value.status == 400
     assert pool.in_pool == 0
-
-
-def test_a_failure_calls_off_the_rest(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-
-    async def scenario():
-        pool = make_pool(max_workers=1)
-        bad = ImageRequest(source="ftp://x")  # fails in a download thread, while the only worker is held
-        rest = [ImageRequest(source=encoded(picture(30, 30, n))) for n in range(5)]
-        with pytest.raises(BadRequestError, match="ftp"):
-            await pool.load([*rest, bad])
-        assert pool.in_pool == 0
-        gate.opened.set()
-        await pool.close()
-
-    asyncio.run(scenario())
-    assert gate.calls <= 1, "what was queued was never begun"
 
 
 def test_a_full_pool_refuses(make_pool, processor, monkeypatch):
@@ -204,26 +176,6 @@ def test_a_full_pool_refuses(make_pool, processor, monkeypatch):
     asyncio.run(scenario())
 
 
-def test_cancelling_frees_the_queue(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-
-    async def scenario():
-        pool = make_pool(max_workers=1, max_queued=8)
-        task = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(30, 30, n))) for n in range(8)]))
-        await gate.someone_arrived()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert pool.in_pool == 0
-        gate.opened.set()
-        result = await pool.load([ImageRequest(source=encoded(picture(30, 30, 99)))])
-        assert len(result) == 1
-        assert pool.in_pool == 0
-
-    asyncio.run(scenario())
-    assert gate.calls == 2, "the seven that waited were never begun"
-
-
 async def cancelled(task):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -243,38 +195,6 @@ class SlowFile(MediaFile):
         self.reading.set()
         assert self.gate.wait(20)
         return self.data
-
-
-def test_what_was_cancelled_while_it_was_fetched_is_not_decoded(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-    gate.opened.set()
-    file = SlowFile(encoded(picture(30, 30)))
-
-    async def scenario():
-        pool = make_pool(max_queued=1)
-        task = asyncio.create_task(pool.load([ImageRequest(source=file)]))
-        assert await asyncio.to_thread(file.reading.wait, 20)
-        with pytest.raises(BadRequestError, match="being processed"):
-            await pool.load([ImageRequest(source=b"")])
-        await cancelled(task)
-        assert pool.in_pool == 0
-        file.gate.set()
-        assert await pool.load([ImageRequest(source=encoded(picture(40, 40)))])
-
-    asyncio.run(scenario())
-    assert gate.calls == 1
-
-
-def test_the_event_loop_stays_free(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-
-    async def scenario():
-        task = asyncio.create_task(make_pool().load([ImageRequest(source=data_url(encoded(picture(30, 30))))]))
-        await gate.someone_arrived()  # a worker is busy and this coroutine runs
-        gate.opened.set()
-        await task
-
-    asyncio.run(scenario())
 
 
 def test_what_keeps_others_waiting_keeps_nobody_else(make_pool):
@@ -376,12 +296,6 @@ def test_an_error_does_not_keep_the_bytes_of_its_medium(make_pool):
         gc.enable()
 
 
-def test_torchs_thread_count_is_left_alone(make_pool):
-    before = torch.get_num_threads()
-    load(make_pool(max_workers=4), *[ImageRequest(source=encoded(picture(300, 200, n))) for n in range(8)])
-    assert torch.get_num_threads() == before
-
-
 # ---------------------------------------------------------------- the cache
 
 
@@ -397,34 +311,6 @@ def test_a_picture_sent_again_is_not_processed_again(make_pool, processor, monke
     other = load(pool, ImageRequest(source=data, knobs=ImageKnobs(max_pixels=784 * 4)))[0]
     assert other.grid_thw == first.grid_thw
     assert gate.calls == 2, "other knobs, another entry"
-    stats = pool.cache_stats()
-    assert (stats.hits, stats.misses, stats.entries) == (1, 2, 2)
-    assert stats.bytes == first.feature.nbytes + other.feature.nbytes
-
-
-def test_no_cache(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-    gate.opened.set()
-    pool = make_pool(cache_mib=0)
-    for _ in range(2):
-        load(pool, ImageRequest(source=encoded(picture(60, 60))))
-    assert gate.calls == 2
-    assert pool.cache_stats().entries == 0
-
-
-def test_a_picture_that_many_send_at_once_is_processed_once(make_pool, processor, monkeypatch):
-    gate = Gate(processor, monkeypatch)
-    pool = make_pool(max_workers=4)
-    data = encoded(picture(60, 60))
-
-    async def scenario():
-        loading = asyncio.create_task(pool.load([ImageRequest(source=data)] * 8))
-        await gate.someone_arrived()
-        gate.opened.set()
-        return await loading
-
-    assert len(set(map(id, asyncio.run(scenario())))) == 1
-    assert gate.calls == 1
 
 
 def test_who_waits_for_what_is_being_made_keeps_no_worker(make_pool, processor, monkeypatch):
@@ -567,17 +453,16 @@ def test_the_least_recently_used_goes_first():
     assert cache.get(b"a") is not None
     cache.put(b"d", processed(200))
     assert [cache.get(name) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
-    assert cache.stats().bytes == 400
 
 
 def test_replacing_and_oversized_entries_keep_the_books():
     cache = ProcessorCache(400)
     cache.put(b"a", processed(100))
     cache.put(b"a", processed(300, 7))
-    assert cache.stats().bytes == 300
-    assert cache.get(b"a").digest == b"\7"
-    cache.put(b"b", processed(404))
-    assert cache.stats().entries == 1
+    cache.put(b"b", processed(100))
+    assert cache.get(b"a").digest == b"\7", "both fit, so the first one of a no longer counts"
+    cache.put(b"c", processed(404))
+    assert [cache.get(name) is not None for name in (b"a", b"b", b"c")] == [True, True, False]
 
 
 # ---------------------------------------------------------------- videos
@@ -671,13 +556,6 @@ def test_a_joined_list_of_far_too_many_frames_is_refused_before_it_is_taken_apar
     assert peak < 8 * len(url), "a few copies of the text, not an object for each comma"
 
 
-def test_a_joined_list_may_have_as_many_frames_as_allowed(make_pool, processor):
-    most = processor.limits.video.max_frames
-    url = "data:video/jpeg;base64," + ",".join(["%%%"] * most)
-    with pytest.raises(BadRequestError, match="base64"):  # of a frame, not of their number
-        load(make_pool(), VideoRequest(source=url))
-
-
 def test_videos_have_a_byte_limit_of_their_own(processor):
     clip = make_clip(12)
     settings = FetchSettings(allow_private_media=True, max_bytes=10, max_video_bytes=len(clip))
@@ -701,14 +579,6 @@ def test_videos_have_a_byte_limit_of_their_own(processor):
         asyncio.run(one.close())
 
 
-def test_addresses_of_videos_are_checked_as_those_of_pictures(processor):
-    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings())
-    for source in ("http://127.0.0.1/clip.mp4", "file:///etc/passwd", ("http://127.0.0.1/a.jpg",)):
-        with pytest.raises(BadRequestError, match="refused"):
-            load(pool, VideoRequest(source=source))
-    asyncio.run(pool.close())
-
-
 def test_the_event_loop_runs_while_a_video_is_decoded(make_pool, processor, monkeypatch):
     entered, leave = threading.Event(), threading.Event()
     real = processor.process_video
@@ -729,3 +599,28 @@ def test_the_event_loop_runs_while_a_video_is_decoded(make_pool, processor, monk
         return await loading
 
     assert asyncio.run(main())[0].num_tokens
+
+
+def test_a_failure_calls_off_the_rest(make_pool, processor, monkeypatch):
+    gate = Gate(processor, monkeypatch)
+
+    async def scenario():
+        pool = make_pool(max_workers=1)
+        bad = ImageRequest(source="ftp://x")  # fails in a download thread, while the only worker is held
+        rest = [ImageRequest(source=encoded(picture(30, 30, n))) for n in range(5)]
+        with pytest.raises(BadRequestError, match="ftp"):
+            await pool.load([*rest, bad])
+        assert pool.in_pool == 0
+        gate.opened.set()
+        await pool.close()
+
+    asyncio.run(scenario())
+    assert gate.calls <= 1, "what was queued was never begun"
+
+
+def test_addresses_of_videos_are_checked_as_those_of_pictures(processor):
+    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings())
+    for source in ("http://127.0.0.1/clip.mp4", "file:///etc/passwd", ("http://127.0.0.1/a.jpg",)):
+        with pytest.raises(BadRequestError, match="refused"):
+            load(pool, VideoRequest(source=source))
+    asyncio.run(pool.close())

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from processors.pool.maker import FatalMediumError
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest
@@ -128,7 +128,7 @@ class Maker:
         pass
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tape=st.binary(min_size=100, max_size=400), cache_mib=st.sampled_from([0, 1]))
 def test_everybody_is_answered_whatever_happens(processor, tape, cache_mib):
     async def scenario():

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from processors.knobs import ImageKnobs
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from processors.pool.maker import DirectMaker, FatalMediumError
 from processors.pool.media_process import WorkerBugError
+from processors.pool.media_worker import run_worker
 from processors.pool.process_maker import ProcessMaker, ProcessSettings, WorkerMain
-from processors.pool.worker import run_worker
 from processors.video.options import VideoKnobs
 from tests.processors.clips import jpeg, make_clip
 from tests.processors.fake_media_worker import (
@@ -289,21 +289,6 @@ def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes
     assert "starting it again" not in caplog.text, "clients that leave are no trouble of the server's"
 
 
-def test_clips_leave_a_worker_to_pictures(fakes):
-    async def play() -> None:
-        clips = [asyncio.create_task(fake.maker.clip(PAUSE, VideoKnobs())) for _ in range(5)]
-        await fake.tried(1)
-        for _ in range(3):
-            await fake.check_works()
-        for clip in clips:
-            clip.cancel()
-        await asyncio.wait(clips)
-
-    fake = fakes(count=2)
-    run(play())
-    assert fake.notes("tried") == ["PAUSE"]
-
-
 @pytest.mark.parametrize(("order", "log"), [(FAIL, "RuntimeError: a bug"), (ODD, "object"), (LIE, "cannot be used")])
 def test_a_bug_is_nobody_s_fault(fakes, order, log):
     fake = fakes()
@@ -366,31 +351,7 @@ def test_what_kills_one_worker_after_the_other_before_they_look_at_it_is_given_u
     assert len(fake.pids()) == 4
 
 
-def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
-    async def play() -> None:
-        call = asyncio.create_task(fake.maker.picture(PAUSE, KNOBS))
-        await fake.tried(1)
-        os.kill(fake.pids()[-1], signal.SIGKILL)
-        with pytest.raises(BadRequestError, match="SIGKILL") as caught:
-            await call
-        assert not isinstance(caught.value, FatalMediumError)
-
-    fake = fakes()
-    run(play())
-
-
 # ---------------------------------------------------------------- starting and ending
-
-
-def test_workers_that_cannot_start_are_tried_at_intervals_and_requests_fail_with_the_reason(fakes, caplog):
-    fake = fakes(plan="error", first_pause_s=PATIENCE_S)
-    with pytest.raises(EngineError, match=r"^no processor in there$"):
-        fake.maker.wait_ready()
-    for _ in range(2):
-        with pytest.raises(EngineError, match=r"^no processor in there$"):
-            run(fake.maker.picture(GOOD, KNOBS))
-    assert len(fake.pids()) == 4
-    assert f"no processor in there: the next try in {PATIENCE_S:g} s" in caplog.text
 
 
 def test_a_worker_that_cannot_start_is_tried_again_and_waiting_tells(fakes):
@@ -420,20 +381,6 @@ def test_work_waits_for_a_worker_that_is_well_while_another_one_is_down(fakes):
     run(play())
 
 
-def test_a_worker_logs_as_it_is_told(fakes):
-    fake = fakes(log_level="error")
-    fake.maker.wait_ready()
-    assert fake.notes("levels") == ["ERROR"]
-
-
-def test_a_worker_that_does_not_get_ready_in_time_has_not_started(fakes):
-    fake = fakes(plan="hang", startup_timeout_s=0.5)
-    with pytest.raises(
-        EngineError, match=r"^media worker 0 is not ready after 0\.5 s; --startup-timeout-s allows more$"
-    ):
-        fake.maker.wait_ready()
-
-
 def test_closing_ends_workers_whatever_they_do(fakes):
     async def play() -> None:
         calls = [asyncio.create_task(fake.maker.picture(PAUSE, KNOBS)) for _ in range(3)]
@@ -450,5 +397,25 @@ def test_closing_ends_workers_whatever_they_do(fakes):
     run(play())
 
 
-def test_closing_while_workers_start(fakes):
-    fakes(count=2).maker.close_now()
+def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
+    async def play() -> None:
+        call = asyncio.create_task(fake.maker.picture(PAUSE, KNOBS))
+        await fake.tried(1)
+        os.kill(fake.pids()[-1], signal.SIGKILL)
+        with pytest.raises(BadRequestError, match="SIGKILL") as caught:
+            await call
+        assert not isinstance(caught.value, FatalMediumError)
+
+    fake = fakes()
+    run(play())
+
+
+def test_workers_that_cannot_start_are_tried_at_intervals_and_requests_fail_with_the_reason(fakes, caplog):
+    fake = fakes(plan="error", first_pause_s=PATIENCE_S)
+    with pytest.raises(EngineError, match=r"^no processor in there$"):
+        fake.maker.wait_ready()
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"^no processor in there$"):
+            run(fake.maker.picture(GOOD, KNOBS))
+    assert len(fake.pids()) == 4
+    assert f"no processor in there: the next try in {PATIENCE_S:g} s" in caplog.text

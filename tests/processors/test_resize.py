@@ -6,10 +6,13 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from processors.normalize import normalize
+from processors.inputs import Normalization
+from processors.knobs import ImageKnobs
+from processors.normalize import normalize, value_width
 from processors.resize import PatchConfig, frames_to_patches, resize_frames, smart_resize, smart_resize_clip
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import FAMILIES, noise, picture, preprocessor_config, tiny_processor, values
@@ -20,7 +23,7 @@ SIZES = [(1, 1), (1, 200), (200, 1), (3, 600), (56, 56), (57, 55), (28, 28), (64
          (199, 150), (800, 600), (600, 800), (2000, 10), (30, 1999), (224, 224), (13, 1000), (320, 33)]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     height=SIDES,
     width=SIDES,
@@ -42,7 +45,7 @@ def test_smart_resize_is_transformers(height, width, factor, low, more):
     assert size[0] % factor == size[1] % factor == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     height=SIDES, width=SIDES, factor=st.sampled_from([28, 32]), low=st.integers(4, 16), high=st.integers(400, 16384)
 )
@@ -54,11 +57,6 @@ def test_smart_resize_is_qwen_vl_utils_for_ordinary_pictures(height, width, fact
     budget = {"min_pixels": low * factor**2, "max_pixels": high * factor**2}
     if min(height, width) > factor / 2:  # below that the two round a side to zero, or to one, first
         assert smart_resize(height, width, factor=factor, **budget) == reference(height, width, factor, **budget)
-
-
-@pytest.mark.parametrize(("width", "height"), [(200, 1), (1, 200), (2000, 10), (20, 4000)])
-def test_a_ratio_of_200_is_allowed(width, height):
-    assert smart_resize(height, width, factor=28, min_pixels=3136, max_pixels=50176)
 
 
 @pytest.mark.parametrize(("width", "height"), [(201, 1), (1, 201), (2010, 10), (20, 4001)])
@@ -80,17 +78,7 @@ def test_patches_are_bit_equal_to_transformers(family, tmp_path):
         ours = processor.process_image(image)
         assert list(ours.grid_thw) == expected["image_grid_thw"][0].tolist(), (width, height)
         assert np.array_equal(values(ours), expected["pixel_values"].numpy()), (width, height)
-        assert ours.num_tokens == math.prod(ours.grid_thw) // 4 == processor.num_image_tokens(height, width)
-
-
-def test_pictures_together_are_what_transformers_makes_of_them_together(tmp_path):
-    from transformers import Qwen2VLImageProcessor
-
-    images = [picture(100, 80, 1), picture(80, 100, 2), picture(100, 80, 3)]
-    expected = Qwen2VLImageProcessor(**preprocessor_config("qwen2_vl"))(images=images, return_tensors="pt")
-    processor = tiny_processor(tmp_path, "qwen2_vl")
-    ours = np.concatenate([values(processor.process_image(image)) for image in images])
-    assert np.array_equal(ours, expected["pixel_values"].numpy())
+        assert ours.num_tokens == math.prod(ours.grid_thw) // 4
 
 
 @pytest.mark.parametrize(("resample", "mode"), [(2, "bilinear"), (3, "bicubic")])
@@ -127,21 +115,6 @@ def test_frames_to_patches_is_transformers_video_patchify(frames):
     assert np.array_equal(made.numpy(), expected["pixel_values_videos"].numpy())
 
 
-def test_patch_order_read_back_pixel_by_pixel():
-    config = PatchConfig(patch_size=2, merge_size=2, temporal_patch_size=2, mean=(0.0,) * 3, std=(1 / 255,) * 3)
-    pixels = noise(8, 4)
-    patches, grid = frames_to_patches(pixels[None], config)
-    assert grid == (1, 2, 4)
-    assert patches.dtype == np.uint8
-    for row, patch in enumerate(patches.reshape(-1, 3, 2, 2)):
-        window, inside = divmod(row, 4)
-        top, left = (inside // 2) * 2, window * 4 + (inside % 2) * 2
-        assert np.array_equal(patch.transpose(1, 2, 0), pixels[top : top + 2, left : left + 2])
-    made = normalize(patches, config.normalization(frames=1)).reshape(-1, 3, 2, 2, 2)
-    for frame in range(2):
-        assert np.array_equal(made[:, :, frame], patches.reshape(-1, 3, 2, 2)), "a picture fills its patches' depth"
-
-
 @pytest.mark.parametrize(("width", "height"), [(300, 200), (31, 90), (224, 224), (1, 1), (640, 23)])
 def test_qwen_vl_utils_gives_the_same_sizes_and_nearly_the_same_pixels(width, height, tmp_path):
     """qwen_vl_utils resizes with Pillow, which rounds differently: a level or two on pictures of full contrast.
@@ -155,7 +128,7 @@ def test_qwen_vl_utils_gives_the_same_sizes_and_nearly_the_same_pixels(width, he
     content = [{"type": "image", "image": image, "min_pixels": low, "max_pixels": high}]
     (theirs,), _ = process_vision_info([{"role": "user", "content": content}], image_patch_size=14)
     processor = tiny_processor(tmp_path, "qwen2_vl", min_pixels=low, max_pixels=high)
-    assert processor.resized_size(height, width) == (theirs.height, theirs.width)
+    assert processor.sizes.fit(height, width, ImageKnobs())[:2] == (theirs.height, theirs.width)
     ours = resize_frames(np.array(image)[None], theirs.height, theirs.width, "bicubic")[0]
     difference = np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max()
     assert difference <= (0 if (theirs.width, theirs.height) == (width, height) else 2)
@@ -166,3 +139,38 @@ def test_a_clip_that_is_too_long_a_strip_is_named_by_its_own_size(width, height)
     """Though its ratio is that of a larger one, as in the reference."""
     with pytest.raises(BadRequestError, match=f"of {width}x{height} pixels has an aspect ratio of 250.0"):
         smart_resize_clip(4, height, width, factor=32, min_pixels=1, max_pixels=10**9)
+
+
+# ---------------------------------------------------------------- values made of uint8 pixels
+
+
+CLIP = Normalization(mean=(122.7709, 116.7460, 104.0937), std=(68.5005, 66.6322, 70.3232))
+
+
+def transformers_values(levels, normalization):
+    """torchvision's `normalize`, which its processors end with, on [n, channels, values of a channel]."""
+    planes = torch.from_numpy(levels.reshape(len(levels), 3, -1)).float()
+    mean, std = (torch.tensor(part, dtype=torch.float32)[:, None] for part in (normalization.mean, normalization.std))
+    return planes.sub_(mean).div_(std)
+
+
+@pytest.mark.parametrize("rows", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("repeat", [1, 2])
+def test_they_are_transformers_bit_for_bit(rows, repeat):
+    levels = np.random.default_rng(rows).integers(0, 256, (rows, 3 * 256), dtype=np.uint8)
+    levels[0] = np.tile(np.arange(256, dtype=np.uint8), 3)
+    levels.flags.writeable = False
+    normalization = Normalization(mean=CLIP.mean, std=CLIP.std, repeat=repeat)
+    made = normalize(levels, normalization)
+    assert made.shape == (rows, value_width(levels, normalization)) == (rows, 768 * repeat)
+    expected = transformers_values(levels, normalization)
+    for frame in made.view(rows, 3, repeat, 256).unbind(dim=2):
+        assert torch.equal(frame, expected)
+
+
+def test_they_are_written_where_they_are_wanted():
+    levels = np.random.default_rng(0).integers(0, 256, (200, 12), dtype=np.uint8)
+    room = torch.full((202, 12), 7.0)
+    assert normalize(levels, CLIP, room[1:-1]).data_ptr() == room[1:].data_ptr()
+    assert torch.equal(room[1:-1], normalize(levels, CLIP))
+    assert torch.equal(room[[0, -1]], torch.full((2, 12), 7.0))

@@ -100,18 +100,6 @@ def test_clients_take_turns_whatever_they_bring():
     assert order_of([*many, *[one] * 2]).index(one) <= 1
 
 
-def test_who_comes_later_has_no_more_than_who_has_waited():
-    async def play() -> list[str]:
-        scene = Scene(1)
-        await scene.come(*[Work(client="a")] * 10)
-        for _ in range(6):
-            await scene.end(next(iter(scene.at_it)))
-        await scene.come(*[Work(client="b")] * 4)
-        return [work.client for work in (await scene.end_all())[7:]]
-
-    assert asyncio.run(play()) in (list("bababab"), list("abababb"), list("bbababa"))
-
-
 def test_clips_are_never_in_the_last_place():
     async def play(places: int) -> int:
         scene = Scene(places)

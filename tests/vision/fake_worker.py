@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.channel import EncodeDone, MessageChannel
+from vision.workers.encoder_messages import EncodeDone, encoder_channel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.process.child import Parent
@@ -28,7 +28,7 @@ def fake_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
     with (settings.model / "pids").open("a") as file:
         file.write(f"{os.getpid()}\n")
     _start(settings.model / device)
-    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     fingerprint = settings.model / "fingerprint"
     parent.ready({"fingerprint": fingerprint.read_text() if fingerprint.exists() else "00"})
     while True:

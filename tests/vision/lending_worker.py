@@ -1,4 +1,4 @@
-"""A worker without tower or torch that lends its rows (the pixels), and what copies them: files stand for GPU memory.
+"""A worker without tower or torch that lends its rows (the pixels): files stand for GPU memory.
 
 A file is there for as long as its worker keeps the rows in it. The first pixel of a batch may be an order, as in
 `fake_worker`. A file "share" in the model's folder says how sharing fails there.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from tests.vision.fake_worker import DIE
 from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.channel import EncodeDone, MessageChannel, RowsHandle
+from vision.workers.encoder_messages import EncodeDone, RowsHandle, encoder_channel
 from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.process.child import Parent
@@ -54,7 +53,7 @@ def share(memory: Memory, row_counts: Sequence[int]) -> RowsHandle:
 
 def lending_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
     folder = settings.model / "lent"
-    channel = MessageChannel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)
     broken = settings.model / "share"
 
@@ -79,31 +78,3 @@ def _answer(work: EncodeBatch, lent: LentRows, folder: Path) -> EncodeDone:
         memory = Memory(folder, np.concatenate(parts))
         return EncodeDone(number=work.number, lent=lent.lend(work.number, memory, [len(part) for part in parts]))
     return EncodeDone(number=work.number, rows=tuple(parts), dtype="float32")
-
-
-class FileBorrower:
-    """Copies rows out of files. Before each copy but that on trial, or before that, it calls something."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.copied = self.gone = 0
-        self.before_trial: Callable[[RowsHandle], None] | None = None
-        self.before: Callable[[RowsHandle], None] | None = None
-        self.on_trial = torch.Tensor.clone
-
-    def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        trial = handle.row_counts == TRIAL_ROWS
-        call = self.before_trial if trial else self.before
-        if call is not None:
-            call(handle)
-        rows = torch.from_numpy(np.fromfile(os.fsdecode(handle.memory), np.float32)).view(-1, handle.width)
-        self.copied += not trial
-        return ((self.on_trial if trial else torch.Tensor.clone)(rows)).split(handle.row_counts)
-
-    def worker_gone(self) -> None:
-        self.gone += 1
-
-
-def owner(handle: RowsHandle) -> int:
-    """The process whose memory it is."""
-    return int(Path(os.fsdecode(handle.memory)).name.split("-")[0])

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import make_checkpoint
 from tests.vision.patches import make_levels, random_patches
 from vision.towers.loading import load_tower
 from vision.towers.pieces import Kind, Piece
@@ -22,68 +22,20 @@ from vision.workers.inline import InlineBackend
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def tower(request, tmp_path_factory):
-    return load_tower(make_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
-
-
 @torch.inference_mode()
 def directly(tower, patch):
     """The rows of one temporal patch by a call of its own."""
     return tower(pixel_values([patch], CPU), [(1, *patch.grid)])
 
 
-def test_rows_alone_and_packed_are_those_of_the_tower(tower):
-    runner, patches = TowerRunner(tower, CPU), random_patches(tower)
-    packed = runner.encode(patches)
-    alone = [runner.encode([patch])[0] for patch in patches]
-    for patch, together, single in zip(patches, packed, alone, strict=True):
-        expected = directly(tower, patch)
-        assert expected.shape == (len(patch.pixels) // 4, tower.out_hidden_size * (1 + tower.num_deepstack_layers))
-        torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(single, expected, rtol=1e-5, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_a_videos_rows_are_those_of_its_temporal_patches(tower):
-    """The main rows and the DeepStack rows."""
-    frames = random_patches(tower, [(6, 10)] * 3)
-    video = tower(pixel_values(frames, CPU), [(3, 6, 10)])
-    runner = TowerRunner(tower, CPU)
-    torch.testing.assert_close(torch.cat(runner.encode(frames)), video, rtol=1e-5, atol=1e-5)
-    one_by_one = torch.cat([runner.encode([frame])[0] for frame in frames])
-    torch.testing.assert_close(one_by_one, video, rtol=1e-5, atol=1e-5)
-
-
-def test_rows_have_memory_of_their_own(tower):
-    for rows in TowerRunner(tower, CPU).encode(random_patches(tower)):
+def test_rows_have_memory_of_their_own(small):
+    for rows in TowerRunner(small, CPU).encode(random_patches(small)):
         assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
 @pytest.fixture
 def small(tmp_path):
     return load_tower(make_checkpoint("qwen2_vl", tmp_path))
-
-
-def test_batches_are_run_when_there_is_time(small):
-    backend = InlineBackend(TowerRunner(small, CPU))
-    assert (list(backend.workers()), list(backend.wait_handles()), backend.collect()) == ([0], [], [])
-    patches = random_patches(small)
-    for number, patch in enumerate(patches):
-        backend.start(0, EncodeBatch(number=number, patches=(patch,)))
-    assert backend.collect() == []
-    assert backend.has_work
-    assert backend.work(math.inf)
-    assert not backend.has_work
-    results = sorted(backend.collect(), key=lambda result: result.number)
-    for number, (patch, result) in enumerate(zip(patches, results, strict=True)):
-        assert (result.number, result.error, result.untried) == (number, "", False)
-        torch.testing.assert_close(result.embeds[0], directly(small, patch), rtol=1e-5, atol=1e-5)
-    assert backend.collect() == []
-    backend.start(0, EncodeBatch(number=9, patches=(patches[0],)))
-    backend.close()
-    assert not backend.has_work
-    assert backend.collect() == []
 
 
 @pytest.mark.parametrize(

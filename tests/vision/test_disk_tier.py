@@ -8,8 +8,9 @@ import threading
 import pytest
 import torch
 
-from vision.cache.disk_tier import DiskTier, Done, Loaded, Saved
+from vision.cache.disk_tier import DiskTier, Done, HostCopy, Loaded, Saved
 from vision.cache.stats import TierStats
+from vlmserve_common.process.wake_up import WakeUp
 
 PATIENCE_S = 60.0
 
@@ -133,14 +134,6 @@ def test_above_the_backlog_only_what_is_insisted_on_is_saved(store, disk):
     assert wait_for(disk, 1)[0].ok, "there is room again"
 
 
-def test_one_larger_than_the_backlog_is_saved_when_nothing_else_waits(store, disk):
-    store.go.clear()
-    disk.save(b"large", rows(5))
-    disk.save(b"small", rows(1))
-    store.go.set()
-    assert {one.key: one.ok for one in wait_for(disk, 2)} == {b"large": True, b"small": False}
-
-
 def test_a_store_that_raises_is_a_miss_and_a_failed_save_and_is_logged(store, disk, caplog):
     store.broken = True
     disk.load(b"a")
@@ -155,27 +148,14 @@ def test_a_store_that_raises_is_a_miss_and_a_failed_save_and_is_logged(store, di
     assert wait_for(disk, 1)[0].ok, "the failed one no longer counts as waiting"
 
 
-def test_more_wake_ups_than_the_pipe_holds_are_no_trouble(store, disk):
-    count = 70_000
-    for _ in range(count):
-        disk._finish(Loaded(key=b"a", embeds=None))
-    assert is_awake(disk)
-    assert len(disk.collect()) == count
-    assert not is_awake(disk)
-
-
-def test_closing_writes_what_waits_to_be_written_and_may_be_done_again(store):
-    disk = DiskTier(store)
-    store.go.clear()
-    for name in (b"a", b"b", b"c"):
-        disk.save(name, rows(1))
-    closing = threading.Thread(target=disk.close)
-    closing.start()
-    store.go.set()
-    closing.join(PATIENCE_S)
-    assert not closing.is_alive()
-    assert [key for key, _ in store.written] == [b"a", b"b", b"c"]
-    disk.close()
+def test_more_wake_ups_than_the_pipe_holds_are_no_trouble():
+    wake_up = WakeUp()
+    for _ in range(70_000):
+        wake_up.call()
+    assert select.select([wake_up.fd], [], [], 0)[0]
+    wake_up.take()
+    assert not select.select([wake_up.fd], [], [], 0)[0]
+    wake_up.close()
 
 
 def test_flushing_waits_for_what_is_to_be_written_and_says_what_is_not_in_time(store, disk):
@@ -193,3 +173,83 @@ def test_flushing_waits_for_what_is_to_be_written_and_says_what_is_not_in_time(s
     assert [key for key, _ in store.written] == [b"a", b"b", b"c"]
     disk.save(b"d", rows(1))
     assert len(wait_for(disk, 4)) == 4, "it goes on"
+
+
+def test_closing_writes_what_waits_to_be_written_and_may_be_done_again(store):
+    disk = DiskTier(store)
+    store.go.clear()
+    for name in (b"a", b"b", b"c"):
+        disk.save(name, rows(1))
+    closing = threading.Thread(target=disk.close)
+    closing.start()
+    store.go.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert [key for key, _ in store.written] == [b"a", b"b", b"c"]
+    disk.close()
+
+
+# ---------------------------------------------------------------- copies to the host
+
+
+class OnGpu:
+    """Rows on a GPU, as far as is asked of them here."""
+
+    is_cuda, device, nbytes = True, "cuda:0", 24
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.copied_in = ""
+
+    def cpu(self) -> torch.Tensor:
+        self.calls.append(("copy",))
+        self.copied_in = threading.current_thread().name
+        return torch.ones(3, 2)
+
+
+class Stream:
+    def __init__(self, calls: list, name: str) -> None:
+        self.calls, self.name = calls, name
+
+    def wait_event(self, event: object) -> None:
+        self.calls.append((self.name, "waits for", event))
+
+    def __enter__(self) -> None:
+        self.calls.append(("on", self.name))
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append(("off", self.name))
+
+
+@pytest.fixture
+def gpu_rows(monkeypatch) -> OnGpu:
+    gpu = OnGpu()
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            gpu.calls.append(("record", stream.name))
+
+        def __eq__(self, other: object) -> bool:
+            return other == "event"
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpu.calls, "own"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(gpu.calls, "computing"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    return gpu
+
+
+def test_the_copy_waits_for_what_was_computed_before_it_was_asked_for(gpu_rows):
+    copy = HostCopy(gpu_rows)
+    assert gpu_rows.calls == [("record", "computing")]
+    assert torch.equal(copy.take(), torch.ones(3, 2))
+    assert gpu_rows.calls[1:] == [("on", "own"), ("own", "waits for", "event"), ("copy",), ("off", "own")]
+
+
+def test_saving_copies_nothing_in_the_caller_s_thread(gpu_rows):
+    store = Store()
+    disk = DiskTier(store)
+    disk.save(b"key", gpu_rows)
+    disk.close()
+    assert gpu_rows.copied_in.startswith("embedding-writer")
+    assert torch.equal(store.kept[b"key"], torch.ones(3, 2))

@@ -32,7 +32,6 @@ from tests.vision.store_helpers import (
 from vision.cache import durable_file
 from vision.cache import store as embedding_store
 from vision.cache.folder import EmbeddingFolder
-from vision.cache.store import EmbeddingStore
 from vlmserve_common.errors import EngineError
 
 SIZE = HEADER + 1024  # of an entry
@@ -96,24 +95,6 @@ def test_what_is_counted(tmp_path):
     assert open_store(tmp_path).stats().bytes == SIZE == bytes_on_disk(tmp_path)
 
 
-def test_what_is_there_is_not_written_again(tmp_path):
-    store = open_store(tmp_path)
-    assert store.put(key(0), rows(0))
-    before = file_of(tmp_path, 0).stat()
-    assert store.put(key(0), rows(1))
-    after = file_of(tmp_path, 0).stat()
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert holds(store, 0)
-
-
-def test_what_another_process_wrote_is_confirmed_when_its_name_is_on_disk(tmp_path, monkeypatch):
-    assert open_store(tmp_path).put(key(0), rows(0))
-    store, flushed = open_store(tmp_path), []
-    monkeypatch.setattr(embedding_store, "flush_folder", flushed.append)
-    assert store.put(key(0), rows(0))
-    assert flushed == [file_of(tmp_path, 0).parent]
-
-
 def test_a_good_file_in_place_of_a_damaged_one_is_not_removed(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     assert store.put(key(0), rows(0))
@@ -132,14 +113,6 @@ def test_a_good_file_in_place_of_a_damaged_one_is_not_removed(tmp_path, monkeypa
     assert holds(store, 0)
 
 
-def test_towers_do_not_see_each_other(tmp_path):
-    first, second = open_store(tmp_path), open_store(tmp_path, fingerprint=bytes(32))
-    assert first.put(key(0), rows(0))
-    assert not holds(second, 0)
-    assert second.put(key(1), rows(1))
-    assert open_store(tmp_path).stats().entries == 2
-
-
 def test_a_folder_says_whose_embeddings_it_has(tmp_path):
     open_store(tmp_path / "made" / "here")
     assert stat.S_IMODE((tmp_path / "made" / "here").stat().st_mode) == 0o700
@@ -150,38 +123,6 @@ def test_a_folder_says_whose_embeddings_it_has(tmp_path):
     about.write_text("{")
     open_store(tmp_path / "made" / "here")
     assert json.loads(about.read_text())["model"] == "a model"
-
-
-def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path):
-    store = open_store(tmp_path / "x")
-    assert store.put(key(0), rows(0))
-    shutil.rmtree(tmp_path / "x")
-    assert not holds(store, 0)
-    assert store.put(key(0), rows(0))
-    assert holds(store, 0)
-    assert (tmp_path / "x" / "v1" / FINGERPRINT.hex() / "about.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "complaint"),
-    [
-        (torch.zeros(2, 3, dtype=torch.float64), r"shape \[2, 3\] in torch.float64"),
-        (torch.zeros(3), r"shape \[3\]"),
-        (torch.zeros(0, 3), r"shape \[0, 3\]"),
-    ],
-)
-def test_what_are_no_rows_cannot_be_put(tmp_path, wrong, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        open_store(tmp_path).put(key(0), wrong)
-
-
-def test_keys_have_32_bytes(tmp_path):
-    store = open_store(tmp_path)
-    for call in (store.get, store.__contains__, lambda short: store.put(short, rows(0))):
-        with pytest.raises(ValueError, match="a key of 31 bytes; 32 are expected"):
-            call(bytes(31))
-    with pytest.raises(ValueError, match="32 are expected"):
-        open_store(tmp_path, fingerprint=b"")
 
 
 # --- the limit
@@ -252,32 +193,6 @@ def test_use_is_noted_once_a_minute(tmp_path, clock):
     assert file_of(tmp_path, 0).stat().st_mtime == written + 60
 
 
-def test_a_clock_that_jumps_costs_the_order_and_nothing_else(tmp_path, clock):
-    start = clock.now
-    store = open_store(tmp_path, limit=10 * SIZE, clock=clock)
-    for jump, first in ((0, 0), (+1e9, 100), (-1e9, 200), (-start + 5, 300)):
-        clock.now = start + jump
-        fill(store, clock, *range(first, first + 12))
-        assert kept(tmp_path, first + 11)
-        assert bytes_on_disk(tmp_path) <= 10 * SIZE
-        assert holds(store, first + 11)
-
-
-def test_times_in_the_future_count_as_now(tmp_path, clock):
-    store = open_store(tmp_path, limit=10 * SIZE, clock=clock)
-    clock.now += 1e9
-    fill(store, clock, 0, 1)
-    clock.now -= 1e9
-    fill(store, clock, *range(2, 10))
-    assert holds(store, 0)
-    assert file_of(tmp_path, 0).stat().st_mtime == clock.now
-    clock.now += HOUR
-    fill(store, clock, 10)
-    assert 0 not in kept(tmp_path, *range(11)) or 1 in kept(tmp_path, *range(11))
-    for used in (entry.used for entry in EmbeddingFolder(tmp_path).entries(now_s=clock.now)):
-        assert used <= clock.now
-
-
 # --- pins
 
 
@@ -293,13 +208,6 @@ def test_pinned_entries_stay(tmp_path, clock):
     fill(store, clock, *range(30, 50))
     assert kept(tmp_path, 0, 1, 50) == {1, 50}
     assert holds(store, 50)
-
-
-def test_what_is_not_there_cannot_be_pinned(tmp_path, clock):
-    store = open_store(tmp_path, limit=5 * SIZE, clock=clock)
-    assert not store.put(key(0), rows(0, width=1024), pin=True)  # too large
-    fill(store, clock, *range(20))
-    assert kept(tmp_path, 0) == set()
 
 
 def test_pinned_entries_may_fill_it(tmp_path, clock, caplog, monkeypatch):
@@ -481,6 +389,29 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path, clock):
     assert (place / "short.safetensors").exists()
 
 
-def test_a_store_takes_its_settings(tmp_path):
-    assert EmbeddingStore(tmp_path, fingerprint=FINGERPRINT, limit_bytes=0, about={}).limit_bytes == 0
-    assert not open_store(tmp_path, limit=0).put(key(0), rows(0))
+def test_what_is_there_is_not_written_again(tmp_path):
+    store = open_store(tmp_path)
+    assert store.put(key(0), rows(0))
+    before = file_of(tmp_path, 0).stat()
+    assert store.put(key(0), rows(1))
+    after = file_of(tmp_path, 0).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert holds(store, 0)
+
+
+def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path):
+    store = open_store(tmp_path / "x")
+    assert store.put(key(0), rows(0))
+    shutil.rmtree(tmp_path / "x")
+    assert not holds(store, 0)
+    assert store.put(key(0), rows(0))
+    assert holds(store, 0)
+    assert (tmp_path / "x" / "v1" / FINGERPRINT.hex() / "about.json").exists()
+
+
+def test_what_another_process_wrote_is_confirmed_when_its_name_is_on_disk(tmp_path, monkeypatch):
+    assert open_store(tmp_path).put(key(0), rows(0))
+    store, flushed = open_store(tmp_path), []
+    monkeypatch.setattr(embedding_store, "flush_folder", flushed.append)
+    assert store.put(key(0), rows(0))
+    assert flushed == [file_of(tmp_path, 0).parent]

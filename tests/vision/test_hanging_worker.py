@@ -24,8 +24,8 @@ from vision.workers.process_backend import ProcessBackend
 from vlmserve_common.process import supervisor
 from vlmserve_common.process.child import ChildProcess
 
-LIMIT_S = 100.0
-REASON = "the encoder worker on cuda:0 was not done with a batch after 100 s; --encoder-timeout-s allows more"
+LIMIT_S = 0.25  # by the clock of the tests; that often it is looked at
+REASON = "the encoder worker on cuda:0 was not done with a batch after 0.25 s; --encoder-timeout-s allows more"
 
 
 class Bench:
@@ -44,18 +44,16 @@ class Bench:
         assert wait([self._paused], PATIENCE_S), "no worker hangs"
         assert os.read(self._paused, 1) == b"p"
 
-    def later(self, seconds: float) -> bool:
-        """Move the clock. Whether the worker was found to hang then, if it owes a batch."""
-        [keeper] = self.backend._keepers
-        with keeper._changed:
-            child, self.now = keeper._child, self.now + seconds
-            owes = bool(keeper._sent or keeper._unsent)
-            while self._looks.acquire(blocking=False):
-                pass
-            keeper._changed.notify_all()
-        assert not owes or self._looks.acquire(timeout=PATIENCE_S), "nobody looks at the clock"
-        with keeper._changed:
-            return keeper._child is not child or bool(keeper._overdue)
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+
+    def assert_patient(self) -> None:
+        """The clock was looked at, and nothing came of it."""
+        while self._looks.acquire(blocking=False):
+            pass
+        for _ in range(2):  # the first look may have begun before
+            assert self._looks.acquire(timeout=PATIENCE_S), "nobody looks at the clock"
+        assert self.backend.collect() == []
 
     def stop(self) -> int:
         """Stop the worker; its pid, when it has."""
@@ -106,9 +104,10 @@ def test_a_worker_that_hangs_is_ended_and_started_again_and_its_batches_fail(ben
     hung = bench.fake.pids()[0]
     bench.backend.start(0, batch(1, first_pixel=PAUSE))
     bench.await_pause()
-    assert not bench.later(LIMIT_S - 1)
+    bench.later(LIMIT_S / 2)
+    bench.assert_patient()
     bench.backend.start(0, batch(2))
-    assert bench.later(1)
+    bench.later(LIMIT_S / 2)
     results = collect(bench.backend, 2)
     assert [(one.number, one.embeds, one.error, one.untried) for one in results] == [
         (1, None, REASON, False),
@@ -122,30 +121,22 @@ def test_a_worker_that_hangs_is_ended_and_started_again_and_its_batches_fail(ben
     assert f"{REASON}: starting it again" in caplog.text
 
 
-def test_one_that_was_stopped_ends_too(bench, caplog):
-    pid = bench.stop()
-    bench.backend.start(0, batch(1))
-    bench.later(LIMIT_S)
-    [result] = collect(bench.backend, 1)
-    assert result.error == REASON
-    assert gone(pid)
-    assert f"{REASON}: starting it again" in caplog.text
-
-
 def test_the_limit_is_for_each_batch_and_not_for_idling(bench):
     for number in range(3):
-        assert not bench.later(10 * LIMIT_S)
+        bench.later(10 * LIMIT_S)
         bench.backend.start(0, batch(number))
         assert collect(bench.backend, 1)[0].error == ""
     pid = bench.stop()
     for number in (4, 5, 6):
         bench.backend.start(0, batch(number, first_pixel=PAUSE if number == 6 else None))
-    assert not bench.later(LIMIT_S - 1)
+    bench.later(LIMIT_S / 2)
+    bench.assert_patient()
     os.kill(pid, signal.SIGCONT)
     assert [one.error for one in collect(bench.backend, 2)] == ["", ""]
     bench.await_pause()
-    assert not bench.later(LIMIT_S - 1)
-    assert bench.later(1)
+    bench.later(LIMIT_S / 2)
+    bench.assert_patient()
+    bench.later(LIMIT_S / 2)
     assert collect(bench.backend, 1)[0].error == REASON
 
 
@@ -186,7 +177,7 @@ def test_in_the_pool_what_hangs_is_retried_alone_and_fails_those_who_hold_it_onl
 
     for figure in ("retried", "failed"):
         bench.await_pause()
-        assert bench.later(LIMIT_S)
+        bench.later(LIMIT_S)
         advance_until(lambda figure=figure: getattr(pool.stats(), figure) > 0)
     advance_until(lambda: pool.is_ready(keys[1]))
     assert pool.take_failures() == {keys[0]: REASON}

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
-from vision.workers.inline import InlineBackend
-from vision.workers.pace import Pace
+from vision.workers.inline import InlineBackend, Pace
 
 SPEED = 100e9
 PIECE_S = 0.01
@@ -138,28 +137,6 @@ def test_a_call_computes_one_piece_at_least_and_never_much_longer_than_allowed(s
     assert rig.tower.now == pytest.approx(sum(sizes) * 1e9 / speed)
 
 
-def test_pieces_take_as_long_as_they_should_on_any_machine():
-    for speed in (2e9, 100e9, 3e12):
-        rig = Rig(speed)
-        rig.start("a", 400)
-        while rig.backend.work(0.03):
-            pass
-        assert all(seconds <= PIECE_S * 1.001 for _, seconds in rig.tower.log[2:])
-        assert sorted(seconds for _, seconds in rig.tower.log)[len(rig.tower.log) // 2] == pytest.approx(PIECE_S)
-
-
-def test_pieces_are_larger_where_there_is_time_and_at_once_small_again():
-    rig = Rig()
-    rig.learn()
-    rig.start("a", 300)
-    rig.backend.work(1.0)
-    assert max(seconds for _, seconds in rig.tower.log[1:]) == pytest.approx(0.1)
-    rig.backend.work(0.03)
-    rig.tower.log.clear()
-    rig.backend.work(0.031)
-    assert [seconds for _, seconds in rig.tower.log] == [pytest.approx(PIECE_S)] * 3
-
-
 def test_a_small_picture_does_not_wait_for_a_large_one_that_gets_on_all_the_same():
     rig = Rig()
     large = rig.start("l", 1000)  # ten seconds
@@ -198,6 +175,7 @@ def test_a_stream_of_small_pictures_leaves_the_large_one_its_share():
 def test_no_more_batches_than_allowed_are_in_work_and_each_has_one_result(most, events, data):
     rig = Rig(most_batches=most)
     cancelled: set[int] = set()
+    results = []
     for event in events:
         if event == "cancel":
             if rig.started:
@@ -209,35 +187,14 @@ def test_no_more_batches_than_allowed_are_in_work_and_each_has_one_result(most, 
         else:
             rig.backend.work(event)
         begun = {digest for digest, _ in rig.tower.log}
-        assert len(begun) - len([r for r in rig.backend._results if r.embeds]) - len(rig.tower.closed) <= most
+        results += rig.backend.collect()
+        assert len(begun) - sum(one.embeds is not None for one in results) - len(rig.tower.closed) <= most
     rig.backend.work(math.inf)
     assert not rig.backend.has_work
-    results = rig.backend.collect()
+    results += rig.backend.collect()
     assert sorted(result.number for result in results) == list(range(1, rig.started + 1))
     for result in results:
         assert result.embeds is not None or (result.untried and result.number in cancelled)
-
-
-def test_what_nobody_wants_any_more_is_dropped_where_it_is():
-    rig = Rig()
-    numbers = [rig.start(name, 100) for name in "abc"]
-    rig.backend.work(0.5)
-    rig.backend.cancel(0, numbers[0])  # half way
-    rig.backend.cancel(0, numbers[2])  # not begun
-    assert rig.backend.collect() == []
-    before = rig.tower.now
-    rig.backend.work(math.inf)
-    assert rig.tower.now == pytest.approx(before + 1.0)
-    assert rig.tower.closed == [b"a"]
-    results = {result.number: result for result in rig.backend.collect()}
-    assert [(results[n].untried, results[n].embeds is None) for n in numbers] == [
-        (True, True),
-        (False, False),
-        (True, True),
-    ]
-    rig.backend.cancel(0, numbers[1])  # too late
-    assert not rig.backend.work(math.inf)
-    assert rig.backend.collect() == []
 
 
 def test_a_failure_half_way_is_the_result_of_its_batch_alone():

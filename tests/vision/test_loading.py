@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
-from vision.towers import fingerprint
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.loading import load_tower
+from vision.towers import loading
+from vision.towers.loading import load_tower, tower_fingerprint
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
 from vlmserve_common.errors import CheckpointError
@@ -106,17 +105,7 @@ def test_a_fingerprint_tells_towers_apart(tmp_path, monkeypatch):
         "taps": fingerprint_of(tower, folder, deepstack_visual_indexes=[0, 2]),
         "activation": fingerprint_of(tower, folder, hidden_act="gelu"),
     }
-    monkeypatch.setattr(fingerprint, "_VERSION", b"vlmserve tower 0")
+    monkeypatch.setattr(loading, "_VERSION", b"vlmserve tower 0")
     found["version"] = fingerprint_of(tower, folder)
     assert len(set(found.values())) == len(found), found
     assert {len(value) for value in found.values()} == {32}
-
-
-def test_a_fingerprint_is_the_same_each_time_and_whatever_the_order_of_settings(tmp_path):
-    folder = make_checkpoint("qwen2_vl", tmp_path)
-    settings = read_json(folder, "config.json")["vision_config"]
-    turned = dict(reversed(settings.items()))
-    first = tower_fingerprint(load_tower(folder), settings)
-    assert first == tower_fingerprint(load_tower(folder), turned)
-    edit(folder, lambda tensors: tensors["model.embed_tokens.weight"].zero_())
-    assert first == tower_fingerprint(load_tower(folder), settings), "the decoder does not matter"

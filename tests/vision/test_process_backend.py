@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import select
@@ -25,11 +24,8 @@ from tests.vision.fake_worker import DIE, EXIT, FAIL, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import ROOT, gone
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
-from vision.workers.process_backend import ProcessBackend
-from vision.workers.settings import WorkerSettings
 from vlmserve_common.errors import EngineError
-from vlmserve_common.process import supervisor
-from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess
+from vlmserve_common.process.child import STOP_PATIENCE_S
 from vlmserve_common.transport.wire import SHARED_FROM_BYTES
 
 LARGE = (2, SHARED_FROM_BYTES // 8)  # one pixel value a patch
@@ -120,16 +116,6 @@ def test_without_room_in_shared_memory_arrays_go_through_the_pipe_and_nobody_wai
     fake.shared_dir.mkdir()
 
 
-def test_handles_are_quiet_once_all_is_collected(fakes):
-    fake = fakes("ok")
-    assert not wait(fake.backend.wait_handles(), 0)
-    assert_works(fake)
-    deadline = time.monotonic() + 5
-    while wait(fake.backend.wait_handles(), 0):  # a wake-up may come behind its result, once
-        assert fake.backend.collect() == []
-        assert time.monotonic() < deadline
-
-
 def test_a_failure_in_the_worker_is_that_of_its_batch_alone(fakes):
     fake = fakes("ok")
     sent = [batch(0), batch(1, order=FAIL), batch(2)]
@@ -191,16 +177,6 @@ def test_a_worker_killed_while_idle_is_started_again(fakes, caplog):
     assert len(fake.pids()) == 4
 
 
-def test_a_worker_killed_while_it_starts_is_started_again_and_waiting_tells(fakes):
-    fake = fakes("die ok")
-    fake.backend.start(0, batch(1))
-    with pytest.raises(EngineError, match=r"cuda:0 was killed by SIGKILL while starting, as the kernel"):
-        fake.backend.wait_ready()
-    [result] = collect(fake.backend, 1)
-    assert (result.embeds, result.untried) == (None, True)
-    assert_works(fake)
-
-
 def test_a_worker_that_dies_three_times_in_a_row_is_given_up(fakes, caplog):
     fake = fakes("ok die", "ok")
     fake.backend.start(0, batch(1, order=DIE))
@@ -219,16 +195,6 @@ def test_a_worker_that_dies_three_times_in_a_row_is_given_up(fakes, caplog):
     assert_works(fake, worker=1)
     assert f"{reason}: given up after 3 deaths with nothing done between them" in caplog.text
     assert len(fake.pids()) == 4
-
-
-def test_deaths_with_work_done_between_them_are_not_counted_together(fakes):
-    fake = fakes("ok")
-    for number in range(4):
-        assert_works(fake, number)
-        fake.backend.start(0, batch(9, order=EXIT))
-        [result] = collect(fake.backend, 1)
-        assert "status 7" in result.error
-    assert_works(fake)
 
 
 @pytest.mark.parametrize(
@@ -262,19 +228,6 @@ def test_later_starts_have_time_of_their_own(fakes):
     assert_works(fake)
 
 
-@pytest.mark.parametrize(
-    ("main", "message"),
-    [(lambda *_: None, r"^the encoder worker on cpu cannot be started: \w+: .*pickle"), (print, "stopped early")],
-    ids=["cannot-be-sent", "returns"],
-)
-def test_an_impossible_main_is_a_failure_to_start(fakes, main, message):
-    fake = fakes("ok")
-    settings = WorkerSettings(model=fake.folder, devices=("cpu",), shared_dir=fake.shared_dir)
-    with contextlib.closing(ProcessBackend(settings, main)) as backend, pytest.raises(EngineError, match=message):
-        backend.wait_ready()
-    assert_works(fake)
-
-
 @pytest.mark.parametrize("stopped", [False, True], ids=["in-work", "stopped"])
 def test_closing_ends_workers_whatever_they_do(fakes, caplog, stopped):
     fake = fakes("ok")
@@ -289,33 +242,6 @@ def test_closing_ends_workers_whatever_they_do(fakes, caplog, stopped):
     assert "killing it" not in caplog.text
     fake.backend.start(0, batch(2))  # after the end: nothing
     fake.backend.close()
-
-
-def test_closing_in_the_moment_in_which_a_worker_is_born(fakes, monkeypatch):
-    begun = threading.Event()
-
-    class Born(ChildProcess):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            assert begun.wait(PATIENCE_S)
-
-    monkeypatch.setattr(supervisor, "ChildProcess", Born)
-    fake = fakes("ok")
-    [worker] = fake.backend._keepers
-    worker.begin_close()
-    begun.set()
-    fake.backend.close()
-    with pytest.raises(EngineError):
-        fake.backend.wait_ready()
-
-
-def test_closing_while_a_worker_starts(fakes):
-    fake = fakes("hang", "ok")
-    fake.backend.start(1, batch(1))
-    assert_done(collect(fake.backend, 1)[0], batch(1))
-    fake.backend.close()
-    with pytest.raises(EngineError):
-        fake.backend.wait_ready()
 
 
 _PARENT = """
@@ -373,4 +299,33 @@ def test_workers_that_find_different_weights_are_refused(fakes):
     first.set_result({"fingerprint": "01"})
     fake.backend._keepers[1].first_start = first
     with pytest.raises(EngineError, match=r"changed while the encoder workers loaded it: their towers differ$"):
+        fake.backend.wait_ready()
+
+
+def test_handles_are_quiet_once_all_is_collected(fakes):
+    fake = fakes("ok")
+    assert not wait(fake.backend.wait_handles(), 0)
+    assert_works(fake)
+    deadline = time.monotonic() + 5
+    while wait(fake.backend.wait_handles(), 0):  # a wake-up may come behind its result, once
+        assert fake.backend.collect() == []
+        assert time.monotonic() < deadline
+
+
+def test_deaths_with_work_done_between_them_are_not_counted_together(fakes):
+    fake = fakes("ok")
+    for number in range(4):
+        assert_works(fake, number)
+        fake.backend.start(0, batch(9, order=EXIT))
+        [result] = collect(fake.backend, 1)
+        assert "status 7" in result.error
+    assert_works(fake)
+
+
+def test_closing_while_a_worker_starts(fakes):
+    fake = fakes("hang", "ok")
+    fake.backend.start(1, batch(1))
+    assert_done(collect(fake.backend, 1)[0], batch(1))
+    fake.backend.close()
+    with pytest.raises(EngineError):
         fake.backend.wait_ready()

@@ -10,11 +10,10 @@ import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vision.patches import random_patches
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_cost
+from vision.towers.blocks import VisionTower, encoding_cost, encoding_flops
 from vision.towers.grids import Grid
-from vision.towers.loading import load_tower
-from vision.towers.pieces import TORCH_ROWS, UNLIMITED, Kind, Piece, Steps, finish, limited_tiles
+from vision.towers.loading import load_tower, make_tower
+from vision.towers.pieces import UNLIMITED, Kind, Piece, Steps, limited_tiles
 from vision.towers.runner import TowerRunner
 from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.kernels import library
@@ -127,15 +126,6 @@ def test_no_piece_of_the_operators_costs_more_than_the_limit(folder):
     assert len(pieces) > 20
 
 
-def test_torchs_tiles_do_not_depend_on_the_limit(folder):
-    library.activate("off", threads=1)
-    tower, x = load(folder, torch.float32), pixels(folder, [(1, 60, 60)])
-    _, fine = cut(tower.steps(x, [(1, 60, 60)], Limit(1.0)))
-    _, coarse = cut(tower.steps(x, [(1, 60, 60)], UNLIMITED))
-    assert fine == coarse
-    assert len(fine) > len(tower.layers()) * 3 * 3600 / TORCH_ROWS
-
-
 @pytest.mark.parametrize("count", [1, 47, 48, 49, 100, 1000, 7400])
 @pytest.mark.parametrize("limit", [0.0, 48.0, 100.0, 1e4, math.inf])
 def test_tiles_cover_all_rows_once_and_are_no_larger_than_allowed(count, limit):
@@ -152,10 +142,42 @@ def test_a_limit_that_changes_holds_from_the_next_tile_on():
     assert list(tiles) == [slice(96, 1000)]
 
 
-def test_finish_gives_the_result():
-    def work() -> Steps[str]:
-        yield Piece(Kind.PRODUCT, 1.0)
-        yield Piece(Kind.ELEMENTS, 1.0)
-        return "done"
+# ---------------------------------------------------------------- costs
 
-    assert finish(work()) == "done"
+
+QWEN3_VL_2B = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+    "patch_size": 16,
+    "num_position_embeddings": 2304,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+QWEN2_5_VL = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+    "patch_size": 14,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+
+
+@pytest.mark.parametrize("patches", [784, 7500])
+def test_qwen3_vl(patches: int) -> None:
+    tower = make_tower({"model_type": "qwen3_vl", "vision_config": QWEN3_VL_2B}, torch.bfloat16, "meta")
+    layer = 4 * 1024**2 + 2 * 1024 * 4096
+    mergers = 4 * (4096 * 4096 + 4096 * 2048) / 4
+    want = 2 * patches * (3 * 2 * 16 * 16 * 1024 + 24 * layer + mergers) + 24 * 4 * 1024 * patches**2
+    assert encoding_flops(tower, patches) == pytest.approx(want)
+
+
+def test_windows_are_not_the_whole_picture() -> None:
+    tower = make_tower({"model_type": "qwen2_5_vl", "vision_config": QWEN2_5_VL}, torch.bfloat16, "meta")
+    layer = 4 * 1280**2 + 3 * 1280 * 3420
+    merger = (5120 * 5120 + 5120 * 2048) / 4
+    want = 2 * 4096 * (3 * 2 * 14 * 14 * 1280 + 32 * layer + merger) + 4 * 4 * 1280 * 4096**2
+    assert encoding_flops(tower, 4096) == pytest.approx(want)

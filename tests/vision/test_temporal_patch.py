@@ -13,7 +13,6 @@ import torch
 from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
 from processors.families.registry import make_processor
 from processors.inputs import Modality, MultimodalDataItem
-from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs, VideoOptions
 from tests.processors.clips import make_clip
 from tests.processors.helpers import picture, values
@@ -21,10 +20,9 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
-from vision.towers.fingerprint import tower_fingerprint
-from vision.towers.loading import load_tower
+from vision.towers.loading import load_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
-from vision.towers.temporal_patch import TemporalPatch, embedding_key, temporal_patches
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.inline import InlineBackend
 from vlmserve_common.checkpoint.reader import read_json
 
@@ -107,57 +105,6 @@ def test_two_clips_of_one_file_encode_what_they_share_once(house):
     assert pool.stats().coalesced == 3
     torch.testing.assert_close(together, rows_of_the_tower(house, whole), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(rows_of(pool, keys[at : at + 3]), rows_of_the_tower(house, part), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_of_a_clip_are_those_of_its_temporal_patches_one_by_one(house):
-    video = house.processor.process_video([picture(80, 112, seed) for seed in range(8)])
-    pool, alone = house.pool(), []
-    for place, patch in enumerate(patches_of(video)):
-        alone.append(rows_of(pool, pool.submit([patch], order=0, place=place)))
-    assert pool.stats().encoded == 4
-    assert alone[0].shape == house.shape.of(patches_of(video)[0])
-    torch.testing.assert_close(torch.cat(alone), rows_of_the_tower(house, video), rtol=1e-5, atol=1e-5)
-
-
-def test_a_picture_in_two_requests_is_encoded_once(house):
-    first, again, other = (house.processor.process_image(picture(90, 70, seed)) for seed in (1, 1, 2))
-    pool = house.pool()
-    keys = [pool.submit(patches_of(image), order=order)[0] for order, image in enumerate((first, again, other))]
-    assert keys[0] == keys[1] != keys[2]
-    rows = rows_of(pool, keys[:1])
-    assert pool.stats().encoded == 2
-    torch.testing.assert_close(rows, rows_of_the_tower(house, first), rtol=1e-5, atol=1e-5)
-    pool.release(keys[:1], order=0)
-    pool.release(keys[1:2], order=1)
-    assert pool.submit(patches_of(again), order=3) == keys[:1]
-    assert torch.equal(rows_of(pool, keys[:1]), rows)
-    assert pool.stats().encoded == 2
-
-
-def test_other_towers_know_the_same_pixels_by_other_keys(house, tmp_path):
-    [patch] = patches_of(house.processor.process_image(picture(60, 60)))
-    config = read_json(house.folder, "config.json")
-    family = config["model_type"]
-    other_weights = load_tower(make_checkpoint(family, tmp_path, seed=1))
-    other_dtype = load_tower(house.folder, dtype=torch.bfloat16)
-    fingerprints = [
-        house.fingerprint(),
-        tower_fingerprint(other_weights, config["vision_config"]),
-        tower_fingerprint(other_dtype, config["vision_config"]),
-        house.fingerprint(hidden_act="gelu"),
-    ]
-    assert len({embedding_key(fingerprint, patch) for fingerprint in fingerprints}) == 4
-    assert embedding_key(tower_fingerprint(load_tower(house.folder), config["vision_config"]), patch) == embedding_key(
-        house.fingerprint(), patch
-    )
-    assert house.pool().key(patch) == embedding_key(house.fingerprint(), patch)
-
-
-def test_other_sizes_of_the_same_picture_have_other_keys(house):
-    image = picture(120, 120)
-    one = house.processor.process_image(image)
-    smaller = house.processor.process_image(image, ImageKnobs(max_pixels=6000))
-    assert house.pool().key(patches_of(one)[0]) != house.pool().key(patches_of(smaller)[0])
 
 
 def test_rows_that_came_encoded_are_nothing_to_encode():

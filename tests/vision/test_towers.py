@@ -11,8 +11,7 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vision.towers.grids import group_segments, interpolation, patch_coordinates, window_order
-from vision.towers.registry import make_tower
+from vision.towers.loading import make_tower
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.errors import CheckpointError
@@ -98,22 +97,6 @@ def test_every_row_depends_on_pixels_of_all_its_patches(pair):
         assert moved[patch // 4] > 1e-3
 
 
-@torch.inference_mode()
-def test_bfloat16_stays_as_near_to_float32_as_transformers_does(pair):
-    grids = [(1, 8, 8), (1, 6, 10)]
-    pixels = pair.pixels(grids)
-    truth = pair.expected(pixels, grids)
-    config = read_json(pair.folder, "config.json")
-    tower = make_tower(config, torch.bfloat16, "cpu")
-    tower.load_state_dict(pair.tower.state_dict())
-    rows = tower(pixels, grids)
-    assert rows.dtype == torch.bfloat16
-    reference = copy.deepcopy(pair.reference.model.visual).to(torch.bfloat16)
-    theirs = (reference_rows(reference, pixels, grids).float() - truth).square().mean().sqrt()
-    ours = (rows.float() - truth).square().mean().sqrt()
-    assert 0 < ours < 1.2 * theirs
-
-
 @pytest.mark.parametrize(
     ("grids", "patches", "message"),
     [
@@ -126,11 +109,6 @@ def test_grids_that_do_not_fit_are_refused(pair, grids, patches, message):
     pixels = torch.zeros(patches, pair.tower.patch_embed.proj.weight.shape[1])
     with pytest.raises(ValueError, match=message):
         pair.tower(pixels, grids)
-
-
-def test_deepstack_layers_may_be_none(tmp_path):
-    folder = make_checkpoint("qwen3_vl", tmp_path, deepstack=())
-    assert load_model(folder).visual.num_deepstack_layers == 0
 
 
 @pytest.mark.parametrize(
@@ -158,31 +136,17 @@ def test_unknown_families_are_refused():
         make_tower({"model_type": "qwen9_vl", "vision_config": {}}, torch.float32, "cpu")
 
 
-def test_coordinates_go_by_blocks():
-    rows, columns = patch_coordinates([(2, 2, 4)], 2)
-    assert rows.tolist() == [0, 0, 1, 1, 0, 0, 1, 1] * 2
-    assert columns.tolist() == [0, 1, 0, 1, 2, 3, 2, 3] * 2
-
-
-def test_window_order_is_a_permutation_frame_by_frame():
-    order, lengths = window_order([(2, 6, 10), (1, 2, 2)], 2, 2)
-    assert sorted(order.tolist()) == list(range(31))
-    assert order[:15].tolist() == [0, 1, 5, 6, 2, 3, 7, 8, 4, 9, 10, 11, 12, 13, 14]
-    assert lengths == [16, 16, 8, 8, 8, 4] * 2 + [4]
-
-
-def test_interpolation_meets_the_table_at_its_corners():
-    rows, weights = interpolation([(1, 4, 4)], 2, 8)
-    assert weights.sum(1).tolist() == pytest.approx([1.0] * 16)
-    corners = {0: 0, 5: 7, 10: 56, 15: 63}
-    for patch, row in corners.items():
-        assert rows[patch][weights[patch].argmax()] == row
-        assert weights[patch].max() == 1
-
-
-def test_segments_of_one_length_are_grouped():
-    groups = group_segments([4, 4, 2, 4, 2], torch.device("cpu"))
-    assert [group.length for group in groups] == [4, 2]
-    assert groups[0].rows.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13]
-    assert groups[1].rows.tolist() == [8, 9, 14, 15]
-    assert group_segments([4, 4], torch.device("cpu"))[0].rows == slice(0, 8)
+@torch.inference_mode()
+def test_bfloat16_stays_as_near_to_float32_as_transformers_does(pair):
+    grids = [(1, 8, 8), (1, 6, 10)]
+    pixels = pair.pixels(grids)
+    truth = pair.expected(pixels, grids)
+    config = read_json(pair.folder, "config.json")
+    tower = make_tower(config, torch.bfloat16, "cpu")
+    tower.load_state_dict(pair.tower.state_dict())
+    rows = tower(pixels, grids)
+    assert rows.dtype == torch.bfloat16
+    reference = copy.deepcopy(pair.reference.model.visual).to(torch.bfloat16)
+    theirs = (reference_rows(reference, pixels, grids).float() - truth).square().mean().sqrt()
+    ours = (rows.float() - truth).square().mean().sqrt()
+    assert 0 < ours < 1.2 * theirs

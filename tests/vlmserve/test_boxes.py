@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from hypothesis import given
@@ -93,17 +91,14 @@ def test_wherever_json_breaks_off(fence, indent):
 
 
 def test_wherever_tokens_break_off():
-    whole = "<|box_start|>(221,423),(569,886)<|box_end|><|box_start|>(1,2),(3,4)<|box_end|>"
-    first = whole.index("<|box_end|>") + len("<|box_end|>")
-    for cut in range(len("<|box_start|>"), len(whole)):
+    start, end = "<|box_start|>", "<|box_end|>"
+    whole = f"{start}(221,423),(569,886){end}{start}(1,2),(3,4){end}"
+    first = whole.index(end) + len(end)
+    for cut in (*range(len(start), first - len(end)), *range(first + len(start), len(whole) - len(end))):  # tokens stay
         marks = parse_boxes(whole[:cut])
         assert len(marks.boxes) == (cut >= first)
-        # a token comes whole or not at all
-        if cut - len("<|box_start|>") not in (
-            first - len("<|box_start|>"),
-            *range(first - len("<|box_start|>"), first),
-        ):
-            assert marks.problems, whole[:cut]
+        assert marks.problems, whole[:cut]
+    assert len(parse_boxes(whole[:first]).boxes) == 1
 
 
 @pytest.mark.parametrize(
@@ -159,25 +154,13 @@ REPEATED = ["[", "{", "(1,2),(", "<|box_start|>", "<|object_ref_start|>", '"bbox
 REPEATED += ['{"a": ' * 12 + "1" + "}" * 11, '{"a": "', "{}", '{"bbox_2d": [1, 2, 3, 4]}, ']
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("piece", REPEATED)
 def test_the_work_on_endless_repetition_grows_with_its_length(piece):
-    """A model that has lost its way repeats itself. 16 times the text may not take 256 times as long."""
-
-    def once(count: int) -> float:
-        started = time.process_time()
-        parse_boxes('"bbox_2d" [' + piece * count)
-        parse_boxes(piece * count)
-        return time.process_time() - started
-
-    def seconds(count: int) -> float:
-        """The least of three, without the collector, whose work grows with what other tests have left in memory."""
-        gc.disable()
-        try:
-            return min(once(count) for _ in range(3))
-        finally:
-            gc.enable()
-
-    assert seconds(4000) < 80 * max(seconds(250), 0.001)
+    """A lost model repeats itself. Work that grows with the square of the length would take minutes here."""
+    text = piece * (100_000 // len(piece))
+    parse_boxes('"bbox_2d" [' + text)
+    parse_boxes(text)
 
 
 SOURCE = {"source_size": {"width": 640, "height": 480}, "scale": {"x": 2.0, "y": 1.5}}

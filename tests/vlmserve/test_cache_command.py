@@ -15,7 +15,7 @@ import pytest
 from tests.vision.store_helpers import ABOUT, FINGERPRINT, HEADER, entry_files, file_of, holds, key, open_store, rows
 from vision.cache.folder import EmbeddingFolder
 from vlmserve import cli
-from vlmserve.commands.cache.quantities import age, show_size, size
+from vlmserve.commands.cache import age, show_size, size
 
 SIZE = HEADER + 1024
 OTHER = bytes([0xAB]) * 32
@@ -23,12 +23,12 @@ DAY = 86400.0
 
 
 @pytest.fixture
-def now() -> float:
+def now():
     return time.time()
 
 
 @pytest.fixture
-def cache(tmp_path: Path, now: float) -> Path:
+def cache(tmp_path, now):
     """Entries 0 to 4, used so many days ago, of which 4 is pinned; and 10 of another model, used half a day ago."""
     store = open_store(tmp_path)
     other = open_store(tmp_path, fingerprint=OTHER, about={**ABOUT, "model": "another"})
@@ -66,7 +66,7 @@ def left(folder: Path) -> set[int]:
 # --- ls and stats
 
 
-def test_ls_lists_the_last_used_first(cache: Path, now: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_the_last_used_first(cache, now, capsys):
     listed = run_json(capsys, "ls", cache)
     assert [item["key"] for item in listed] == [key(n).hex() for n in (0, 10, 1, 2, 3, 4)]
     assert listed[1] == {
@@ -88,7 +88,7 @@ def test_ls_lists_the_last_used_first(cache: Path, now: float, capsys: pytest.Ca
     assert lines[2].endswith("another")
 
 
-def test_ls_says_what_it_cannot_read(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_says_what_it_cannot_read(cache, capsys):
     file_of(cache, 0).write_bytes(b"")
     os.utime(file_of(cache, 0))
     (cache / "v1" / FINGERPRINT.hex() / "about.json").unlink()
@@ -97,7 +97,7 @@ def test_ls_says_what_it_cannot_read(cache: Path, capsys: pytest.CaptureFixture[
     assert "damaged" in run(capsys, "ls", cache)
 
 
-def test_stats_count_model_by_model(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_count_model_by_model(cache, capsys):
     summary = run_json(capsys, "stats", cache)
     assert (summary["entries"], summary["bytes"], summary["pinned"]) == (6, 6 * SIZE, 1)
     first, second = summary["fingerprints"]
@@ -108,7 +108,7 @@ def test_stats_count_model_by_model(cache: Path, capsys: pytest.CaptureFixture[s
     assert lines[-1].split() == ["total", "6", "9.0", "KiB", "1"]
 
 
-def test_looking_marks_nothing_as_used(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_looking_marks_nothing_as_used(cache, capsys):
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
     for command in ("ls", "stats", "verify"):
         run(capsys, command, cache)
@@ -119,7 +119,7 @@ def test_looking_marks_nothing_as_used(cache: Path, capsys: pytest.CaptureFixtur
 # --- verify
 
 
-def test_verify_names_what_is_bad(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_what_is_bad(cache, capsys):
     assert run(capsys, "verify", cache) == "6 entries, 0 bad\n"
     damaged = file_of(cache, 2)
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
@@ -134,13 +134,11 @@ def test_verify_names_what_is_bad(cache: Path, capsys: pytest.CaptureFixture[str
     assert run(capsys, "verify", cache) == "4 entries, 0 bad\n"
 
 
-def test_verify_removes_nothing_that_it_could_not_read(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_removes_nothing_that_it_could_not_read(cache, capsys, monkeypatch):
     def broken(file: object, key: bytes) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("vlmserve.commands.cache.tend.read_entry", broken)
+    monkeypatch.setattr("vlmserve.commands.cache.read_entry", broken)
     printed = run(capsys, "verify", cache, "--remove", status=1)
     assert "it cannot be read: Input/output error\n" in printed
     assert printed.endswith("6 entries, 6 bad\n")
@@ -172,9 +170,7 @@ def test_verify_removes_nothing_that_it_could_not_read(
         (["--fingerprint", "ab", "--fingerprint", "00"], {4}),
     ],
 )
-def test_prune_removes_what_the_flags_say(
-    cache: Path, flags: list[str], stays: set[int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_removes_what_the_flags_say(cache, flags, stays, capsys):
     everything = left(cache)
     dry = run_json(capsys, "prune", cache, *flags, "--dry-run")
     assert left(cache) == everything
@@ -186,7 +182,7 @@ def test_prune_removes_what_the_flags_say(
     assert file_of(cache, 4).with_suffix(".pin").exists() == (4 in stays)
 
 
-def test_prune_says_what_it_did(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_says_what_it_did(cache, capsys):
     flags = ["prune", cache, "--older-than", "36h"]
     assert run(capsys, *flags, "--dry-run") == (
         "would remove 2 entries, 3.0 KiB; 4 are left, 6.0 KiB, 1 of them pinned\n"
@@ -195,7 +191,7 @@ def test_prune_says_what_it_did(cache: Path, capsys: pytest.CaptureFixture[str])
     assert run(capsys, *flags).startswith("removed 0 entries")
 
 
-def test_prune_leaves_no_empty_folders(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_leaves_no_empty_folders(cache, capsys):
     file_of(cache, 10, OTHER).with_suffix(".pin").touch()
     file_of(cache, 10, OTHER).unlink()
     run(capsys, "prune", cache, "--fingerprint", "ab")
@@ -205,7 +201,7 @@ def test_prune_leaves_no_empty_folders(cache: Path, capsys: pytest.CaptureFixtur
     assert len(left(cache)) == 5
 
 
-def test_a_store_goes_on_beside_it(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_goes_on_beside_it(cache, capsys):
     store = open_store(cache)
     run(capsys, "prune", cache, "--max-size", "0", "--unpin")
     assert list((cache / "v1").iterdir()) == [cache / "v1" / "lock"]
@@ -215,7 +211,7 @@ def test_a_store_goes_on_beside_it(cache: Path, capsys: pytest.CaptureFixture[st
     assert run_json(capsys, "stats", cache)["fingerprints"][0]["about"] == ABOUT
 
 
-def test_prune_waits_for_an_eviction_under_way(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_waits_for_an_eviction_under_way(cache, capsys):
     with ThreadPoolExecutor(1) as pool:
         with EmbeddingFolder(cache).locked(wait=True):
             waiting = pool.submit(run, capsys, "prune", cache, "--max-size", "0")
@@ -228,9 +224,7 @@ def test_prune_waits_for_an_eviction_under_way(cache: Path, capsys: pytest.Captu
 # --- the command line
 
 
-def test_the_folder_may_come_from_the_environment(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_may_come_from_the_environment(cache, capsys, monkeypatch):
     monkeypatch.delenv("VLMSERVE_EMBEDDING_CACHE_DIR", raising=False)
     assert "DIR, or VLMSERVE_EMBEDDING_CACHE_DIR" in refused(capsys, "stats")
     monkeypatch.setenv("VLMSERVE_EMBEDDING_CACHE_DIR", str(cache))
@@ -239,7 +233,7 @@ def test_the_folder_may_come_from_the_environment(
 
 
 @pytest.mark.parametrize("command", ["ls", "stats", "verify", "prune --max-size 0", "prune --max-size 0 --dry-run"])
-def test_an_empty_folder_is_an_empty_cache(tmp_path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_folder_is_an_empty_cache(tmp_path, command, capsys):
     assert "0" in run(capsys, *command.split(), tmp_path).replace("no", "0")
     assert list(tmp_path.iterdir()) == []
 
@@ -259,21 +253,17 @@ def test_an_empty_folder_is_an_empty_cache(tmp_path: Path, command: str, capsys:
         (["--max-siz", "1"], "there is no --max-siz; did you mean --max-size?"),
     ],
 )
-def test_prune_removes_nothing_by_mistake(
-    cache: Path, flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prune_removes_nothing_by_mistake(cache, flags, complaint, capsys):
     assert complaint in refused(capsys, "prune", cache, *flags)
     assert len(left(cache)) == 6
 
 
 @pytest.mark.parametrize("words", [[], ["lss"], ["ls", "--limit", "0"]])
-def test_a_wrong_command_line_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_ends_with_2(words, capsys):
     assert "error:" in refused(capsys, *words)
 
 
-def test_a_folder_that_cannot_be_written_ends_with_1(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_ends_with_1(cache, capsys, monkeypatch):
     def refuse(path: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -282,16 +272,7 @@ def test_a_folder_that_cannot_be_written_ends_with_1(
     assert "vlmserve: error: [Errno 13] Permission denied" in capsys.readouterr().err
 
 
-def test_help_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["cache", "--help"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert [name for name in ("ls", "stats", "verify", "prune") if f"\n    {name} " not in printed] == []
-    assert max(map(len, printed.splitlines())) <= 120
-
-
-def test_it_starts_without_torch(cache: Path) -> None:
+def test_it_starts_without_torch(cache):
     code = (
         "import sys; from vlmserve import cli; cli.main(['cache', 'verify', sys.argv[1]]);"
         "print(*{'torch', 'transformers', 'pydantic'} & set(sys.modules))"
@@ -300,19 +281,9 @@ def test_it_starts_without_torch(cache: Path) -> None:
     assert done.stdout == "6 entries, 0 bad\n\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "count"), [("0", 0), ("4096", 4096), ("1KiB", 1024), ("1.5 GiB", 3 << 29), ("10GB", 10**10), ("7 B", 7)]
-)
-def test_sizes(text: str, count: int) -> None:
-    assert size(text) == count
-
-
-def test_ages_and_sizes_for_people() -> None:
+def test_ages_and_sizes_for_people():
+    texts = ("0", "4096", "1KiB", "1.5 GiB", "10GB", "7 B")
+    assert [size(text) for text in texts] == [0, 4096, 1024, 3 << 29, 10**10, 7]
     assert [age(text) for text in ("90s", "30m", "12h", "7d", "2w")] == [90, 1800, 43200, 7 * DAY, 14 * DAY]
-    assert [show_size(count) for count in (0, 1023, 1536, 10 << 30, 5 << 50)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "10.0 GiB",
-        "5120.0 TiB",
-    ]
+    shown = ["0 B", "1023 B", "1.5 KiB", "10.0 GiB", "5120.0 TiB"]
+    assert [show_size(count) for count in (0, 1023, 1536, 10 << 30, 5 << 50)] == shown

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from tests.processors.helpers import values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, picture

@@ -116,15 +116,16 @@ def test_more_prompts_than_may_wait(family):
 def test_an_interrupted_wait_leaves_nothing_behind(family, monkeypatch):
     folder, asked, wanted = family
     with LLM(str(folder), num_threads=1) as llm:
-        process, steps = llm._scheduler.process_batch_result, []
+        scheduler, steps = llm.engine.loop.schedulers[0], []
+        process = scheduler.process_batch_result
 
         def interrupted(batch, result):
             steps.append(batch)
             if len(steps) == 3:
                 raise KeyboardInterrupt
-            process(batch, result)
+            return process(batch, result)
 
-        monkeypatch.setattr(llm._scheduler, "process_batch_result", interrupted)
+        monkeypatch.setattr(scheduler, "process_batch_result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.chat_batch(asked, GREEDY)
         assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)

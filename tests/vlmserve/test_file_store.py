@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from processors.fetch.settings import ByteLimit
+from processors.fetch.limits import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
 from vlmserve.api import file_store

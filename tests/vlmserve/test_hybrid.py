@@ -32,7 +32,7 @@ def check(llm, asked, wanted):
     done = llm.chat_batch(asked, GREEDY, num_logprobs=2)
     for got, want in zip(done, wanted, strict=True):
         assert_equal_answers(got, want)
-    assert llm._scheduler.kv.states.held == 0
+    assert llm.engine.loop.schedulers[0].kv.states.held == 0
     return [answer.cached_tokens for answer in done]
 
 

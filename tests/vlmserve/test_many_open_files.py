@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.vision.fake_backend import FakeBackend, make_pool
-from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
-from vlmserve.commands.warmup.encoder_loop import EncoderLoop
+from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.rig import Knobs, Rig
+from vlmserve.commands.warmup.local import EncoderLoop
 from vlmserve_common.process.wake_up import WakeUp
 
 PATIENCE_S = 20.0
@@ -34,15 +35,15 @@ def test_the_offline_loop_waits_for_the_encoder(monkeypatch):
     assert wake_up.fd > 1023
     monkeypatch.setattr(rig.backend, "wait_handles", lambda: [wake_up.fd])
     message = request("r", [1] * 20, [(3, 12, b"picture")])
-    rig.scheduler.handle(message)
+    rig.handle(message)
     while not rig.backend.queues[0]:
-        rig.scheduler.step()
+        rig.step()
     wake_up.call()
-    rig.scheduler.step_or_wait()
+    rig.loop.step_or_wait()
     rig.backend.finish()
-    while not rig.scheduler.is_idle():
-        rig.scheduler.step_or_wait()
-    assert rig.tokens["r"] == expected(message)
+    while not rig.loop.is_idle():
+        rig.loop.step_or_wait()
+    rig.check_answers(message)
     wake_up.close()
 
 

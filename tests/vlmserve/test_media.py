@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from processors.pool.pool import PoolSettings, ProcessorPool
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, picture, tiny_processor

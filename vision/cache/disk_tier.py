@@ -1,4 +1,4 @@
-"""The disk behind the memory tiers, read and written in threads, so that nobody waits for it."""
+"""The disk behind the memory tiers. Threads read and write it, so that its callers never wait for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import torch
 
-from vision.cache.host_copy import HostCopy
 from vision.cache.stats import TierStats
 from vision.cache.store import EmbeddingStore
 from vlmserve_common.process.wake_up import WakeUp
@@ -19,9 +18,34 @@ from vlmserve_common.process.wake_up import WakeUp
 log = logging.getLogger(__name__)
 
 
+class HostCopy:
+    """Holds embeddings, from any device, until `take` copies them to the host. Making one never waits for the device.
+
+    Written by torch's documentation; it has not been run on a GPU.
+    """
+
+    def __init__(self, embeds: torch.Tensor) -> None:
+        self.nbytes = embeds.nbytes
+        self._embeds = embeds
+        self._computed: torch.cuda.Event | None = None
+        if embeds.is_cuda:
+            self._computed = torch.cuda.Event()
+            self._computed.record(torch.cuda.current_stream(embeds.device))
+
+    def take(self) -> torch.Tensor:
+        """Return the embeddings on the CPU; blocks until they are there. Any thread can call it."""
+        if self._computed is None:
+            return self._embeds
+        # a stream of its own: behind what computed them, and behind nothing that was asked for since
+        stream = torch.cuda.Stream(self._embeds.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._computed)
+            return self._embeds.cpu()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """embeds: on the CPU; None if the disk does not have them."""
+    """The result of a load. `embeds`: on the CPU; None if the disk does not have them."""
 
     key: bytes
     embeds: torch.Tensor | None
@@ -29,7 +53,8 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """number: of the save. ok: the embeddings are on disk and stay there through a crash. new: they were not before."""
+    """The result of a save. `number`: of the save. `ok`: the embeddings are on disk and survive a crash. `new`: they
+    were not there before."""
 
     number: int
     key: bytes
@@ -41,11 +66,10 @@ Done: TypeAlias = Loaded | Saved
 
 
 class DiskTier:
-    """Loads and saves beside the caller, who collects what is done. For one thread.
+    """Loads and saves in the background for one thread, which collects the results.
 
-    backlog_bytes: of embeddings that may wait to be written, on their device until their turn comes; above it, those
-    that nobody insists on are not saved.
-    saving: how many saves have been begun whose end was not collected yet.
+    `backlog_bytes`: embeddings that may wait to be written, on their device until their turn. Above it, only saves that
+    insist are done. `saving`: saves whose result was not collected yet.
     """
 
     def __init__(self, store: EmbeddingStore, *, backlog_bytes: int = 256 * 2**20) -> None:
@@ -62,12 +86,15 @@ class DiskTier:
         self._wake_up = WakeUp()
 
     def load(self, key: bytes) -> None:
-        """Begin to read; a `Loaded` follows."""
+        """Begin to read. The result is a `Loaded`."""
         self._readers.submit(self._load, key)
 
     def save(self, key: bytes, embeds: torch.Tensor, *, insist: bool = False, pin: bool = False) -> int:
-        """Begin to write embeddings from any device; its number, unlike that of any other, which a `Saved` with it
-        follows. insist: whatever the backlog."""
+        """Begin to write embeddings from any device, and return the save's unique number. The result is a `Saved` with
+        it.
+
+        `insist`: save them whatever the backlog.
+        """
         self.saving += 1
         self._saves += 1
         with self._lock:
@@ -82,23 +109,24 @@ class DiskTier:
         return self._saves
 
     def collect(self) -> list[Done]:
-        """What is done since."""
+        """Return the results since the last call."""
         self._wake_up.take()
         done = [self._done.popleft() for _ in range(len(self._done))]
         self.saving -= sum(isinstance(one, Saved) for one in done)
         return done
 
     def wait_handle(self) -> int:
-        """A file descriptor that becomes readable when something is done."""
+        """Return a file descriptor that becomes readable when there is a result."""
         return self._wake_up.fd
 
     def stats(self) -> TierStats:
-        """Plain figures."""
         return self.store.stats()
 
     def flush(self, timeout_s: float) -> int:
-        """Block until all that waits to be written now is, for so long at most; how many still wait then. From any
-        thread, before `close`."""
+        """Block until the present backlog is written, but at most so long; return how many saves still wait.
+
+        Any thread can call it before `close`.
+        """
         try:
             self._writer.submit(int).result(timeout_s)  # behind them all
         except TimeoutError:
@@ -107,7 +135,7 @@ class DiskTier:
         return 0
 
     def close(self) -> None:
-        """Write what waits to be written, and end the threads. May be called again."""
+        """Write the backlog, and end the threads. Can be called again."""
         if self._closed:
             return
         self._closed = True

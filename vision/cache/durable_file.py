@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, also after a crash, in folders that several processes write to.
+"""Writes files that exist whole or not at all, even after a crash, in folders that several processes write to.
 
-Order: a temporary file beside the final one grows and is flushed to disk -> it is renamed -> the folder is flushed. A
-temporary file that did not grow for some minutes is taken for a dead writer's; should its writer be only slow, on this
-host or another one of a shared file system, its call fails.
+Order: a temporary file grows beside the final one and is flushed to disk -> it is renamed -> the folder is flushed. A
+temporary file that has not grown for some minutes counts as left by a dead writer. If its writer is only slow (on this
+host or on another host of a shared file system), the writer's call fails.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _ABANDONED_AFTER_S = 600.0
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], *, time_s: float) -> None:
-    """Write a file of these parts, in place of one that may be there; it is on disk when this returns.
+    """Write a file of these parts, replacing one of that name. It is on disk when this returns.
 
-    time_s: its modification time, seconds since 1970. Raises OSError, and then leaves nothing behind.
+    `time_s`: its modification time, seconds since 1970. Raises OSError, and then leaves nothing behind.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}{_TEMPORARY}")
     try:
@@ -42,8 +42,8 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], *, time_s: float
 
 
 def make_folder(path: Path, *, mode: int = 0o777) -> None:
-    """Make a folder (of this mode, less the umask) and those above it, where they are missing; on disk when this
-    returns. Raises OSError."""
+    """Make a folder (of this mode, less the umask) and its missing parents. They are on disk when this returns. Raises
+    OSError."""
     if path.is_dir():
         return
     make_folder(path.parent)
@@ -55,12 +55,12 @@ def make_folder(path: Path, *, mode: int = 0o777) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file's name is one that `write_file` uses before a file is whole."""
+    """Return True if `write_file` uses this file name before a file is whole."""
     return name.endswith(_TEMPORARY)
 
 
 def remove_abandoned(temporary: Path, *, now_s: float) -> None:
-    """Remove a temporary file whose writer is gone. now_s: seconds since 1970."""
+    """Remove a temporary file if its writer is gone. `now_s`: seconds since 1970."""
     with contextlib.suppress(OSError):
         # either way: a clock that was set back must not keep it for ever
         if abs(now_s - temporary.stat().st_mtime) > _ABANDONED_AFTER_S:
@@ -69,9 +69,9 @@ def remove_abandoned(temporary: Path, *, now_s: float) -> None:
 
 @contextlib.contextmanager
 def locked_file(path: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold a lock file, which is made if need be, against other processes and threads; whether it is held.
+    """Hold a lock file, made if needed, against other processes and threads. The context is True if it is held.
 
-    wait: until it can be. Raises OSError.
+    `wait`: wait until it is free. Raises OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

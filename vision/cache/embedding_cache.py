@@ -1,7 +1,8 @@
-"""Embeddings of temporal patches in memory, by key: on the device, and behind it in host memory.
+"""Caches embeddings of temporal patches in memory, by key: on the device, and behind it in host memory.
 
-A tier is an LRU under a byte limit whose entries may be held: held ones are in use, or about to be, and stay. What the
-device gives up goes to the host; what is found there comes back. On a CPU both are the same memory, and one tier does.
+A tier is an LRU under a byte limit. Entries that are in use, or will be soon, are held and stay. Entries that the
+device evicts go to the host, and come back when they are found there. On a CPU both are the same memory, so one tier is
+enough.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from vlmserve_common.compute.transfers import to_device
 
 
 class MemoryTier:
-    """key -> embeddings [n, width]. Holds `limit_bytes` at the most, or what is held if that is more."""
+    """key -> embeddings [n, width]. Holds at most `limit_bytes`, or all held entries if these are more."""
 
     def __init__(self, limit_bytes: int, device: torch.device) -> None:
         self.limit_bytes = limit_bytes
@@ -32,7 +33,7 @@ class MemoryTier:
         return len(self._entries)
 
     def touch(self, key: bytes) -> bool:
-        """Whether the embeddings are here, now the most recently used. Counts."""
+        """Return True if the embeddings are here, and make them the most recently used. Counts as a hit or miss."""
         if key not in self._entries:
             self._misses += 1
             return False
@@ -41,12 +42,11 @@ class MemoryTier:
         return True
 
     def embeds(self, key: bytes) -> torch.Tensor:
-        """Embeddings that are here, without counting. KeyError if they are not."""
+        """Return embeddings that are here, without counting. Raises KeyError if they are not."""
         return self._entries[key]
 
     def put(self, key: bytes, embeds: torch.Tensor) -> list[tuple[bytes, torch.Tensor]]:
-        """Add embeddings that are not here; returns what had to go for them. They go first themselves if they are
-        larger than the limit."""
+        """Add new embeddings; return the evicted ones. Embeddings larger than the limit are evicted themselves."""
         assert key not in self._entries, key.hex()
         self._entries[key] = embeds
         self.bytes += embeds.nbytes
@@ -70,7 +70,8 @@ class MemoryTier:
             self.held_bytes += self._entries[key].nbytes
 
     def let_go(self, key: bytes) -> list[tuple[bytes, torch.Tensor]]:
-        """Undo `hold`; returns what goes now that it may. They count as just used. KeyError without a `hold`."""
+        """Undo `hold`, and return the entries evicted by that. The key counts as just used. Raises KeyError without a
+        `hold`."""
         self._held.remove(key)
         if key not in self._entries:
             return []
@@ -79,7 +80,6 @@ class MemoryTier:
         return self._trim(key)
 
     def stats(self) -> TierStats:
-        """Plain figures."""
         return TierStats(
             hits=self._hits,
             misses=self._misses,
@@ -90,8 +90,10 @@ class MemoryTier:
         )
 
     def _trim(self, newest: bytes) -> list[tuple[bytes, torch.Tensor]]:
-        """Evict what is not held until the limit is kept: `newest` if it is too large to stay, else the least recently
-        used."""
+        """Evict entries that are not held until the limit is kept.
+
+        If `newest` alone exceeds the limit, it goes. Otherwise the least recently used go.
+        """
         gone = []
         if self._entries[newest].nbytes > self.limit_bytes and newest not in self._held:
             gone.append(newest)
@@ -108,14 +110,14 @@ class MemoryTier:
 
 
 class EmbeddingCache:
-    """The device's tier with the host's behind it, if there is one. Not thread-safe."""
+    """The device's tier, with the host's behind it if there is one. Not thread-safe."""
 
     def __init__(self, device: MemoryTier, host: MemoryTier | None = None) -> None:
         self.device = device
         self.host = host
 
     def find(self, key: bytes) -> bool:
-        """Whether there are embeddings of a held key; from now on they are on the device."""
+        """Return True if a held key has embeddings. They are then on the device."""
         if self.device.touch(key):
             return True
         if self.host is None or not self.host.touch(key):
@@ -124,23 +126,22 @@ class EmbeddingCache:
         return True
 
     def add(self, key: bytes, embeds: torch.Tensor) -> None:
-        """Keep embeddings from any device; there must be none of `key` yet."""
+        """Add embeddings from any device under a new key."""
         self._pass_on(self.device.put(key, to_device(embeds, self.device.device)))
 
     def embeds(self, key: bytes) -> torch.Tensor:
-        """Embeddings that are on the device. KeyError otherwise."""
+        """Return embeddings that are on the device. Raises KeyError otherwise."""
         return self.device.embeds(key)
 
     def hold(self, key: bytes) -> None:
-        """Embeddings of `key` stay on the device, once they are there, until `let_go` or `drop`."""
+        """Keep the embeddings of `key` on the device, once they are there, until `let_go` or `drop`."""
         self.device.hold(key)
 
     def let_go(self, key: bytes) -> None:
-        """Undo `hold`."""
         self._pass_on(self.device.let_go(key))
 
     def drop(self, key: bytes) -> None:
-        """Undo `hold`, and keep them nowhere."""
+        """Undo `hold`, and forget the embeddings in every tier."""
         self.device.pop(key)
         self.device.let_go(key)
 
@@ -151,7 +152,7 @@ class EmbeddingCache:
 
 
 def _on_host(embeds: torch.Tensor) -> torch.Tensor:
-    """A copy in page-locked memory, of which a GPU makes the bytes in its turn: before it copies them back."""
+    """Copy to page-locked memory. A GPU copies in order, so a later copy back finds the bytes."""
     if not embeds.is_cuda:
         return embeds.cpu()
     host = torch.empty(embeds.shape, dtype=embeds.dtype, pin_memory=True)

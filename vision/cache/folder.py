@@ -1,11 +1,11 @@
-"""Where the embedding store keeps its files, and what may be done with them by whoever has the folder.
+"""The files of an embedding store in their folder, and the operations on them.
 
-    FOLDER/v1/FINGERPRINT/about.json                 whose embeddings these are
+    FOLDER/v1/FINGERPRINT/about.json                 the tower that made the embeddings
     FOLDER/v1/FINGERPRINT/KK/KEY.safetensors         an entry; its modification time is when it was last used
-    FOLDER/v1/FINGERPRINT/KK/KEY.pin                 is never evicted
+    FOLDER/v1/FINGERPRINT/KK/KEY.pin                 the entry is never evicted
     FOLDER/v1/lock                                   held while entries are evicted or pinned
 
-FINGERPRINT and KEY are hexadecimal, KK is how KEY begins.
+FINGERPRINT and KEY are hexadecimal. KK is the start of KEY.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredEntry:
-    """fingerprint, key: hexadecimal. bytes: of its file. used: seconds since 1970, never later than now."""
+    """An entry's file. `fingerprint`, `key`: hexadecimal. `bytes`: of its file. `used`: seconds since 1970, never later
+    than now."""
 
     fingerprint: str
     key: str
@@ -39,19 +40,21 @@ class StoredEntry:
 
 
 class EmbeddingFolder:
-    """Keeps nothing in memory: threads and processes may share a folder. Methods raise OSError, but not where something
-    vanishes meanwhile."""
+    """A store's folder. It keeps nothing in memory, so threads and processes can share it.
+
+    Methods raise OSError, but not for a file that vanishes meanwhile.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.root = folder / "v1"
 
     def path(self, fingerprint: bytes, key: bytes) -> Path:
-        """Where an entry lies, if it exists."""
+        """Return the path of an entry, whether or not it exists."""
         name = key.hex()
         return self.root / fingerprint.hex() / name[:2] / f"{name}{_ENTRY}"
 
     def describe(self, fingerprint: str, about: Mapping[str, str], *, now_s: float) -> None:
-        """Make a fingerprint's folder and say in about.json whose it is, unless that is there."""
+        """Make a fingerprint's folder and its about.json, unless they exist."""
         folder = self.root / fingerprint
         make_folder(folder)
         if not self.about(fingerprint):
@@ -59,11 +62,11 @@ class EmbeddingFolder:
             write_file(folder / _ABOUT, [text.encode()], time_s=now_s)
 
     def fingerprints(self) -> list[str]:
-        """Of which towers there are embeddings, in order."""
+        """List the towers that have embeddings here, in order."""
         return sorted(item.name for item in _listed(self.root) if _HEX.fullmatch(item.name))
 
     def about(self, fingerprint: str) -> dict[str, str]:
-        """What about.json says; {} if it is missing or broken."""
+        """Read about.json; {} if it is missing or broken."""
         try:
             about = json.loads((self.root / fingerprint / _ABOUT).read_bytes())
         except (OSError, ValueError):
@@ -71,7 +74,7 @@ class EmbeddingFolder:
         return {str(name): str(value) for name, value in about.items()} if isinstance(about, dict) else {}
 
     def entries(self, *, now_s: float) -> Iterator[StoredEntry]:
-        """Every entry, in no order. now_s: seconds since 1970."""
+        """Yield every entry, in no order. `now_s`: seconds since 1970."""
         for fingerprint in self.fingerprints():
             for part in _listed(self.root / fingerprint):
                 names = {item.name: item for item in _listed(Path(part.path))}
@@ -91,13 +94,14 @@ class EmbeddingFolder:
                         )
 
     def locked(self, *, wait: bool) -> contextlib.AbstractContextManager[bool]:
-        """Hold the folder's lock; the context is whether it is held. wait: until it can be."""
+        """Hold the folder's lock. The context is True if it is held. `wait`: wait until it is free."""
         return locked_file(self.root / "lock", wait=wait)
 
     def pin(self, path: Path) -> bool:
-        """Keep the entry at a path from being evicted, if it exists or once it does; whether it was not kept so far.
+        """Keep the entry at a path from being evicted, whether or not it exists yet. Returns True if it was not pinned
+        before.
 
-        Waits for an eviction under way, so that an entry that exists afterwards goes on existing.
+        It waits for an eviction under way, so an entry that exists afterwards continues to exist.
         """
         with self.locked(wait=True):
             try:
@@ -112,9 +116,9 @@ class EmbeddingFolder:
         path.with_suffix(_PIN).unlink(missing_ok=True)
 
     def evict(self, entries: Iterable[StoredEntry]) -> list[StoredEntry]:
-        """Remove entries, and pins of those that have one; which ones were there.
+        """Remove entries and their pins; return the entries that were there.
 
-        The lock must be held since before they were listed.
+        The caller must hold the lock since before it listed them.
         """
         gone = []
         for entry in entries:
@@ -134,9 +138,9 @@ class EmbeddingFolder:
                         remove_abandoned(Path(item.path), now_s=now_s)
 
     def remove_empty(self, fingerprint: str, *, unpin: bool = False) -> None:
-        """Remove a fingerprint's folder if there is no entry in it and no pin; with `unpin`, pins go, too.
+        """Remove a fingerprint's folder if it has no entry and no pin. `unpin`: remove its pins first.
 
-        The lock must be held. A store at work makes the folder again when it needs it.
+        The caller must hold the lock. A running store makes the folder again when it needs it.
         """
         folder = self.root / fingerprint
         for part in _listed(folder):
@@ -152,7 +156,7 @@ class EmbeddingFolder:
 
 
 def least_recently_used(entries: Iterable[StoredEntry], surplus: int) -> list[StoredEntry]:
-    """Entries that take `surplus` bytes or more together, or all of them: those that were not used for longest."""
+    """Return the entries unused for longest that take at least `surplus` bytes together, or all entries."""
     chosen = []
     for entry in sorted(entries, key=lambda entry: (entry.used, entry.path)):
         if surplus <= 0:
@@ -163,9 +167,9 @@ def least_recently_used(entries: Iterable[StoredEntry], surplus: int) -> list[St
 
 
 def remove_damaged(path: Path, file: FileIO) -> bool:
-    """Remove what lies at a path, unless it is another file by now than the open one; whether it was. Raises OSError.
+    """Remove the file at a path if it is still the open one; return True if it was. Raises OSError.
 
-    A good file that comes between the two calls is lost as if it were evicted.
+    A good file written between the two calls is lost, as if it were evicted.
     """
     try:
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):

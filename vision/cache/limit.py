@@ -1,4 +1,4 @@
-"""Keeps the entries of a whole folder under one limit, whoever writes them."""
+"""Keeps all entries of a folder under one limit, whichever process writes them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _REFUSE_FOR_S = 10.0  # a look at the whole folder for every refused entry would
 
 
 class FolderLimit:
-    """One process's view. It counts what it writes and looks at the folder again before that is a sixteenth of the
-    limit, which bounds what several processes exceed it by. Used by one thread at a time.
+    """One process's view of the limit. One thread at a time may use it.
 
-    bytes, entries: what the folder held at the last look, with what was written since; evictions: in all.
+    It counts its own writes, and lists the folder again before they reach a sixteenth of the limit. That bounds how far
+    several processes exceed the limit. `bytes`, `entries`: at the last listing, plus own writes since. `evictions`: in
+    all.
     """
 
     def __init__(self, folder: EmbeddingFolder, limit_bytes: int, clock: Callable[[], float]) -> None:
@@ -28,9 +29,10 @@ class FolderLimit:
         self._refuse_until = 0.0  # monotonic seconds
 
     def make_room(self, need: int) -> bool:
-        """Evict what was not used for longest until `need` bytes fit; False if pinned entries are in the way. OSError.
+        """Evict the entries unused for longest until `need` bytes fit. False if pinned entries leave too little. Raises
+        OSError.
 
-        Evicting goes on to nine tenths of the limit, so as not to begin anew with every entry.
+        Eviction continues to nine tenths of the limit, so that the next entries need none.
         """
         if 0 < need <= self._room:
             return True
@@ -49,13 +51,13 @@ class FolderLimit:
         return True
 
     def wrote(self, size: int) -> None:
-        """An entry of so many bytes is new."""
+        """Count a new entry of so many bytes."""
         self.entries += 1
         self.bytes += size
         self._room -= size
 
     def look(self) -> list[StoredEntry]:
-        """All entries. Raises OSError."""
+        """List all entries. Raises OSError."""
         entries = list(self._folder.entries(now_s=self._clock()))
         self.entries = len(entries)
         self.bytes = _sum(entries)

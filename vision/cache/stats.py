@@ -1,4 +1,4 @@
-"""Plain figures of the vision floor."""
+"""Figures of the encoder pool and its tiers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierStats:
-    """Of one tier. Totals since the start, but for bytes, held_bytes (in use or about to be) and entries: these are
-    what is there now."""
+    """Figures of one tier: totals since the start, and the present bytes, held_bytes (in use or about to be) and
+    entries."""
 
     hits: int = 0
     misses: int = 0
@@ -20,11 +20,11 @@ class TierStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
-    """Totals since the start, in temporal patches, but for `queued` and `under_way`, which are there now.
+    """Totals since the start, in temporal patches, and the present `queued` and `under_way`.
 
-    encoded, patches_encoded: and in vision patches. coalesced: came while equal content was queued or under way.
-    failed: given up after a retry. saved: came to be on the disk. save_failures: writes that failed. host,
-    disk: None where there is no tier.
+    `encoded`, `patches_encoded`: the latter in vision patches. `coalesced`: submitted while equal content was queued or
+    under way. `failed`: given up after a retry. `saved`: newly on the disk. `save_failures`: writes that failed.
+    `host`, `disk`: None without that tier.
     """
 
     encoded: int = 0

@@ -1,7 +1,7 @@
 """The disk tier of the embedding cache: embeddings by key, in plain files that outlive the server.
 
-It is a cache: whatever is wrong with a file, the folder or the disk costs the entry and never the request. Several
-processes use one folder without knowing of each other; `EmbeddingFolder` says what lies where.
+It is a cache: a problem with a file, the folder or the disk costs the entry and never the request. Several processes
+can use one folder without knowing of each other; `EmbeddingFolder` describes its layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from vision.cache.durable_file import make_folder, write_file
-from vision.cache.file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
+from vision.cache.entry_file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
 from vision.cache.folder import EmbeddingFolder, remove_damaged
 from vision.cache.limit import FolderLimit
 from vision.cache.stats import TierStats
@@ -36,16 +36,15 @@ _MARK_EVERY_S = 60.0
 
 
 class EmbeddingStore:
-    """Embeddings of one tower, in a folder that other towers and processes may use too. Thread-safe.
+    """Embeddings of one tower, in a folder that other towers and processes can use too. Thread-safe.
 
-    fingerprint: 32 bytes, unlike those of other towers. limit_bytes: of all entries in the folder, whoever wrote them;
-    every further process that writes at the same time may exceed it by about a sixteenth. about: of the tower, for
-    people (model, family, dtype, row_width, version). clock: seconds since 1970; where it jumps, the order of eviction
-    suffers and nothing else.
+    `fingerprint`: 32 bytes that identify the tower. `limit_bytes`: for all entries in the folder together. Each further
+    process that writes at the same time may exceed it by about a sixteenth. `about`: a description of the tower for
+    people (model, family, dtype, row_width, version). `clock`: seconds since 1970; if it jumps, only the order of
+    eviction suffers. `trouble`: why the last read or write failed, for people; "" if all is well.
 
-    trouble: why something could last not be read or written, for people; "" as long as all is well.
-
-    Raises EngineError when the folder cannot be used. One that can only be read is used as it is, with a warning.
+    Raises EngineError when the folder cannot be used. A folder that can only be read is used for reading, with a
+    warning.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class EmbeddingStore:
         self._open(folder)
 
     def get(self, key: bytes) -> torch.Tensor | None:
-        """The embeddings [n, width] as they were put, on the CPU, in memory of their own; None if they are not here.
+        """Return the stored embeddings [n, width] on the CPU, in memory of their own; None if they are not here.
 
         A damaged file is removed.
         """
@@ -96,14 +95,14 @@ class EmbeddingStore:
         return torch.from_numpy(data).view(_DTYPES[form.dtype]).view(form.rows, form.width)
 
     def __contains__(self, key: bytes) -> bool:
-        """Whether there is a file of this key, which may yet turn out damaged."""
+        """Return True if there is a file of this key. It may still turn out damaged."""
         return os.path.exists(self._path(key))
 
     def put(self, key: bytes, embeds: torch.Tensor, *, pin: bool = False) -> bool:
-        """Keep embeddings [n, width] (bfloat16, float16 or float32) and, with `pin`, never evict them.
+        """Store embeddings [n, width] (bfloat16, float16 or float32). `pin`: never evict them. Takes as long as the
+        disk.
 
-        True: they are on disk, whoever wrote them. False: they are not, since there is no room or the folder cannot be
-        written. Takes as long as the disk does.
+        True: they are on disk, whichever process wrote them. False: there is no room, or the folder cannot be written.
         """
         path = self._path(key)
         form, data = _packed(embeds)
@@ -115,8 +114,7 @@ class EmbeddingStore:
             return False
 
     def stats(self) -> TierStats:
-        """What this process did, and what the folder held (bytes, entries) when it last looked, with what it wrote
-        since."""
+        """Return this process's counts, and the folder's bytes and entries (last listing plus own writes since)."""
         limit = self._limit
         with self._lock:
             return TierStats(
@@ -198,7 +196,7 @@ class EmbeddingStore:
             self._complain("written", failure)
 
     def _mark(self, path: Path, used: float) -> None:
-        """Note that an entry is used now."""
+        """Record that an entry is used now."""
         now = self._clock()
         if abs(now - used) >= _MARK_EVERY_S:
             with contextlib.suppress(OSError):  # evicted, or not ours to write
@@ -236,7 +234,7 @@ def _packed(embeds: torch.Tensor) -> tuple[EmbedsFormat, memoryview]:
 
 
 def _is_good(path: Path, key: bytes) -> bool:
-    """Whether an entry is there and whole; then it is on disk, too, when this returns."""
+    """Return True if an entry is there and whole. It is then also on disk."""
     try:
         with path.open("rb", buffering=0) as file:
             read_entry(file, key)

@@ -1,1 +1,1 @@
-"""Vision towers, and what they take."""
+"""Vision towers and their inputs."""

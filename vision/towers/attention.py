@@ -7,28 +7,28 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional as F
 
-from vision.towers.grids import Segments
-from vision.towers.layer_inputs import StaticSegments
+from vision.towers.grids import Segments, StaticSegments
 from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
 from vlmserve_common.kernels.fused import gpu_kernels_work
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
 
-# Turning and laying out a patch for attention takes as long as attending to so many others.
+# Rotating and packing a patch takes as long as attending to this many keys.
 _PACK_KEYS = 64
 
 
 def attention_cost(rows: float, length: float, width: int) -> float:
-    """Of a piece in which so many patches attend to segments of `length` patches each; heads are `width` together."""
+    """Return the cost of `rows` patches that attend to segments of `length` patches. `width`: elements of all heads
+    together."""
     return 4.0 * width * rows * (length + _PACK_KEYS)
 
 
 def segment_attention(
     qkv: torch.Tensor, rotary: Rotation, segments: Segments | StaticSegments, limits: PieceLimits
 ) -> Steps[torch.Tensor]:
-    """Each patch attends to its own segment: qkv [P, 3, heads, dim], not turned yet -> [P, heads, dim] in its dtype.
+    """Let each patch attend to its own segment: unrotated qkv [P, 3, heads, dim] -> [P, heads, dim] in its dtype.
 
-    rotary: float32 cos and signed sin [P, 1, dim]. qkv may be overwritten.
+    `rotary`: float32 cos and signed sin [P, 1, dim]. qkv may be overwritten.
     """
     if isinstance(segments, StaticSegments):
         return segments.attend(qkv, rotary)
@@ -43,10 +43,10 @@ def segment_attention(
 
 
 def by_gpu_kernels(qkv: torch.Tensor, rotary: Rotation, segments: Segments) -> Steps[torch.Tensor]:
-    """Two launches, whatever the segments' lengths; qkv is overwritten.
+    """Attend in two launches, whatever the segments' lengths; qkv is overwritten.
 
-    Long segments too: torch's attention would pad heads of 72 or 80 elements to 96 or 128, want segments grouped by
-    length, and could not be captured in a CUDA graph for grids of another shape.
+    Long segments use these kernels, too. torch's attention would pad heads of 72 or 80 elements to 96 or 128, and needs
+    segments grouped by length. A CUDA graph of it could not serve grids of another shape.
     """
     from vlmserve_common.kernels.gpu.segments import segment_attention as attend_segments
     from vlmserve_common.kernels.gpu.segments import tile_rows, turn
@@ -61,7 +61,7 @@ def by_gpu_kernels(qkv: torch.Tensor, rotary: Rotation, segments: Segments) -> S
 def _by_operators(
     qkv: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits, out: torch.Tensor
 ) -> Steps[None]:
-    """Some segments at a time, or some queries of a long one."""
+    """Attend to some segments at a time, or with some queries of a long one."""
     width = out[0].numel()
     first = 0
     while first < len(segments.lengths):
@@ -99,7 +99,7 @@ def _one_by_operators(
 
 
 def _by_torch(qkv: torch.Tensor, rotary: Rotation, segments: Segments, out: torch.Tensor) -> Steps[None]:
-    """On a CPU in tiles that are always the same; see `pieces`."""
+    """Attend with torch. On a CPU the tiles never change; see `pieces`."""
     count, _, heads, dim = qkv.shape
     rows = TORCH_ROWS if qkv.is_cpu else count
     # on a CPU torch attends in float32, and is slower from 16 bits
@@ -123,7 +123,7 @@ def _by_torch(qkv: torch.Tensor, rotary: Rotation, segments: Segments, out: torc
 
 
 def _chosen(segments: Segments, rows: int) -> Iterator[tuple[int, slice | torch.Tensor]]:
-    """Lengths of segments, and the rows of some segments of that length."""
+    """Yield lengths of segments, each with the rows of some segments of that length."""
     for group in segments.groups:
         chosen, step = group.rows, max(1, rows // group.length) * group.length
         if isinstance(chosen, torch.Tensor):

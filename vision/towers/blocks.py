@@ -1,16 +1,24 @@
-"""The parts that the families' towers are made of."""
+"""The parts of the families' towers, and the cost of encoding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from vision.towers.attention import segment_attention
-from vision.towers.grids import Grid, Segments, check_grids
-from vision.towers.layer_inputs import LayerInputs, StaticSegments
+from vision.towers.attention import attention_cost, segment_attention
+from vision.towers.grids import (
+    Grid,
+    LayerInputs,
+    Segments,
+    StaticSegments,
+    check_grids,
+    frame_lengths,
+    patch_coordinates,
+)
 from vision.towers.pieces import (
     TORCH_ROWS,
     UNLIMITED,
@@ -22,13 +30,15 @@ from vision.towers.pieces import (
     finish,
     limited_tiles,
 )
+from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 from vlmserve_common.compute.transfers import to_device
+from vlmserve_common.errors import CheckpointError
 
 NORM_EPS = 1e-6
-# Rows that go through products together, at the most: what is between an MLP's is several times as wide.
+# Most rows that go through products together: the inner rows of an MLP are several times as wide.
 _MOST_ROWS = 2048
 
 
@@ -37,8 +47,10 @@ def _linears(module: nn.Module) -> list[Linear]:
 
 
 def product_flops(module: nn.Module) -> float:
-    """Floating-point operations of a module's products with weights, for one row; to be asked before these are packed
-    for the operators."""
+    """Return the floating-point operations of a module's products with weights, for one row.
+
+    Call it before the weights are packed for the operators.
+    """
     return sum(2.0 * linear.weight.numel() for linear in _linears(module) if linear.weight is not None)
 
 
@@ -50,9 +62,9 @@ def product_rows(
     limits: PieceLimits,
     out: torch.Tensor | None = None,
 ) -> Steps[torch.Tensor]:
-    """compute(rows) for `count` rows, some at a time -> all of them, in `out` if that is given.
+    """Compute `count` rows by compute(rows), some at a time; return all of them, in `out` if that is given.
 
-    module: has the products. flops: of these, for a row.
+    `module`: has the products. `flops`: operations of these for a row.
     """
     plain = [linear.weight for linear in _linears(module) if linear.weight is not None]
     tiles: Iterable[slice]
@@ -74,45 +86,46 @@ def product_rows(
 
 
 class TowerGraphs(Protocol):
-    """What a tower needs of `vision.towers.graphs`."""
+    """The graphs that a tower can replay; see `vision.towers.tower_graphs`."""
 
     def fits(self, inputs: LayerInputs) -> bool:
-        """Whether there is a graph for them."""
-        ...
+        """Return True if there is a graph for these inputs."""
 
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """`VisionTower.layer_steps` by a graph."""
-        ...
+        """Run `VisionTower.layer_steps` by a graph."""
 
 
 class VisionTower(nn.Module):
-    """What the encoder knows of a tower.
+    """A vision tower, as the encoder sees it.
 
-    spatial_merge_size: patches merged per side. out_hidden_size: width of the main embeddings. num_deepstack_layers:
-    embeddings of that width that follow the main one, one per tapped layer. num_full_attention: layers that attend over
-    a whole temporal patch rather than over windows; None: all. window_patches: of a whole window.
+    `spatial_merge_size`: patches merged per side. `out_hidden_size`: width of the main embeddings.
+    `num_deepstack_layers`: embeddings of that width behind the main one, one for each tapped layer. `full_attention`:
+    layers that attend to a whole temporal patch instead of windows; None for all. `window_patches`: in a whole window.
+    `rotary`: positions.
     """
 
     spatial_merge_size: int
     out_hidden_size: int
     num_deepstack_layers: int = 0
-    num_full_attention: int | None = None
+    full_attention: frozenset[int] | None = None
     window_patches: int = 0
     _graphs: TowerGraphs | None = None
     patch_embed: PatchEmbed
     blocks: nn.ModuleList
+    merger: PatchMerger
+    rotary: AxialRotary
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
-        """Encode a packed batch: every embedding depends on its own temporal patch only.
+        """Encode a packed batch. Every embedding depends on its own temporal patch only.
 
-        pixel_values float32 [P, channels * frames * patch**2], all items' patches in the processor's order; grid_thw:
-        patches of every item in time, height and width. Returns embeddings [P / merge**2, out_hidden_size * (1 +
-        num_deepstack_layers)] in the tower's dtype. Raises ValueError when grids and pixels do not fit.
+        `pixel_values`: float32 [P, channels * frames * patch**2], all items' patches in the processor's order.
+        `grid_thw`: every item's patches in time, height and width. Returns embeddings [P / merge**2, out_hidden_size *
+        (1 + num_deepstack_layers)] in the tower's dtype. Raises ValueError when grids and pixels do not fit.
         """
         return finish(self.steps(pixel_values, grid_thw, UNLIMITED))
 
     def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
-        """`forward` in pieces; the same bits, whatever the limits."""
+        """Run `forward` in pieces. The bits do not depend on the limits."""
         check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
         inputs = yield from self.input_steps(pixel_values, grid_thw, limits)
         if self._graphs is not None and self._graphs.fits(inputs):
@@ -123,31 +136,47 @@ class VisionTower(nn.Module):
         return embeds if inputs.order is None else torch.empty_like(embeds).index_copy_(0, inputs.order, embeds)
 
     def attach_graphs(self, graphs: TowerGraphs) -> None:
-        """From now on layers of batches that fit are replayed."""
+        """Replay the layers of batches that fit from now on."""
         self._graphs = graphs
 
     def input_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
     ) -> Steps[LayerInputs]:
-        """What depends on the grids, and the embedded patches."""
-        raise NotImplementedError
+        """Prepare the inputs of the layers: data that depend on the grids, and the embedded patches."""
+        x = yield from self.token_steps(pixel_values, grid_thw, limits)
+        rotary = self.rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
+        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+
+    def token_steps(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+    ) -> Steps[torch.Tensor]:
+        """Embed the patches: [P, size]."""
+        return (yield from self.patch_embed.steps(pixel_values, limits))
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """All blocks and mergers -> embeddings [P / merge**2, out_hidden_size * (1 + num_deepstack_layers)]."""
-        raise NotImplementedError
+        """Run all blocks and mergers; return embeddings [P / merge**2, out_hidden_size * (1 + num_deepstack_layers)].
+
+        The first segments are whole frames. With windows, the second ones are for blocks without full attention.
+        """
+        x = inputs.x
+        for index, block in enumerate(self.layers()):
+            full = self.full_attention is None or index in self.full_attention
+            yield from block.steps(x, inputs.rotary, inputs.segments[0 if full else 1], limits)
+        out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
+        yield from self.merger.steps(x, limits, out)
+        return out
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
         return self.patch_embed.width // self.layers()[0].attn.num_heads
 
     def layers(self) -> list[VisionBlock]:
-        """The blocks, first to last."""
+        """Return the blocks, first to last."""
         return [block for block in self.blocks if isinstance(block, VisionBlock)]
 
     def mergers(self) -> list[PatchMerger]:
-        """All that make embeddings."""
-        raise NotImplementedError
+        """Return all modules that make embeddings."""
+        return [self.merger]
 
 
 class PatchEmbed(nn.Module):
@@ -175,7 +204,7 @@ class AxialRotary:
         self._frequencies = inverse_frequencies(head_dim // 2, theta)
 
     def __call__(self, coordinates: torch.Tensor, device: torch.device) -> Rotation:
-        """coordinates int64 [2, P] on the CPU -> float32 cos and signed sin [P, 1, head_dim] on the device."""
+        """Convert coordinates int64 [2, P] on the CPU to float32 cos and signed sin [P, 1, head_dim] on the device."""
         angles = coordinates[:, :, None].float() * self._frequencies
         cos, sin = rotation(torch.cat((angles[0], angles[1]), dim=-1), torch.float32)
         return to_device(cos, device), to_device(sin, device)
@@ -224,7 +253,7 @@ class VisionMLP(nn.Module):
         self.act = act
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [P, sizes[0]] -> [P, sizes[2]], added to `residual`."""
+        """Map x [P, sizes[0]] to [P, sizes[2]], added to `residual`."""
         first, second = (self.get_submodule(name) for name in self._names)
         return second(first(x, self.act), residual=residual)
 
@@ -255,9 +284,9 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """merge x merge neighbouring tokens -> one embedding.
+    """Merges `joined` neighbouring tokens (merge x merge) into one embedding.
 
-    joined: how many tokens that are. flops: of one embedding's products, for subclasses to set.
+    `flops`: operations of one embedding's products; subclasses set it.
     """
 
     flops: float
@@ -267,7 +296,7 @@ class PatchMerger(nn.Module):
         self._joined = joined
 
     def steps(self, x: torch.Tensor, limits: PieceLimits, out: torch.Tensor) -> Steps[None]:
-        """x [P, size] -> out [P / joined, out_size], which may be some columns of a tensor."""
+        """Merge x [P, size] into out [P / joined, out_size], which may be some columns of a tensor."""
 
         def merge(rows: slice) -> torch.Tensor:
             merged: torch.Tensor = self(x[rows.start * self._joined : rows.stop * self._joined])
@@ -277,7 +306,7 @@ class PatchMerger(nn.Module):
 
 
 class QwenPatchMerger(PatchMerger):
-    """As in Qwen2-VL and Qwen2.5-VL."""
+    """The merger of Qwen2-VL and Qwen2.5-VL."""
 
     def __init__(self, norm: nn.Module, size: int, joined: int, out_size: int, act: Activation) -> None:
         super().__init__(joined)
@@ -289,3 +318,87 @@ class QwenPatchMerger(PatchMerger):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [P, size] -> [P / joined, out_size]."""
         return self.mlp(self.ln_q(x).view(-1, self._merged_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerConfig:
+    """The part of `vision_config` that all towers share.
+
+    `kernel`: (channels, frames, height, width) of a patch. `size`: the tower's width. `out_size`: its embeddings'
+    width.
+    """
+
+    depth: int
+    size: int
+    out_size: int
+    num_heads: int
+    head_dim: int
+    merge_size: int
+    kernel: tuple[int, int, int, int]
+    rope_theta: float
+
+    @classmethod
+    def from_fields(
+        cls, fields: Fields, *, size_field: str = "hidden_size", out_size_field: str = "out_hidden_size"
+    ) -> TowerConfig:
+        """Read the fields. Raises CheckpointError for missing or impossible values."""
+        size = fields.positive(size_field)
+        num_heads = fields.positive("num_heads")
+        if size % num_heads or size // num_heads % 4:
+            raise CheckpointError(
+                f"{fields.where}: {size_field} {size} over {num_heads} heads: a head's dimensions must be a "
+                "multiple of 4"
+            )
+        patch = fields.positive("patch_size")
+        return cls(
+            depth=fields.positive("depth"),
+            size=size,
+            out_size=fields.positive(out_size_field),
+            num_heads=num_heads,
+            head_dim=size // num_heads,
+            merge_size=fields.positive("spatial_merge_size", 2),
+            # published Qwen2-VL configurations say `in_chans`
+            kernel=(
+                fields.positive("in_channels", fields.positive("in_chans", 3)),
+                fields.positive("temporal_patch_size", 2),
+                patch,
+                patch,
+            ),
+            rope_theta=fields.section("rope_parameters").number("rope_theta", 10000.0),
+        )
+
+
+def encoding_flops(tower: VisionTower, patches: int) -> float:
+    """Return the floating-point operations for a temporal patch of so many patches. The tower may be on the meta
+    device.
+
+    Products with weights and attention over the whole temporal patch are counted. Attention over windows, norms and
+    rotations are small beside these and left out.
+    """
+    return _products(tower, patches) + 4.0 * _full_layers(tower) * _width(tower) * patches**2
+
+
+def encoding_cost(tower: VisionTower, patches: int) -> Mapping[Kind, float]:
+    """Return the total cost of the pieces of `VisionTower.steps` for a temporal patch of so many patches.
+
+    Small windows at its edges count as whole ones, and preparing values is left out.
+    """
+    full, width = _full_layers(tower), _width(tower)
+    attention = full * attention_cost(patches, patches, width)
+    windowed = len(tower.blocks) - full
+    if windowed:
+        attention += windowed * attention_cost(patches, min(patches, tower.window_patches), width)
+    return {Kind.PRODUCT: _products(tower, patches), Kind.ATTENTION: attention}
+
+
+def _products(tower: VisionTower, patches: int) -> float:
+    layers = tower.patch_embed.flops + sum(block.flops for block in tower.layers())
+    return layers * patches + sum(merger.flops for merger in tower.mergers()) * patches / tower.spatial_merge_size**2
+
+
+def _full_layers(tower: VisionTower) -> int:
+    return len(tower.blocks) if tower.full_attention is None else len(tower.full_attention)
+
+
+def _width(tower: VisionTower) -> int:
+    return tower.patch_embed.width

@@ -1,24 +1,26 @@
-"""What a tower must know of the grids it encodes: positions, attention segments, windows.
+"""The inputs of a tower's layers, from the grids it encodes: positions, attention segments and windows.
 
-Patches of an item come frame by frame, and within a frame in blocks of merge x merge (rows of blocks, blocks of a row,
-rows of a block, patches of a row), so that the patches of one embedding lie side by side. All tensors are on the CPU.
+An item's patches go frame by frame. Within a frame they go by blocks of merge x merge (rows of blocks, blocks of a row,
+rows of a block, patches of a row). So the patches of one embedding are contiguous. Tensors are on the CPU unless noted.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import to_device
 
 Grid = tuple[int, int, int]
 
 
 def check_grids(grids: Sequence[Grid], num_patches: int, merge: int) -> None:
-    """Raises ValueError unless the grids (t, h, w) are mergeable and have `num_patches` patches together."""
+    """Raise ValueError unless the grids (t, h, w) are mergeable and have `num_patches` patches together."""
     for t, h, w in grids:
         if t < 1 or h < merge or w < merge or h % merge or w % merge:
             raise ValueError(f"grid {(t, h, w)}: t must be 1 or more, h and w positive multiples of {merge}")
@@ -28,7 +30,7 @@ def check_grids(grids: Sequence[Grid], num_patches: int, merge: int) -> None:
 
 
 def patch_coordinates(grids: Iterable[Grid], merge: int) -> torch.Tensor:
-    """int64 [2, P]: row and column of every patch in its frame."""
+    """Return int64 [2, P]: row and column of every patch in its frame."""
     parts = []
     for t, h, w in grids:
         rows = torch.arange(h)[:, None].expand(h, w)
@@ -39,10 +41,10 @@ def patch_coordinates(grids: Iterable[Grid], merge: int) -> torch.Tensor:
 
 
 def interpolation(grids: Iterable[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bilinear resampling of a [side * side] table of positions to every grid, corners aligned.
+    """Resample a [side * side] table of positions to every grid, bilinear, corners aligned.
 
-    Returns table rows int64 [P, 4] and their weights float32 [P, 4] (the four neighbours; as in transformers'
-    `get_vision_interpolation_indices_and_weights`).
+    Returns table rows int64 [P, 4] and their weights float32 [P, 4] for the four neighbours, as transformers'
+    `get_vision_interpolation_indices_and_weights` does.
     """
     rows, weights = [], []
     for t, h, w in grids:
@@ -57,7 +59,7 @@ def interpolation(grids: Iterable[Grid], merge: int, side: int) -> tuple[torch.T
 
 
 def _axis_taps(size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two table places around each of `size` evenly spread positions, and their weights, both [size, 2]."""
+    """Return the two table places around each of `size` evenly spread positions, and their weights, both [size, 2]."""
     place = torch.arange(size, dtype=torch.float32) * (side - 1) / max(size - 1, 1)
     below = place.floor()
     taps = torch.stack((below, below + 1), dim=1)
@@ -66,10 +68,10 @@ def _axis_taps(size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def window_order(grids: Iterable[Grid], merge: int, window: int) -> tuple[torch.Tensor, list[int]]:
-    """The order that makes attention windows contiguous (Qwen2.5-VL).
+    """Return the order that makes attention windows contiguous (Qwen2.5-VL).
 
-    window: its side in merged patches. Returns int64 [P / merge**2], at each place the merged patch that goes there,
-    and the windows' lengths in patches. Windows at the right and lower edge are smaller.
+    `window`: its side in merged patches. Returns int64 [P / merge**2], the merged patch for each place, and the
+    windows' lengths in patches. Windows at the right and lower edge are smaller.
     """
     order: list[torch.Tensor] = []
     lengths: list[int] = []
@@ -86,26 +88,27 @@ def window_order(grids: Iterable[Grid], merge: int, window: int) -> tuple[torch.
 
 
 def frame_lengths(grids: Iterable[Grid]) -> list[int]:
-    """Patches of every frame."""
+    """Return the number of patches of every frame."""
     return [h * w for t, h, w in grids for _ in range(t)]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Consecutive parts of a packed batch that attend to themselves. lengths: in patches."""
+    """Consecutive parts of a packed batch that attend to themselves. `lengths`: in patches."""
 
     lengths: Sequence[int]
     device: torch.device
 
     @cached_property
     def bounds(self) -> torch.Tensor:
-        """int64 [segments + 1] on the CPU: where they begin, and where the last ends."""
+        """int64 [segments + 1] on the CPU: where each segment begins, and where the last ends."""
         return torch.tensor((0, *self.lengths)).cumsum(0)
 
     def tiles(self, rows: int) -> torch.Tensor:
-        """int32 [tiles, 3] on the device: where a segment begins and ends, and the first of up to `rows` queries of it.
+        """Return int32 [tiles, 3] on the device: a segment's begin and end, and the first of up to `rows` of its
+        queries.
 
-        Those of long segments come first: a GPU that ends with short ones ends evenly.
+        Tiles of long segments come first: a GPU that ends with short ones ends evenly.
         """
         if rows not in self._tiles:
             lengths = self.bounds.diff()
@@ -124,20 +127,21 @@ class Segments:
 
     @cached_property
     def groups(self) -> list[SegmentGroup]:
-        """Those of one length together."""
+        """The segments grouped by length."""
         return group_segments(self.lengths, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentGroup:
-    """Attention segments of one length. rows: their patches, segment by segment: a slice or int64 [count * length]."""
+    """Attention segments of one length. `rows`: their patches, segment by segment, as a slice or int64 [count *
+    length]."""
 
     length: int
     rows: slice | torch.Tensor
 
 
 def group_segments(lengths: Sequence[int], device: torch.device) -> list[SegmentGroup]:
-    """Consecutive segments, by length: those of one length are attended together."""
+    """Group consecutive segments by length: those of one length are attended together."""
     ends = torch.tensor(lengths).cumsum(0).tolist()
     starts: dict[int, list[int]] = {}
     for end, length in zip(ends, lengths, strict=True):
@@ -150,3 +154,37 @@ def group_segments(lengths: Sequence[int], device: torch.device) -> list[Segment
             rows = (torch.tensor(begins)[:, None] + torch.arange(length)).view(-1)
             groups.append(SegmentGroup(length=length, rows=to_device(rows, device)))
     return groups
+
+
+class StaticSegments(ABC):
+    """Segments in memory that a captured graph reads. Each replay can have others.
+
+    Patches behind the last segment are padding, and their results are ignored.
+    """
+
+    @abstractmethod
+    def fits(self, segments: Segments) -> bool:
+        """Return True if there is room for these segments."""
+
+    @abstractmethod
+    def load(self, segments: Segments) -> None:
+        """Write segments that fit into the memory."""
+
+    @abstractmethod
+    def attend(self, qkv: torch.Tensor, rotary: Rotation) -> torch.Tensor:
+        """Do the work of `segment_attention`, in launches that depend on no length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """Inputs of a tower's layers.
+
+    `x`: [P, size], embedded patches, which may be overwritten. `rotary`: float32 [P, 1, head_dim] each. `segments`:
+    whole frames, and windows if the tower has them. `order`: int64 [P / merge**2], the place of each embedding; None if
+    they are in order.
+    """
+
+    x: torch.Tensor
+    rotary: Rotation
+    segments: tuple[Segments | StaticSegments, ...]
+    order: torch.Tensor | None = None

@@ -1,20 +1,41 @@
-"""Loads the vision tower of a checkpoint, without the rest of the model."""
+"""Makes towers by model family, loads a checkpoint's tower without the rest of the model, and identifies it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
+from processors.hashing import digest_fields
 from vision.towers.blocks import VisionTower
-from vision.towers.registry import make_tower
+from vision.towers.qwen2 import Qwen2VisionTower
+from vision.towers.qwen2_5 import Qwen2_5VisionTower
+from vision.towers.qwen3 import Qwen3VisionTower
 from vlmserve_common.checkpoint.hf_config import declared_dtype, read_hf_config
 from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.checkpoint.weights import WeightRules, load_weights
+from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
+
+TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qwen3VisionTower]] = MappingProxyType(
+    {
+        "qwen2_vl": Qwen2VisionTower,
+        "qwen2_5_vl": Qwen2_5VisionTower,
+        "qwen3_vl": Qwen3VisionTower,
+        "qwen3_vl_moe": Qwen3VisionTower,
+        "qwen3_5": Qwen3VisionTower,
+        "qwen3_5_moe": Qwen3VisionTower,
+    }
+)
+
 
 TOWER_WEIGHT_RULES = WeightRules(
     # `visual.*` (Qwen2-VL, Qwen2.5-VL) or `model.visual.*` (Qwen3-VL, and all families saved anew)
@@ -22,16 +43,35 @@ TOWER_WEIGHT_RULES = WeightRules(
     # a constant that old versions of transformers saved along
     ignored=(r"\brotary_pos_emb\.inv_freq$",),
 )
-"""How a tower's tensors are named in a whole model's checkpoint."""
-
+"""Names of a tower's tensors in a whole model's checkpoint."""
 OF_THE_TOWER = r"^(model\.)?visual\."
 _NOT_OF_THE_TOWER = r"^(?!(model\.)?visual\.)"
+# To be changed with whatever changes the embeddings that our towers make of the same weights.
+_VERSION = b"vlmserve tower 1"
+
+
+def make_tower(hf_config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str) -> VisionTower:
+    """Make an uninitialised tower for a checkpoint's config.json.
+
+    Raises CheckpointError for a family without a tower here, or an impossible `vision_config`.
+    """
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in TOWERS:
+        raise CheckpointError(f"no vision tower for model_type {model_type!r}; there are {', '.join(TOWERS)}")
+    vision_config = hf_config.get("vision_config")
+    if not isinstance(vision_config, dict):
+        raise CheckpointError("config.json has no vision_config")
+    with torch.device("meta"):
+        tower = TOWERS[model_type](vision_config).to(dtype)
+    give_memory(tower.eval(), device)
+    share_workspace(tower)
+    return tower
 
 
 def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTower:
-    """The tower of a checkpoint folder without its weights, on the meta device: its sizes, and no memory.
+    """Make the tower of a checkpoint folder on the meta device: its sizes, without weights or memory.
 
-    dtype, errors: those of `load_tower`, but for the tensors'.
+    `dtype` and errors: as in `load_tower`, which also checks the tensors.
     """
     hf_config = read_hf_config(folder)
     try:
@@ -42,15 +82,34 @@ def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTo
 
 
 def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> VisionTower:
-    """Make the tower of a checkpoint folder on `device`; only its tensors are read.
+    """Make the tower of a checkpoint folder on `device`. Only its tensors are read.
 
-    dtype: what it computes in; the checkpoint's own by default. Raises CheckpointError when the family is unknown, the
-    `vision_config` impossible, or one of the tower's tensors missing, unexpected or misshaped.
+    `dtype`: of its weights and results; the checkpoint's own by default. Raises CheckpointError when the family is
+    unknown, the `vision_config` impossible, or one of the tower's tensors missing, unexpected or misshaped.
     """
     reader = CheckpointReader(folder)
     tower = outline_tower(folder, dtype=dtype)
     give_memory(tower, device)
     rules = replace(TOWER_WEIGHT_RULES, ignored=(*TOWER_WEIGHT_RULES.ignored, _NOT_OF_THE_TOWER))
-    # under the name that it has in a whole model: only what is stored under that name is meant for it
+    # under its name in a whole model: only tensors stored under that name belong to it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)
     return tower
+
+
+def tower_fingerprint(tower: VisionTower, vision_config: Mapping[str, Any]) -> bytes:
+    """Return 32 bytes that identify a tower: BLAKE3 over its weights as loaded, in its dtype, and its settings.
+
+    Equal fingerprints and equal pixels give equal embeddings, up to rounding. `vision_config`: as in config.json. The
+    tower's device does not matter, nor other loaded modules. All cores hash weights in place. Weights on a GPU are
+    copied one tensor at a time.
+    """
+    return digest_fields(_fields(tower, vision_config), threads=available_cpus())
+
+
+def _fields(tower: VisionTower, vision_config: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+    yield _VERSION
+    yield type(tower).__name__.encode()
+    yield json.dumps(vision_config, sort_keys=True, separators=(",", ":")).encode()
+    for name, weights in sorted(tower.state_dict().items()):
+        yield f"{name} {weights.dtype} {list(weights.shape)}".encode()
+        yield weights.cpu().reshape(-1).view(torch.uint8).numpy().data

@@ -1,12 +1,12 @@
-"""A tower's work as pieces of bounded cost, between which whoever runs it may do other things.
+"""A tower's work in pieces of bounded cost, so that other work can run between them.
 
-Work is a generator (`Steps`). It says what each piece will cost before it computes it, so that one that would take too
-long now can be left for later; its result is what it returns. `finish` runs all of it at once: there is no other way
-to compute a tower. Enter `torch.inference_mode` around each resumption or around `finish`, not inside a generator.
+Work is a generator (`Steps`) that returns its result. It yields each piece's cost before it computes the piece, so a
+piece that would take too long now can wait. `finish` runs all of it at once: there is no other way to compute a tower.
+Enter `torch.inference_mode` around each resumption or around `finish`, not inside a generator.
 
-Cutting changes no bit. Our operators compute each row by itself, so there tiles have the size that a limit allows.
-Torch's products may sum in another order for another number of rows, so where torch computes on a CPU, tiles have
-always the same size, whatever the limit. On a GPU nothing is cut: pieces are launches.
+Cutting changes no bit. Our operators compute each row by itself, so their tiles have the size that a limit allows.
+Torch's products may sum in another order for another number of rows. So torch's tiles on a CPU always have the same
+size, whatever the limit. On a GPU nothing is cut: pieces are launches.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Protocol, TypeAlias, TypeVar
 T = TypeVar("T")
 
 TORCH_ROWS = 512
-"""Rows of a tile at the most, where torch computes on a CPU."""
-# Of our operators' tiles: they go through rows by 6 and by 16, and read all of a weight for each tile.
+"""Most rows of a tile when torch computes on a CPU."""
+# A multiple of rows for our operators' tiles: they take rows by 6 and by 16, and read a whole weight for each tile.
 _ROUND_ROWS = 48
 
 
 class Kind(enum.Enum):
-    """What a piece does; each kind has a speed of its own."""
+    """The kind of a piece; each kind has a speed of its own."""
 
     PRODUCT = "product"
     ATTENTION = "attention"
@@ -35,7 +35,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is computed next. cost: floating-point operations; of ELEMENTS, numbers that are written."""
+    """The next piece. `cost`: floating-point operations; for ELEMENTS, the numbers written."""
 
     kind: Kind
     cost: float
@@ -48,15 +48,13 @@ class PieceLimits(Protocol):
     """How large pieces may be; asked again and again while a tower works."""
 
     def most(self, kind: Kind) -> float:
-        """Cost of a piece, about. One that cannot be cut further is larger."""
-        ...
+        """Return the approximate cost of a piece. A piece that cannot be cut further is larger."""
 
 
 class Unlimited:
-    """Pieces as large as they come."""
+    """Pieces as large as possible."""
 
     def most(self, kind: Kind) -> float:
-        """See `PieceLimits`."""
         return math.inf
 
 
@@ -64,7 +62,7 @@ UNLIMITED = Unlimited()
 
 
 def finish(steps: Steps[T]) -> T:
-    """Run some work to its end; its result."""
+    """Run work to its end, and return its result."""
     while True:
         try:
             next(steps)
@@ -76,11 +74,10 @@ def finish(steps: Steps[T]) -> T:
 def limited_tiles(
     count: int, cost: float, limits: PieceLimits, kind: Kind, *, most: int = 1 << 20, multiple: int = _ROUND_ROWS
 ) -> Iterator[slice]:
-    """Cut `count` rows, of that cost each, into tiles that cost no more than the limit is when their turn comes, and
-    are of about the same size while it stays.
+    """Cut `count` rows into tiles within the limit at the time; while the limit stays, they have about the same size.
 
-    most: rows of a tile, at the most. multiple: of rows, but in the last tile. Where a limit is below the cost of the
-    smallest tile, it is exceeded.
+    `cost`: of a row. `most`: rows of a tile. `multiple`: of rows, except in the last tile. The smallest tile can exceed
+    a very low limit.
     """
     first = 0
     while first < count:

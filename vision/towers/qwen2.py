@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
-    PatchMerger,
     QwenPatchMerger,
+    TowerConfig,
     VisionAttention,
     VisionBlock,
     VisionMLP,
     VisionTower,
 )
-from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, frame_lengths, patch_coordinates
-from vision.towers.layer_inputs import LayerInputs
-from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import LayerNorm
 
 
 class Qwen2VisionTower(VisionTower):
-    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+    """Qwen2-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
         super().__init__()
@@ -51,25 +45,4 @@ class Qwen2VisionTower(VisionTower):
         )
         norm, joined = LayerNorm(config.size, NORM_EPS), config.merge_size**2
         self.merger = QwenPatchMerger(norm, config.size, joined, config.out_size, activation("gelu"))
-        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
-
-    def mergers(self) -> list[PatchMerger]:
-        """See `VisionTower`."""
-        return [self.merger]
-
-    def input_steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[LayerInputs]:
-        """See `VisionTower`."""
-        x = yield from self.patch_embed.steps(pixel_values, limits)
-        rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
-        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
-
-    def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`."""
-        x, (frames,) = inputs.x, inputs.segments
-        for block in self.layers():
-            yield from block.steps(x, inputs.rotary, frames, limits)
-        out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
-        yield from self.merger.steps(x, limits, out)
-        return out
+        self.rotary = AxialRotary(config.head_dim, config.rope_theta)

@@ -12,15 +12,13 @@ from vision.towers.blocks import (
     NORM_EPS,
     AxialRotary,
     PatchEmbed,
-    PatchMerger,
     QwenPatchMerger,
+    TowerConfig,
     VisionAttention,
     VisionBlock,
     VisionTower,
 )
-from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, frame_lengths, patch_coordinates, window_order
-from vision.towers.layer_inputs import LayerInputs
+from vision.towers.grids import Grid, LayerInputs, Segments, frame_lengths, patch_coordinates, window_order
 from vision.towers.pieces import PieceLimits, Steps
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
@@ -30,7 +28,7 @@ from vlmserve_common.errors import CheckpointError
 
 
 class Qwen2_5VisionTower(VisionTower):
-    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+    """Qwen2.5-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
         super().__init__()
@@ -42,8 +40,7 @@ class Qwen2_5VisionTower(VisionTower):
         self._window = window_pixels // config.merge_size // config.kernel[-1]
         if self._window < 1:
             raise CheckpointError(f"vision_config: window_size {window_pixels} is less than one merged patch")
-        self._full_attention = frozenset(fields.integers("fullatt_block_indexes", (7, 15, 23, 31)))
-        self.num_full_attention = len(self._full_attention)
+        self.full_attention = frozenset(fields.integers("fullatt_block_indexes", (7, 15, 23, 31)))
         self.spatial_merge_size = config.merge_size
         self.out_hidden_size = config.out_size
         self.patch_embed = PatchEmbed(config.kernel, config.size, bias=False)
@@ -58,16 +55,12 @@ class Qwen2_5VisionTower(VisionTower):
         norm, joined = RMSNorm(config.size, NORM_EPS), config.merge_size**2
         self.merger = QwenPatchMerger(norm, config.size, joined, config.out_size, activation("gelu"))
         self.window_patches = joined * self._window**2
-        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
-
-    def mergers(self) -> list[PatchMerger]:
-        """See `VisionTower`."""
-        return [self.merger]
+        self.rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def input_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
     ) -> Steps[LayerInputs]:
-        """See `VisionTower`. Between the first and the last layer, patches lie window by window."""
+        """Prepare the inputs. Between the first and the last layer, patches go window by window."""
         merge = self.spatial_merge_size
         order, window_lengths = window_order(grid_thw, merge, self._window)
         patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
@@ -75,17 +68,8 @@ class Qwen2_5VisionTower(VisionTower):
         device = x.device
         return LayerInputs(
             x=x[to_device(patch_order, device)],
-            rotary=self._rotary(patch_coordinates(grid_thw, merge)[:, patch_order], device),
+            rotary=self.rotary(patch_coordinates(grid_thw, merge)[:, patch_order], device),
             # a frame's windows stay inside it, so frames are contiguous in either order
             segments=(Segments(frame_lengths(grid_thw), device), Segments(window_lengths, device)),
             order=to_device(order, device),
         )
-
-    def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`."""
-        x, (frames, windows) = inputs.x, inputs.segments
-        for index, block in enumerate(self.layers()):
-            yield from block.steps(x, inputs.rotary, frames if index in self._full_attention else windows, limits)
-        out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
-        yield from self.merger.steps(x, limits, out)
-        return out

@@ -14,15 +14,14 @@ from vision.towers.blocks import (
     AxialRotary,
     PatchEmbed,
     PatchMerger,
+    TowerConfig,
     VisionAttention,
     VisionBlock,
     VisionMLP,
     VisionTower,
     product_flops,
 )
-from vision.towers.config import TowerConfig
-from vision.towers.grids import Grid, Segments, frame_lengths, interpolation, patch_coordinates
-from vision.towers.layer_inputs import LayerInputs
+from vision.towers.grids import Grid, LayerInputs, interpolation
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps, even_tiles
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import activation
@@ -36,7 +35,7 @@ _POSITION_ROWS = 512
 
 
 class Qwen3PatchMerger(PatchMerger):
-    """Tokens are normalised before or (DeepStack) after they are joined."""
+    """Normalises tokens before they are joined, or after that (DeepStack)."""
 
     def __init__(self, config: TowerConfig, *, norm_joined: bool) -> None:
         super().__init__(config.merge_size**2)
@@ -58,7 +57,7 @@ class Qwen3PatchMerger(PatchMerger):
 
 
 class Qwen3VisionTower(VisionTower):
-    """See `VisionTower`. Makes uninitialised weights from a `vision_config`."""
+    """Qwen3-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
         super().__init__()
@@ -91,26 +90,24 @@ class Qwen3VisionTower(VisionTower):
         )
         self.merger = Qwen3PatchMerger(config, norm_joined=False)
         self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in self._taps)
-        self._rotary = AxialRotary(config.head_dim, config.rope_theta)
+        self.rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def mergers(self) -> list[PatchMerger]:
-        """See `VisionTower`."""
         return [self.merger, *self._deepstack_mergers()]
 
     def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
         return [merger for merger in self.deepstack_merger_list if isinstance(merger, Qwen3PatchMerger)]
 
-    def input_steps(
+    def token_steps(
         self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
-    ) -> Steps[LayerInputs]:
-        """See `VisionTower`."""
+    ) -> Steps[torch.Tensor]:
+        """Embed the patches and add their positions."""
         x = yield from self.patch_embed.steps(pixel_values, limits)
         yield from self._add_positions(x, grid_thw)
-        rotary = self._rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
-        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+        return x
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
-        """See `VisionTower`. DeepStack embeddings follow the main ones in layer order."""
+        """Run the layers. DeepStack embeddings follow the main ones in layer order."""
         x, (frames,) = inputs.x, inputs.segments
         out = x.new_empty(len(x) // self.spatial_merge_size**2, 1 + len(self._taps), self.out_hidden_size)
         for index, block in enumerate(self.layers()):

@@ -11,10 +11,9 @@ import torch
 
 from processors.inputs import Normalization, Resizing
 from processors.normalize import normalize, value_width
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_cost
+from vision.towers.blocks import VisionTower, encoding_cost
+from vision.towers.device_resize import original_patches
 from vision.towers.pieces import UNLIMITED, Kind, Piece, PieceLimits, Steps, even_tiles, finish
-from vision.towers.resize import original_patches
 from vision.towers.temporal_patch import TemporalPatch
 from vlmserve_common.compute.transfers import gathered, to_device
 
@@ -23,7 +22,7 @@ _VALUE_ROWS = 512
 
 
 class TowerRunner:
-    """A tower and the device that it is on."""
+    """A tower and its device."""
 
     def __init__(self, tower: VisionTower, device: torch.device) -> None:
         self._tower = tower
@@ -31,12 +30,12 @@ class TowerRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where the tower is."""
         return self._device
 
     @torch.inference_mode()
     def encode(self, patches: Sequence[TemporalPatch]) -> tuple[torch.Tensor, ...]:
-        """Embeddings of each temporal patch [h * w / merge**2, width] in the tower's dtype, from one call of the tower.
+        """Return the embeddings [h * w / merge**2, width] of each temporal patch in the tower's dtype, from one call of
+        the tower.
 
         Each has memory of its own, so that dropping one frees it. Raises as `encode_packed` does.
         """
@@ -44,12 +43,15 @@ class TowerRunner:
 
     @torch.inference_mode()
     def encode_packed(self, patches: Sequence[TemporalPatch]) -> torch.Tensor:
-        """Embeddings of temporal patches (one at least), one behind the other: [sum of h * w / merge**2, width] on the
-        tower's device. ValueError as `pixel_values` and `VisionTower.forward` raise it."""
+        """Return the embeddings of one or more temporal patches in a row: [sum of h * w / merge**2, width] on the
+        tower's device.
+
+        Raises ValueError as `pixel_values` and `VisionTower.forward` do.
+        """
         return finish(self._packed_steps(patches, UNLIMITED))
 
     def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
-        """`encode` in pieces; see `vision.towers.pieces`."""
+        """Run `encode` in pieces; see `vision.towers.pieces`."""
         packed = yield from self._packed_steps(patches, limits)
         if len(patches) == 1:
             return (packed,)
@@ -60,7 +62,7 @@ class TowerRunner:
         return (yield from self._tower.steps(values, [(1, *patch.grid) for patch in patches], limits))
 
     def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
-        """Of the pieces of `steps`, about."""
+        """Return the approximate cost of the pieces of `steps`."""
         total: dict[Kind, float] = {}
         for patch in patches:
             for kind, cost in encoding_cost(self._tower, patch.num_patches).items():
@@ -68,13 +70,15 @@ class TowerRunner:
         return total
 
     def row_counts(self, patches: Sequence[TemporalPatch]) -> list[int]:
-        """How many embeddings temporal patches have."""
+        """Return how many embeddings each temporal patch has."""
         return [patch.num_patches // self._tower.spatial_merge_size**2 for patch in patches]
 
 
 def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torch.Tensor:
-    """What a tower takes, made of temporal patches (one at least): float32 [P, patch elements], theirs one behind the
-    other. ValueError for pixels that are not those of their grid, or not as wide as the others'."""
+    """Return the input of a tower for one or more temporal patches: float32 [P, patch elements], in a row.
+
+    Raises ValueError if pixels do not fit their grid, or differ in width.
+    """
     return finish(_value_steps(patches, device))
 
 
@@ -100,20 +104,20 @@ def _value_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Step
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """What patches must agree in to become values together. originals: grid and shape of those yet to be resized."""
+class _PatchKind:
+    """Properties that patches must share to become values together. `originals`: grid and shape of unresized frames."""
 
     normalization: Normalization
     originals: tuple[Resizing, tuple[int, int], tuple[int, ...]] | None
 
 
-def _kind(patch: TemporalPatch) -> _Kind:
+def _kind(patch: TemporalPatch) -> _PatchKind:
     originals = None if patch.resizing is None else (patch.resizing, patch.grid, patch.pixels.shape)
-    return _Kind(_normalization(patch), originals)
+    return _PatchKind(_normalization(patch), originals)
 
 
 def _pixel_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Steps[np.ndarray | torch.Tensor]:
-    """Of one kind: their patches, one behind the other; on the device where they are made there."""
+    """Return the patches of one kind in a row, on the device where they are made."""
     resizing, grid = patches[0].resizing, patches[0].grid
     if resizing is None:
         return gathered([patch.pixels for patch in patches], device)

@@ -1,4 +1,4 @@
-"""The grain at which pictures and videos are encoded and cached."""
+"""Temporal patches: the unit in which pictures and videos are encoded and cached."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from processors.inputs import MultimodalDataItem, Normalization, Resizing
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemporalPatch:
-    """What towers encode and caches hold: a picture, or one temporal patch of a video.
+    """A picture, or one temporal patch of a video. Towers encode these and caches hold their embeddings.
 
-    Attention, windows, position embeddings and DeepStack never cross a temporal patch, so a video's embeddings are
+    Attention, windows, position embeddings and DeepStack never cross a temporal patch. So a video's embeddings are
     those of its temporal patches, one after the other.
 
-    digest: 32 bytes over its pixels, grid and patch settings. grid: (height, width) in patches. pixels: uint8 [h * w,
-    pixels of a patch], in the processor's patch order, which `normalization` makes values of; with a `resizing` uint8
-    [frames, height, width, 3], which that makes such patches of. encoded: it came encoded, and pixels are its
-    embeddings, without a normalization.
+    `digest`: 32 bytes over its pixels, grid and patch settings. `grid`: (height, width) in patches. `pixels`: uint8 [h
+    * w, pixels of a patch], in the processor's patch order; `normalization` turns them into values. With a `resizing`
+    they are uint8 [frames, height, width, 3], which it turns into such patches. `encoded`: it came as embeddings:
+    pixels are the embeddings, without a normalization.
     """
 
     digest: bytes
@@ -32,20 +32,19 @@ class TemporalPatch:
 
     @property
     def num_patches(self) -> int:
-        """Patches to encode."""
         return 0 if self.encoded else self.grid[0] * self.grid[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeBatch:
-    """number: unlike that of any other batch. patches: one at least, encoded in one call."""
+    """A batch for one call of the tower. `number`: unique among batches. `patches`: at least one."""
 
     number: int
     patches: tuple[TemporalPatch, ...]
 
 
 def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
-    """A picture's one, or a video's in order; their pixels are views of the item's."""
+    """Return a picture's single temporal patch, or a video's in order. Their pixels are views of the item's."""
     parts = np.split(item.feature, len(item.patch_digests))
     return tuple(
         TemporalPatch(
@@ -61,5 +60,6 @@ def temporal_patches(item: MultimodalDataItem) -> tuple[TemporalPatch, ...]:
 
 
 def embedding_key(fingerprint: bytes, patch: TemporalPatch) -> bytes:
-    """32 bytes that stand for a temporal patch's embeddings: what made them (`towers.fingerprint`), and of what."""
+    """Return 32 bytes that identify a temporal patch's embeddings: its tower (`loading.tower_fingerprint`) and its
+    content."""
     return blake3.blake3(fingerprint + patch.digest).digest()

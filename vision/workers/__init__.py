@@ -1,1 +1,1 @@
-"""Where batches are encoded: here, or in worker processes."""
+"""Encodes batches, in this process or in worker processes."""

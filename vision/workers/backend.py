@@ -1,4 +1,4 @@
-"""Where batches of temporal patches are encoded: in this process (`inline`), or in others (`process_backend`)."""
+"""The interface of encoder workers in this process (`inline`) or in other ones (`process_backend`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeResult:
-    """embeds: of each temporal patch in order, [h * w / merge**2, width] in the tower's dtype, each with memory of
-    its own; None: error says why not.
+    """The result of a batch.
 
-    untried: the worker was gone before it came to this batch, which therefore cannot be what ended it; or the batch was
-    cancelled.
+    `embeds`: of each temporal patch in order, [h * w / merge**2, width] in the tower's dtype, each with memory of its
+    own. If it is None, `error` gives the reason. `untried`: the worker had gone before it came to this batch, which
+    therefore cannot have ended it; or the batch was cancelled.
     """
 
     number: int
@@ -29,50 +29,46 @@ class EncodeResult:
 
 
 class EncoderBackend(Protocol):
-    """Workers that encode batches. Every started batch gives one result, unless the backend is closed before.
+    """Workers that encode batches. Every started batch gives one result, unless the backend is closed first.
 
-    One thread calls all but `work`, which is for the device's thread; that may be the same one.
+    One thread calls all methods except `work`. `work` belongs to the device's thread, which may be the same one.
     """
 
     def workers(self) -> Sequence[int]:
-        """Ids of the usable workers; one that was given up is not among them."""
-        ...
+        """Return the ids of the usable workers, without those given up."""
 
     def start(self, worker: int, batch: EncodeBatch) -> None:
-        """Let a worker encode a batch after those it was given before. Never blocks, and raises nothing about a batch:
-        that comes as its result."""
-        ...
+        """Let a worker encode a batch after its earlier ones. Never blocks. A batch's errors come as its result."""
 
     def cancel(self, worker: int, number: int) -> None:
-        """Nobody wants a started batch any more: what is not computed yet may be left."""
-        ...
+        """Allow a worker to drop the rest of a started batch that is no longer wanted."""
 
     def collect(self) -> list[EncodeResult]:
-        """What has finished, failed or been cancelled since. Never blocks, never computes."""
-        ...
+        """Return the results of batches that have finished, failed or been cancelled since. Never blocks, never
+        computes."""
 
     @property
     def has_work(self) -> bool:
-        """Whether batches wait for `work`; never where workers compute by themselves."""
-        ...
+        """Whether batches wait for `work`. Always False if workers compute by themselves."""
 
     def work(self, budget_s: float) -> bool:
-        """Compute for about so many seconds, at least one piece if there is any; whether there was one. Infinity: all
-        there is."""
-        ...
+        """Compute for about so many seconds, and at least one piece if there is any; return True if there was one.
+
+        Infinity computes everything.
+        """
 
     def wait_handles(self) -> Sequence[int]:
-        """File descriptors that are readable when `collect` has something; none: whatever is out waits for `work`."""
-        ...
+        """Return file descriptors that are readable when `collect` has something. None: all batches wait for `work`."""
 
     def close(self) -> None:
-        """End the workers. May be called again."""
-        ...
+        """End the workers. Can be called again."""
 
 
 def attempt(run: Callable[[], _T]) -> tuple[_T | None, str]:
-    """What `run` returns, or None and "Type: message" of what it raised. Out of GPU memory, all that is cached is given
-    back, so that the next and smaller batch finds room."""
+    """Return the result of `run`, or None and "Type: message" of its exception.
+
+    After running out of GPU memory, torch's cached memory is freed, so that the next and smaller batch finds room.
+    """
     try:
         return run(), ""
     except Exception as error:

@@ -1,9 +1,10 @@
-"""Rows from one process' GPU memory to another's, by CUDA IPC: `share` there, `CudaBorrower` here.
+"""Copies rows from one process's GPU memory to another's by CUDA IPC: `share` in the worker, `CudaBorrower` in the
+engine.
 
-Written by torch's documentation and source; it has not been run on a GPU. The handles are those that torch's own
+Written by torch's documentation and source; it has not been run on a GPU. The handles are the ones that torch's
 multiprocessing pickles (`torch.multiprocessing.reductions`); here they are plain fields of a message. While a handle is
-out, torch counts in a small file in shared memory whether the other side has it open; the worker must besides keep the
-rows (`vision.workers.lent_rows`), and is told when it need not.
+out, torch counts in a small file in shared memory whether the other side has it open. The worker must also keep the
+rows (`vision.workers.lent_rows`) until it is told that they were taken.
 """
 
 from __future__ import annotations
@@ -15,63 +16,54 @@ from typing import Protocol
 
 import torch
 
-from vision.workers.channel import RowsHandle
+from vision.workers.encoder_messages import RowsHandle
 from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
 from vlmserve_common.compute.tensors import dtype_name
 
 _SHARED_MEMORY = Path("/dev/shm")
+# Fields of a `RowsHandle` that torch gives and takes, in its order.
+_STORAGE = ("device", "memory", "nbytes", "offset", "counter", "counter_offset", "event", "event_sync")
 
 
 def share(rows: torch.Tensor, row_counts: Sequence[int]) -> RowsHandle:
-    """Open rows [sum of row_counts, width] on a GPU to another process, once they are computed: what went wrong in
-    that, asynchronously, is raised here. The caller keeps `rows`."""
+    """Open computed rows [sum of row_counts, width] on a GPU to another process. The caller keeps `rows`.
+
+    Asynchronous errors of their computation are raised here.
+    """
     if rows.untyped_storage().nbytes() != rows.nbytes or not rows.is_contiguous():
         raise ValueError("rows that are shared need memory of their own")
     torch.cuda.current_stream(rows.device).synchronize()
-    device, memory, nbytes, offset, counter, counter_offset, event, event_sync = rows.untyped_storage()._share_cuda_()
-    return RowsHandle(
-        row_counts=tuple(row_counts),
-        width=rows.shape[1],
-        dtype=dtype_name(rows.dtype),
-        device=device,
-        memory=memory,
-        nbytes=nbytes,
-        offset=offset,
-        counter=counter,
-        counter_offset=counter_offset,
-        event=event,
-        event_sync=event_sync,
-    )
+    storage = dict(zip(_STORAGE, rows.untyped_storage()._share_cuda_(), strict=True))
+    return RowsHandle(row_counts=tuple(row_counts), width=rows.shape[1], dtype=dtype_name(rows.dtype), **storage)
 
 
 def trial_rows(device: torch.device | str) -> torch.Tensor:
-    """What is sent on trial."""
     count = sum(TRIAL_ROWS)
     return torch.arange(count * TRIAL_WIDTH, dtype=torch.float32, device=device).view(count, TRIAL_WIDTH)
 
 
 class RowsBorrower(Protocol):
-    """Copies what workers lend. For one thread and one worker at a time."""
+    """Copies rows that workers lend. For one thread and one worker at a time."""
 
     def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        """The rows of each temporal patch, in memory of their own on the device where they are wanted; the copy has
-        ended, and nothing of the worker's is open any more. Raises what goes wrong, and even then the handle is done
-        with."""
-        ...
+        """Return the rows of each temporal patch, in memory of their own on the device that needs them.
+
+        The copy has ended, and nothing of the worker's is open any more. On an error, too, the handle is no longer
+        used.
+        """
 
     def worker_gone(self) -> None:
-        """The worker has died: what it left behind goes."""
-        ...
+        """Remove the files that a dead worker left behind."""
 
 
 def try_out(borrower: RowsBorrower, trial: RowsHandle) -> None:
-    """Copy what was sent on trial. ValueError if that is not what arrives."""
+    """Copy the trial's rows. Raises ValueError if they arrive changed."""
     if not torch.equal(torch.cat([rows.cpu() for rows in borrower.copy(trial)]), trial_rows("cpu")):
         raise ValueError("what arrives is not what was sent")
 
 
 class CudaBorrower:
-    """See `RowsBorrower`. device: a GPU, where rows are wanted; peer to the worker's, or the same."""
+    """A `RowsBorrower` for a GPU. `device`: where rows are needed, the worker's GPU or a peer of it."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -79,7 +71,7 @@ class CudaBorrower:
         self._counters: set[str] = set()
 
     def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        """See `RowsBorrower`. On a stream of its own, so that it does not queue behind the LLM's work."""
+        """Copy on a stream of its own, so that it does not queue behind the LLM's work."""
         self._counters.add(handle.counter.decode())
         if self._stream is None:
             torch.cuda.init()
@@ -98,29 +90,20 @@ class CudaBorrower:
         return copies
 
     def worker_gone(self) -> None:
-        """Torch's counters outlive a worker that is killed, or ends at once as ours do."""
+        """Remove torch's counters, which outlive a worker that is killed or ends at once."""
         for name in self._counters:
             (_SHARED_MEMORY / Path(name).name).unlink(missing_ok=True)
         self._counters.clear()
 
 
 def _open(handle: RowsHandle) -> torch.Tensor:
-    """The worker's own memory as a tensor [rows, width] on the worker's GPU; dropping it closes the handle."""
+    """Open the worker's memory as a tensor [rows, width] on the worker's GPU. Dropping it closes the handle."""
     dtype: torch.dtype = getattr(torch, handle.dtype)
     shape = (sum(handle.row_counts), handle.width)
     try:
         if handle.nbytes != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{handle.nbytes} bytes are not rows {list(shape)} of {handle.dtype}")
-        storage = torch.UntypedStorage._new_shared_cuda(
-            handle.device,
-            handle.memory,
-            handle.nbytes,
-            handle.offset,
-            handle.counter,
-            handle.counter_offset,
-            handle.event,
-            handle.event_sync,
-        )
+        storage = torch.UntypedStorage._new_shared_cuda(*(getattr(handle, name) for name in _STORAGE))
     except BaseException:
         # nothing was opened, whose closing would say so
         torch.UntypedStorage._release_ipc_counter_cuda(handle.counter, handle.counter_offset)

@@ -1,7 +1,7 @@
-"""Batches in this process, piece by piece between other things that its device has to do.
+"""Encodes batches in this process, piece by piece between the device's other work.
 
-Two threads, which may be one: the scheduler's gives batches and takes results, the device's computes. Between them are
-two deques and two counters, each written by one of them; all else belongs to the device's thread.
+There are two threads, which may be the same: the scheduler's gives batches and takes results, the device's computes.
+They share two deques and two counters, each written by one of them. All other state belongs to the device's thread.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import torch
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncodeResult, attempt
-from vision.workers.pace import Pace
 from vlmserve_common.compute.lanes import HostLane, Lane
 from vlmserve_common.compute.transfers import Mark
 
+# Before anything was measured: a slow machine, so that the first pieces are not too long on any.
+_GUESSED_S = {Kind.PRODUCT: 1 / 100e9, Kind.ATTENTION: 1 / 100e9, Kind.ELEMENTS: 1 / 400e6}
+# The part of earlier measurements kept with each new piece: about the last fifty count.
+_KEPT = 0.98
+
+
 PIECE_S = 0.01
-"""Seconds that a piece is to take."""
+"""Target seconds of a piece."""
 # ... where `work` has more time: that part of it, and so many at the most.
 _PIECE_SHARE, _LONGEST_PIECE_S = 0.25, 0.1
 BATCHES_IN_WORK = 3
@@ -31,21 +36,42 @@ _NAP_S = 50e-6
 _FIRST_SHARE = 4
 
 
+class Pace:
+    """Seconds per cost of each kind of piece, as a running mean. It is also a `PieceLimits`: pieces take `piece_s`
+    seconds.
+
+    One thread reports times; any thread can ask.
+    """
+
+    def __init__(self, piece_s: float) -> None:
+        self.piece_s = piece_s
+        self._sums: dict[Kind, tuple[float, float]] = {}  # kind -> cost, seconds
+
+    def took(self, piece: Piece, seconds: float) -> None:
+        cost, spent = self._sums.get(piece.kind, (0.0, 0.0))
+        self._sums[piece.kind] = (cost * _KEPT + piece.cost, spent * _KEPT + seconds)
+
+    def seconds(self, kind: Kind, cost: float) -> float:
+        """Estimate the seconds of pieces of that cost together; a guess before the first of their kind."""
+        measured, spent = self._sums.get(kind, (0.0, 0.0))
+        return cost * (spent / measured if measured and spent else _GUESSED_S[kind])
+
+    def most(self, kind: Kind) -> float:
+        return self.piece_s / self.seconds(kind, 1.0)
+
+
 class Runner(Protocol):
-    """What is needed of `towers.runner.TowerRunner`."""
+    """The interface of `towers.runner.TowerRunner` that the backend needs."""
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
-        ...
+        """The device that it computes on."""
 
     def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
-        """Embeddings of each temporal patch."""
-        ...
+        """Encode temporal patches in pieces; the result is the embeddings of each."""
 
     def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
-        """Of these pieces, about."""
-        ...
+        """Return the approximate cost of these pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +81,7 @@ class _Cancel:
 
 @dataclass(kw_only=True, eq=False)
 class _Job:
-    """A batch in work. next: the piece that comes next. left: cost of what is left to do, about."""
+    """A batch in work. `next`: its next piece. `left`: the approximate cost of the rest."""
 
     number: int
     steps: Steps[tuple[torch.Tensor, ...]]
@@ -64,16 +90,15 @@ class _Job:
 
 
 class InlineBackend:
-    """One worker, number 0: whoever calls `work`.
+    """An `EncoderBackend` with one worker, number 0: the thread that calls `work`.
 
-    Batches in work take turns, so that a small picture need not wait for all of a large one: the one with the least
-    left to do goes first, but the one that was started first gets a quarter of the time at least.
+    Batches in work take turns, so that a small picture need not wait for all of a large one. The batch with the least
+    work left goes first, but the one that was started first gets at least a quarter of the time. On a GPU pieces are
+    launched in a lane of their own, beside the LLM's steps, and are short: only launching counts. A batch has its
+    result when the GPU has computed it, and until then there is work.
 
-    On a GPU pieces are launched in a lane of their own, beside the LLM's steps, and are short: their seconds are those
-    of launching. A batch has its result when the GPU has computed it, and until then there is work.
-
-    piece_s: seconds that a piece is to take, unless there is plenty of time. most_batches: in work at a time, which
-    bounds the memory of what is half done. lane: where pieces are computed. clock: in seconds.
+    `piece_s`: target seconds of a piece, unless there is plenty of time. `most_batches`: in work at a time, which
+    bounds the memory of unfinished batches. `lane`: where pieces are computed. `clock`: in seconds.
     """
 
     def __init__(
@@ -103,28 +128,23 @@ class InlineBackend:
     # ------------------------------------------------------------ the scheduler's thread
 
     def workers(self) -> Sequence[int]:
-        """See `EncoderBackend`."""
         return (0,)
 
     def start(self, worker: int, batch: EncodeBatch) -> None:
-        """See `EncoderBackend`."""
         self._given += 1
         self._inbox.append(batch)
 
     def cancel(self, worker: int, number: int) -> None:
-        """See `EncoderBackend`."""
         self._inbox.append(_Cancel(number))
 
     def collect(self) -> list[EncodeResult]:
-        """See `EncoderBackend`."""
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait_handles(self) -> Sequence[int]:
-        """None: see `EncoderBackend`."""
         return ()
 
     def close(self) -> None:
-        """Forget what was started; `work` is not to be called any more."""
+        """Forget all batches. `work` must not be called afterwards."""
         for forgotten in (self._inbox, self._results, self._waiting, self._jobs, self._launched):
             forgotten.clear()
         self._ended = self._given
@@ -133,11 +153,10 @@ class InlineBackend:
 
     @property
     def has_work(self) -> bool:
-        """See `EncoderBackend`; for any thread."""
+        """Whether batches have no result yet. Any thread can ask."""
         return self._ended != self._given
 
     def work(self, budget_s: float) -> bool:
-        """See `EncoderBackend`."""
         began, worked = self._clock(), self._take_computed()
         # cutting costs a little: where there is time, less of it
         self._pace.piece_s = max(self._piece_s, min(budget_s * _PIECE_SHARE, _LONGEST_PIECE_S))
@@ -149,11 +168,11 @@ class InlineBackend:
             worked = True
         worked |= self._take_computed()
         if not worked and self._launched:
-            time.sleep(_NAP_S)  # who has nothing else to do asks again and again
+            time.sleep(_NAP_S)  # an idle caller asks again and again
         return worked
 
     def _take_computed(self) -> bool:
-        """Whether a batch that was launched is computed by now."""
+        """Take the results of launched batches that are computed; return True if there were any."""
         taken = False
         while self._launched:
             mark, result = self._launched[0]
@@ -170,7 +189,7 @@ class InlineBackend:
         return taken
 
     def _next_job(self) -> _Job | None:
-        """Take what has come, begin with what there is room for, and choose."""
+        """Take new messages, begin batches if there is room, and choose the next job."""
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, _Cancel):
@@ -236,7 +255,7 @@ class InlineBackend:
         self._ended += 1
 
     def _resume(self, steps: Steps[tuple[torch.Tensor, ...]]) -> Piece | tuple[torch.Tensor, ...]:
-        """Compute the next piece: the one behind it, or the result."""
+        """Compute the next piece; return the one after it, or the result."""
         with torch.inference_mode(), self._lane.launching():
             try:
                 return next(steps)

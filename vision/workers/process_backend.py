@@ -1,7 +1,7 @@
-"""Batches in worker processes, one a device.
+"""Encodes batches in worker processes, one for each device.
 
-Pixels and rows cross in shared memory of the host. Rows that a worker computes on a GPU and that are wanted on one are
-copied from memory to memory there (`cuda_rows`), where a trial at the worker's start says that this works.
+Pixels and rows cross in shared memory of the host. Rows from one GPU to another are copied from memory to memory
+(`cuda_rows`), if a trial at the worker's start shows that this works.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower, RowsBorrower
-from vision.workers.keeper import WorkerKeeper, WorkerMain
 from vision.workers.settings import WorkerSettings
 from vision.workers.start import start_worker
+from vision.workers.worker_keeper import WorkerKeeper, WorkerMain
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
 
 
 class ProcessBackend:
-    """See `EncoderBackend`. Its workers start when it is made. One that dies is started again, and its batches fail.
-    One that dies three times without finishing a batch in between is given up. One that is over a batch for longer than
-    `batch_timeout_s` is ended, and counts as dead.
+    """An `EncoderBackend` with worker processes, which start when it is made.
 
-    main: what a worker runs. borrower: makes what copies a worker's rows, given where they are wanted. clock: in
-    seconds.
+    A worker that dies is started again, and its batches fail. A worker that dies three times without finishing a batch
+    in between is given up. A worker that takes longer than `batch_timeout_s` for a batch is ended, and counts as dead.
+    `main`: a worker's main function. `borrower`: makes the object that copies rows, given the device that needs them.
+    `clock`: in seconds.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class ProcessBackend:
         ]
 
     def wait_ready(self) -> bytes:
-        """Block until all workers are ready for the first time; the fingerprint of their towers. EngineError with a
-        worker's own message if it cannot start; the backend is then still to be closed."""
+        """Block until all workers are ready for the first time; return the fingerprint of their towers.
+
+        Raises EngineError with a worker's own message if it cannot start; `close` is still needed then.
+        """
         starts = [keeper.first_start for keeper in self._keepers]
         done, _ = wait(starts, return_when=FIRST_EXCEPTION)
         fingerprints = {bytes.fromhex(start.result()["fingerprint"]) for start in done}
@@ -61,36 +63,33 @@ class ProcessBackend:
         return fingerprints.pop()
 
     def workers(self) -> Sequence[int]:
-        """See `EncoderBackend`. One that is being started is usable: its batches wait for it."""
+        """Return the usable workers. One that is being started is usable: its batches wait for it."""
         return [number for number, keeper in enumerate(self._keepers) if keeper.usable]
 
     def start(self, worker: int, batch: EncodeBatch) -> None:
-        """See `EncoderBackend`. Copying pixels is left to a thread. Ignored after `close`."""
+        """Queue a batch. A thread copies its pixels. Ignored after `close`."""
         if not self._closed:
             self._keepers[worker].submit(batch)
 
     def cancel(self, worker: int, number: int) -> None:
-        """See `EncoderBackend`. A worker ends what it was given."""
+        """Do nothing: a worker finishes every batch."""
 
     has_work = False
 
     def work(self, budget_s: float) -> bool:
-        """See `EncoderBackend`: the workers do it."""
         return False
 
     def collect(self) -> list[EncodeResult]:
-        """See `EncoderBackend`."""
         if self._closed:
             return []
         self._wake_up.take()
         return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait_handles(self) -> Sequence[int]:
-        """See `EncoderBackend`: one, whatever the number of workers."""
         return () if self._closed else (self._wake_up.fd,)
 
     def close(self) -> None:
-        """See `EncoderBackend`. Waits for the workers, 2 s at most; batches that are out give no result."""
+        """End the workers, which takes at most 2 s. Unfinished batches give no result."""
         if self._closed:
             return
         for keeper in self._keepers:

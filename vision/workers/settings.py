@@ -1,4 +1,4 @@
-"""What encoder workers are told when they start. Needs no torch."""
+"""Settings of encoder workers. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
-    """model: a checkpoint folder. devices: "cpu", "cuda:1" ..., one worker each; one may stand there several times.
+    """Settings that a worker gets when it starts.
 
-    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. threads: of each worker on a CPU.
-    cpu_kernels: whether it uses our operators there; gpu_kernels: what it computes with on a GPU; cuda_graphs: whether
-    it has its layers captured there.
-    rows_device: where rows are wanted, the LLM's.
-    shared_dir: an existing private directory for `SharedArrays`, on tmpfs. startup_timeout_s: for loading the tower.
-    ready_by: when it is over for a worker's first start, by `time.monotonic`, if it began before that start did.
-    batch_timeout_s: for a batch, sent, encoded and sent back.
+    `model`: a checkpoint folder. `devices`: "cpu", "cuda:1" ..., one worker each; a device may appear several times.
+    `dtype`: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. `threads`: of each worker on a CPU.
+    `cpu_kernels`: whether to use our operators on a CPU. `gpu_kernels`: the kernels on a GPU. `cuda_graphs`: capture
+    the layers on a GPU. `rows_device`: the LLM's device, which needs the rows. `shared_dir`: an existing private
+    directory for `SharedArrays`, on tmpfs. `startup_timeout_s`: for loading the tower. `ready_by`: the `time.monotonic`
+    at which a first start's time is over, if that is earlier. `batch_timeout_s`: for sending, encoding and sending back
+    a batch.
     """
 
     model: Path
@@ -36,5 +36,5 @@ class WorkerSettings:
     batch_timeout_s: float = 3600.0
 
     def may_lend(self, device: str) -> bool:
-        """Whether a worker's rows may stay on its device until they are copied to where they are wanted (CUDA IPC)."""
+        """Return True if a worker's rows may stay on its device until they are copied to `rows_device` (CUDA IPC)."""
         return device.startswith("cuda") and self.rows_device.startswith("cuda")

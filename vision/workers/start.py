@@ -1,5 +1,5 @@
-"""Where an encoder worker starts. Imported in milliseconds: from then on, and so while torch is still being imported,
-the process listens to its parent and dies with it."""
+"""The start of an encoder worker. It imports in milliseconds, so the process listens to its parent, and dies with it,
+while torch is still being imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vlmserve_common.process.child import Parent
 
 
 def start_worker(parent: Parent, settings: WorkerSettings, device: str) -> None:
-    """See `vision.workers.worker.run_worker`."""
-    from vision.workers.worker import run_worker
+    """Import and run `vision.workers.encoder_worker.run_worker`."""
+    from vision.workers.encoder_worker import run_worker
 
     run_worker(parent, settings, device)

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from processors.fetch.media_file import MediaFile
-from processors.fetch.settings import ByteLimit
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.fetch.fetching import MediaFile
+from processors.fetch.limits import ByteLimit
+from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError, EngineError

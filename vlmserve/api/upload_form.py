@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from processors.plain_words import words
+from processors.formats import words
 from vlmserve_common.errors import BadRequestError
 
 _FILE = "file"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vision.encoder_pool import EncoderPool
-from vision.towers.graphs.capturing import capture_on_gpu
+from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.activations import (
@@ -24,18 +24,21 @@ from vlmserve.engine.activations import (
     step_limits,
 )
 from vlmserve.engine.decode_graphs import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
-from vlmserve.engine.encoder import build_encoder_pool, encoder_devices
+from vlmserve.engine.encoder import build_encoder_pool, encoder_devices, resolve_warmup_patches
 from vlmserve.engine.kv_tiers import build_tiers
-from vlmserve.engine.lockstep import EngineScheduler, in_lockstep
+from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.picture_limit import SMALLEST_PIXELS, auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
 from vlmserve.engine.sharing import expert_sharing
+from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.model_worker_batch import RECENT_TOKENS
 from vlmserve.ipc.messages import SchedulerOutput
+from vlmserve.ipc.routing.router import Router
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -56,16 +59,14 @@ from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
-from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.estimates import NewTokenRatio
 from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.policy import make_policy
-from vlmserve.scheduler.rounds import RoundWorker
+from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.sessions import Sessions
-from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.checkpoint.gptq_awq import Scheme
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device
@@ -341,41 +342,39 @@ def _bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
     return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
 
 
-def build_scheduler(
+def build_loop(
     args: EngineArgs,
     runner: ModelRunner,
     info: EngineInfo,
     send: Callable[[SchedulerOutput], None],
     *,
     start: StartSettings | None = None,
-    worker: ModelWorker | None = None,
-) -> Scheduler:
-    """A scheduler over a runner in this process; `send` gets every step's outputs.
+    worker: ModelWorker | GroupsWorker | None = None,
+    batch_log: BatchLog | None = None,
+) -> EventLoop:
+    """Build the event loop over a runner in this process, with a scheduler for each attention group.
 
-    start: needed where `args` asks for encoder processes. worker: computes steps, where that is not the runner alone.
+    send: gets every step's outputs. start: needed if `args` asks for encoder processes. worker: computes steps, if that
+    is not the runner alone; a `GroupsWorker` if there are several groups.
     """
-    threads = torch.get_num_threads()  # of this thread; each has its own
-    device, encoder = _device_queue(args, runner.device, threads), _encoder(args, runner, start)
-    return _scheduler(args, runner, info, encoder, worker=worker or runner, device=device, send=send)
-
-
-def build_engine_scheduler(
-    args: EngineArgs,
-    runner: ModelRunner,
-    info: EngineInfo,
-    send: Callable[[SchedulerOutput], None],
-    *,
-    start: StartSettings | None = None,
-    worker: ModelWorker | RoundWorker | None = None,
-) -> EngineScheduler:
-    """See `build_scheduler`; one for each where groups of ranks have requests of their own, which a `RoundWorker`
-    computes."""
-    if args.attention_groups == 1:
-        return build_scheduler(args, runner, info, send, start=start, worker=cast(ModelWorker | None, worker))
-    encoder = _encoder(args, runner, start)
-    make = partial(_scheduler, args, runner, info, encoder, encoder_order=FairOrder())
-    device = _device_queue(args, runner.device, torch.get_num_threads())
-    return in_lockstep(args, make, cast(RoundWorker, worker), device, encoder, send)
+    groups = args.attention_groups
+    placement = None
+    if groups > 1:
+        placement = GroupPlacement(Router(groups, method=args.load_balance_method))
+        send = placement.noting(send)
+    make_encoder, order = _encoder(args, runner, start), FairOrder()
+    schedulers = [_scheduler(args, runner, info, make_encoder, send=send, encoder_order=order) for _ in range(groups)]
+    return EventLoop(
+        schedulers,
+        worker=cast(GroupsWorker, worker) if groups > 1 else OneGroup(cast(ModelWorker, worker or runner)),
+        device=_device_queue(args, runner.device, torch.get_num_threads()),  # of this thread; each has its own
+        encoder=make_encoder(),
+        send=send,
+        max_patches=resolve_warmup_patches(args, runner.device),
+        placement=placement,
+        expert_stats=runner.expert_stats,
+        batch_log=batch_log,
+    )
 
 
 def _encoder(args: EngineArgs, runner: ModelRunner, start: StartSettings | None) -> Callable[[], EncoderPool]:
@@ -390,10 +389,8 @@ def _scheduler(
     info: EngineInfo,
     make_encoder: Callable[[], EncoderPool],
     *,
-    worker: ModelWorker,
-    device: DeviceQueue,
     send: Callable[[SchedulerOutput], None],
-    encoder_order: FairOrder | None = None,
+    encoder_order: FairOrder,
 ) -> Scheduler:
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
@@ -418,8 +415,6 @@ def _scheduler(
         max_req_len=info.max_req_len,
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
-        worker=worker,
-        device=device,
         encoder=make_encoder(),
         policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
         new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
@@ -429,7 +424,6 @@ def _scheduler(
         ),
         grammars=_grammars(args, runner),
         send=send,
-        expert_stats=runner.expert_stats,
         encoder_order=encoder_order,
         drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
     )
@@ -438,6 +432,7 @@ def _scheduler(
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:
     """threads: of torch on a CPU. A step for each stage of a pipeline, and one that the first is to begin with next."""
     depth = 1 if args.disable_overlap_schedule else args.pp_size + 1
+    assert args.pp_size > 1 or depth <= RECENT_TOKENS, "workers forget what they sampled longer ago"
     if device.type != "cpu":
         return StreamQueue(partial(torch.cuda.set_device, device), depth=depth)
     if args.disable_overlap_schedule:

@@ -31,10 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlledEngine(Protocol):
-    """What control asks of the engine: an `EngineLoop`, or a `Scheduler` alone.
-
-    step, drain: see `Scheduler`. flush_cache: returns how many cached tokens it forgot.
-    """
+    """What control asks of the engine; see `EventLoop`."""
 
     def handle(self, message: AbortReq) -> None: ...
 

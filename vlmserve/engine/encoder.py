@@ -15,7 +15,7 @@ from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.store import EmbeddingStore
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
-from vision.towers.fingerprint import tower_fingerprint
+from vision.towers.loading import tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.workers.backend import EncoderBackend
 from vision.workers.inline import BATCHES_IN_WORK, InlineBackend

@@ -1,87 +1,388 @@
-"""What one process of the engine does in turn: the scheduler's steps, and media encoded ahead of time beside them."""
+"""The event loop of an engine: which scheduler is asked for what, what is in flight, and when to wait.
+
+Each turn of the loop
+
+1. takes what the encoder has brought, and lets every scheduler take what came since the last turn,
+2. asks every scheduler for its next batch and launches them as one step on the device,
+3. launches a slice of encoding, if the encoder works in this process,
+4. waits for the oldest step in flight, if there are enough of them, and hands its results to the schedulers.
+
+With one step in flight that is the plain loop. With two, a step is decided while the one before it is computed.
+
+There is one scheduler, or one for each attention group (`--enable-dp-attention`). Groups have requests, KV and prefixes
+of their own, and share the device and the encoder: a step holds a batch of each group, and a group without a batch
+joins the collectives of the others. If a step fails, its requests are answered with an error, and no others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
 
+from vision.cache.stats import PoolStats, TierStats
 from vision.encoder_pool import EncoderPool
 from vlmserve.engine.encoder_warmups import EncoderWarmups
-from vlmserve.engine.lockstep import EngineScheduler
+from vlmserve.engine.step import GroupsWorker, StepHandle
+from vlmserve.executor.device_queue import DeviceQueue, Work
 from vlmserve.ipc.messages import (
     AbortReq,
+    BatchTokenOutput,
     EncodeOutput,
     EncodeReqInput,
+    ExpertStats,
+    FinishReason,
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
-from vlmserve.scheduler.batch_log import BatchLog
-from vlmserve_common.errors import EngineError
+from vlmserve.ipc.routing.demand import demand_of
+from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.scheduler.meter import BatchLog
+from vlmserve.scheduler.schedule_batch import ScheduleBatch
+from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve_common.errors import DeviceLostError, EngineError
 
-# An encoder in this process takes its time from requests: beside them, media that are encoded ahead of time come in at
-# every so many turns.
+log = logging.getLogger(__name__)
+
 _TURNS_PER_WARMUP = 16
+"""Beside requests, an encoder in this process is asked for media ahead of time once in so many turns."""
+_MOST_PROMPTS = 4096
+"""Prompts whose group is remembered; the oldest is forgotten first."""
 
 
-class EngineLoop:
-    """A scheduler and the warmups that share its encoder. Single-threaded: call `handle` and `step` in turn.
+class EventLoop:
+    """The loop over the schedulers of one engine. Single-threaded: call `handle` and `step` in turn.
 
-    max_patches: see `EncoderWarmups`. send: gets the warmups' answers. batch_log: none by default.
+    worker: computes steps on `device`. It has one group for each of the `schedulers`.
+    encoder: shared by all schedulers and by media that are encoded ahead of time. max_patches: see `EncoderWarmups`.
+    placement: chooses a group for each request; needed if there are several schedulers.
+    send: gets answers to requests that have no scheduler, and those of steps.
     """
 
     def __init__(
         self,
-        scheduler: EngineScheduler,
+        schedulers: Sequence[Scheduler],
+        *,
+        worker: GroupsWorker,
+        device: DeviceQueue,
         encoder: EncoderPool,
         send: Callable[[SchedulerOutput], None],
-        *,
         max_patches: int,
+        placement: GroupPlacement | None = None,
+        expert_stats: Callable[[], ExpertStats] = ExpertStats,
         batch_log: BatchLog | None = None,
     ) -> None:
-        self.scheduler = scheduler
-        self._encoder = encoder
+        assert schedulers, "an engine has a scheduler"
+        assert (placement is not None) == (len(schedulers) > 1), "several groups need a placement"
+        self.schedulers = tuple(schedulers)
+        self.worker, self.device, self.encoder = worker, device, encoder
+        self._running = [scheduler.running_batch for scheduler in self.schedulers]
+        self.batch_log = batch_log or BatchLog(0.0)
         self._send = send
+        self._placement = placement
+        self._expert_stats = expert_stats
         self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
-        self._turns = 0
-        self._batch_log = batch_log or BatchLog(0.0)
+        self._in_flight: deque[StepHandle] = deque()
+        self._slices: deque[tuple[int, Work[bool]]] = deque()  # in flight, each with the number of the step before it
+        self._steps = self._turns = 0
+
+    # ------------------------------------------------------------ messages
 
     def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
-        """Take one message. One that can never be answered is refused at once."""
+        """Take one message. A request that can never run is answered with an error at once."""
         if isinstance(message, EncodeReqInput):
-            refusal = self.scheduler.queue_is_full(also_waiting=len(self._warmups))
+            refusal = self._queue_is_full()
             if refusal is None:
                 self._warmups.add(message)
             else:
                 self._send(EncodeOutput(rid=message.rid, items=(), error=refusal))
-        elif not isinstance(message, AbortReq) or not self._warmups.abort(message.rid):
-            self.scheduler.handle(message, also_waiting=len(self._warmups))
+            return
+        group: int | None = 0
+        if isinstance(message, AbortReq):
+            if self._warmups.abort(message.rid):
+                return
+            if self._placement is not None:
+                group = self._placement.end(message.rid)
+        elif self._placement is not None:
+            group = self._placement.place(message)
+        if group is not None:
+            self.schedulers[group].handle(message, also_waiting=len(self._warmups))
+
+    def _queue_is_full(self) -> FinishReason | None:
+        """Return why no group takes another request, or None if one does."""
+        reasons = [scheduler.queue_is_full(also_waiting=len(self._warmups)) for scheduler in self.schedulers]
+        return reasons[0] if all(reasons) else None
+
+    # ------------------------------------------------------------ turns
 
     def step(self) -> bool:
-        """See `Scheduler.step`."""
-        busy = self.scheduler.step(encoder_is_shared=len(self._warmups) > 0)
-        alone = self.scheduler.is_idle()
-        may_ask = not self._encoder.inline or alone or self._turns % _TURNS_PER_WARMUP == 0
+        """Do one turn. False: there is nothing to do before a message comes, or one of `wait_handles` is readable."""
+        moved = self._take_ready()
+        encoding, steps = self._encoding_group(), self._steps
+        batches = self._launch_step(encoding)
+        launched = self._steps > steps
+        sliced = self._launch_slice(encoding, batches)
+        resting = [] if moved or self._slices else self._resting(batches)
+        busy = moved or launched or sliced
+        if (self._in_flight or self._slices) and (not launched or len(self._in_flight) >= self._depth()):
+            self._take_oldest()
+            busy = True
+        for scheduler in resting:
+            busy |= scheduler.rest(held_bytes=self._held_bytes())
+        return self._encode_ahead(busy)
+
+    def step_or_wait(self) -> None:
+        """Do one turn, for callers without messages of their own. If requests wait for the encoder, wait with them."""
+        if not self.step() and not self.is_idle():
+            wait(self.wait_handles())
+
+    def wait_handles(self) -> list[int]:
+        """Return the file descriptors that make another turn worth while, after `step` said False: one of them becomes
+        readable then. None if only a message can change anything."""
+        handles = self.encoder.wait_handles() if self.encoder.busy else []
+        intakes = [scheduler.intake for scheduler in self.schedulers]
+        return [*handles, *(intake.wait_handle for intake in intakes if intake.is_fetching)]
+
+    def drain(self) -> None:
+        """Take the results of everything in flight, and launch nothing."""
+        while self._in_flight or self._slices:
+            self._take_oldest()
+
+    def _take_ready(self) -> bool:
+        """Let all schedulers take what came since the last turn. True if the encoder or a request moved."""
+        encoded = False
+        for urgent in dict.fromkeys([scheduler.due.urgent for scheduler in self.schedulers]):
+            encoded |= self.encoder.advance(urgent=urgent)
+        failures = self.encoder.take_failures()
+        moved = encoded
+        for scheduler in self.schedulers:
+            moved |= scheduler.take_ready(encoded=encoded, failures=failures)
+        return moved
+
+    def _launch_step(self, encoding: int) -> list[ScheduleBatch | None] | None:
+        """Launch the next batch of each group as one step; no step if no group has any. None: no group was asked, as
+        tokens that the next step reads have not been sampled yet. encoding: see `_encoding_group`."""
+        for step in self._in_flight:
+            if not step.is_sampled:
+                return None
+        batches: list[ScheduleBatch | None] = []
+        try:
+            for group, scheduler in enumerate(self.schedulers):
+                before = [batch for step in self._in_flight if (batch := step.batches[group]) is not None]
+                batches.append(scheduler.get_next_batch_to_run(before, encodes=group == encoding))
+            reqs = sum(map(len, filter(None, batches)))
+            if reqs:
+                self._steps += 1
+                self._in_flight.append(StepHandle(self._submit(reqs), self.worker, batches, self._steps))
+        except BaseException as failure:  # interrupted: nothing of the step may stay behind
+            self._fail(batches, failure)
+            raise
+        return batches
+
+    def _launch_slice(self, group: int, batches: Sequence[ScheduleBatch | None] | None) -> bool:
+        """Launch a slice of encoding, if the encoder works in this process. Prompts beside requests that decode take
+        turns with it: behind such a step there is none. group: see `_encoding_group`."""
+        if not self.encoder.has_work:
+            return False
+        scheduler, batch = self.schedulers[group], None if batches is None else batches[group]
+        if batch is not None and batch.prompt_tokens and len(scheduler.running_batch):
+            return False
+        work = self._submit(self._num_decoding())(self.encoder.work, scheduler.slice_s())
+        self._slices.append((self._steps, work))
+        return True
+
+    def _resting(self, batches: Sequence[ScheduleBatch | None] | None) -> list[Scheduler]:
+        """Return the schedulers that have nothing in flight, and decided on nothing when they were asked."""
+        if batches is None or None not in batches:
+            return []
+        return [
+            scheduler
+            for group, scheduler in enumerate(self.schedulers)
+            if batches[group] is None and all(step.batches[group] is None for step in self._in_flight)
+        ]
+
+    def _take_oldest(self) -> None:
+        """Wait for the oldest step and the slices launched before it, and let the schedulers process its results."""
+        step = self._in_flight[0] if self._in_flight else None
+        while self._slices and (step is None or self._slices[0][0] < step.number):
+            self._slices[0][1].result()  # never raises: the encoder tells its failures by its results
+            self._slices.popleft()
+        if step is None:
+            return
+        try:
+            results = step.results()
+        except Exception as failure:
+            self._in_flight.popleft()
+            rids = [part.req.rid for batch in step.batches if batch is not None for part in batch.reqs]
+            log.exception(
+                "step %d failed; its %d requests are answered with an error: %s",
+                step.number,
+                len(rids),
+                ", ".join(rids),
+            )
+            self._fail(step.batches, failure)
+            if isinstance(failure, DeviceLostError):
+                raise
+            return
+        self._in_flight.popleft()  # not before: an interrupted wait leaves it to the next turn
+        self._process(step, results)
+
+    def _process(self, step: StepHandle, results: Sequence[Any]) -> None:
+        outputs = []
+        for scheduler, batch, result in zip(self.schedulers, step.batches, results, strict=True):
+            if batch is not None:
+                outputs += scheduler.process_batch_result(batch, result)
+        if self._in_flight:  # the tokens that the next step is sampled by have come
+            self._in_flight[0].sample()
+        if outputs:  # sent while the device samples
+            self._send(BatchTokenOutput(outputs=tuple(outputs)))
+
+    def _fail(self, batches: Sequence[ScheduleBatch | None], failure: BaseException) -> None:
+        for scheduler, batch in zip(self.schedulers, batches, strict=False):
+            if batch is not None:
+                scheduler.fail_batch(batch, failure)
+
+    def _encode_ahead(self, busy: bool) -> bool:
+        """Let the media that are encoded ahead of time have their turn, behind the requests that are there and before
+        those to come. Returns whether there is anything to do now."""
+        idle = self._has_no_requests()
+        if len(self._warmups):
+            may_ask = not self.encoder.inline or idle or self._turns % _TURNS_PER_WARMUP == 0
+            order = max(scheduler.behind_all_media() for scheduler in self.schedulers) if may_ask else None
+            busy |= self._warmups.advance(order=order)
         self._turns += 1
-        # behind the requests that are there, and before those to come
-        busy |= self._warmups.advance(order=self.scheduler.behind_all_media() if may_ask else None)
-        self._batch_log.step(self.stats, idle=alone)
-        if alone and not busy and len(self._warmups) and not self._encoder.busy:
+        self.batch_log.step(self.stats, idle=idle)
+        if idle and not busy and len(self._warmups) and not self.encoder.busy:
             raise EngineError(f"{len(self._warmups)} requests to encode ahead of time wait, and none gets on")
         return busy
 
-    def drain(self) -> None:
-        """See `Scheduler.drain`."""
-        self.scheduler.drain()
+    # ------------------------------------------------------------ how much in flight
 
-    def flush_cache(self) -> int:
-        """See `Scheduler.flush_cache`."""
-        return self.scheduler.flush_cache()
+    def _num_decoding(self) -> int:
+        return sum(map(len, self._running))
+
+    def _depth(self) -> int:
+        """Return how many steps are worth having in flight."""
+        return self.device.depth if self._num_decoding() >= self.device.least_reqs else 1
+
+    def _encoding_group(self) -> int:
+        """Return the group whose steps take turns with slices of encoding. It is the one with most to lose by them, so
+        it knows best how long they may be."""
+        if len(self.schedulers) == 1:
+            return 0
+        decoding = [len(scheduler.running_batch) for scheduler in self.schedulers]
+        return decoding.index(max(decoding))
+
+    def _submit(self, reqs: int) -> Callable[..., Work[Any]]:
+        """Return how work for so many requests goes to the device."""
+        overlaps = reqs >= self.device.least_reqs or self._in_flight or self._slices
+        return self.device.submit if overlaps else self.device.here
+
+    # ------------------------------------------------------------ state
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are not computed yet."""
+        return sum(len(scheduler.waiting_queue) for scheduler in self.schedulers)
 
     def is_idle(self) -> bool:
-        """Whether there is neither a request nor anything to be encoded ahead of time."""
-        return self.scheduler.is_idle() and not len(self._warmups)
+        """Whether there is no request, no step in flight, and nothing to encode ahead of time."""
+        return not len(self._warmups) and self._has_no_requests()
+
+    def _has_no_requests(self) -> bool:
+        """Whether there is no request, and nothing in flight."""
+        if self._in_flight or self._slices:
+            return False
+        return all(scheduler.is_idle() for scheduler in self.schedulers)
+
+    def _held_bytes(self) -> int:
+        """Return the bytes of embeddings that nobody should hold when a group is idle; 0 if others may hold some."""
+        shared = len(self._warmups) or not all(scheduler.is_idle() for scheduler in self.schedulers)
+        return 0 if shared else self.encoder.cache.device.held_bytes
+
+    def check_pools(self) -> None:
+        """Check that nothing is lost. EngineError unless everything is free or cached; for idle engines only."""
+        for scheduler in self.schedulers:
+            scheduler.check_pools(held_bytes=self._held_bytes())
+
+    def flush_cache(self) -> int:
+        """Forget every cached prefix that no request uses. Returns how many tokens they had."""
+        if self._placement is not None:
+            self._placement.forget()
+        return sum(scheduler.flush_cache() for scheduler in self.schedulers)
 
     def stats(self) -> SchedulerStats:
-        """Plain figures of this moment."""
-        return replace(self.scheduler.stats(), num_warmups=len(self._warmups))
+        """Return figures of this moment: of all groups together and, if there are several, of each. What groups share
+        is part of the first group's figures."""
+        encoder = self.encoder.stats()
+        first, *others = [scheduler.stats() for scheduler in self.schedulers]
+        first = replace(first, encoder=encoder, experts=self._expert_stats(), num_warmups=len(self._warmups))
+        none = TierStats()
+        nothing = PoolStats(host=None if encoder.host is None else none, disk=None if encoder.disk is None else none)
+        return sum_stats([first, *(replace(one, replica=at, encoder=nothing) for at, one in enumerate(others, 1))])
+
+    # ------------------------------------------------------------ the end
+
+    def close_kv(self, timeout_s: float) -> int:
+        """Write cached prefixes to disk for at most so many seconds. Returns how many tokens are lost."""
+        ends = time.monotonic() + timeout_s
+        return sum(one.kv.close(max(0.0, ends - time.monotonic())) for one in self.schedulers)
+
+    def close(self) -> None:
+        """End the device's thread, the encoder's workers, and the disk's."""
+        self.device.close()
+        self.encoder.close()
+        for scheduler in self.schedulers:
+            scheduler.kv.close()
+            scheduler.intake.close()
+
+
+class GroupPlacement:
+    """Chooses an attention group for each request, and remembers it until the request ends.
+
+    All answers to one prompt go to the same group, and a session stays with its own. method: see `Router`.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._of_prompt: OrderedDict[str, int] = OrderedDict()
+
+    def place(self, message: TokenizedGenerateReqInput) -> int:
+        """Return the group of a new request."""
+        demand = demand_of((message,))
+        if demand.replica is None and message.group in self._of_prompt:
+            demand = replace(demand, replica=self._of_prompt[message.group])
+        group = self._router.place(demand)
+        if message.group:
+            self._of_prompt[message.group] = group
+            if len(self._of_prompt) > _MOST_PROMPTS:
+                self._of_prompt.popitem(last=False)
+        return group
+
+    def end(self, rid: str) -> int | None:
+        """Forget a request that is given up. Returns its group; None if it has ended, or never was."""
+        group = self._router.replica_of(rid)
+        self._router.end(rid)
+        return group
+
+    def forget(self) -> None:
+        """Forget what is cached where: caches are empty."""
+        self._router.forget()
+
+    def noting(self, send: Callable[[SchedulerOutput], None]) -> Callable[[SchedulerOutput], None]:
+        """Return a `send` that notes which requests have ended."""
+
+        def send_and_note(output: SchedulerOutput) -> None:
+            if isinstance(output, BatchTokenOutput):
+                for one in output.outputs:
+                    if one.finish_reason is not None:
+                        self._router.end(one.rid)
+            send(output)
+
+        return send_and_note

@@ -12,8 +12,7 @@ import torch
 
 from processors.families.config import ProcessorConfig, read_processor_config
 from processors.resize import smart_resize
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_flops
+from vision.towers.blocks import VisionTower, encoding_flops
 from vision.towers.loading import outline_tower
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.engine.encoder import encoder_devices, encoder_threads

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.build import build_engine_scheduler, build_runner
+from vlmserve.engine.build import build_loop, build_runner
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.dispatcher import TypeDispatcher
-from vlmserve.engine.encoder import resolve_warmup_patches
 from vlmserve.engine.ending import Ending
-from vlmserve.engine.loop import EngineLoop
+from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.replicas import replica_args
 from vlmserve.ipc.channels import Channels
@@ -36,12 +35,11 @@ from vlmserve.ipc.messages import (
 from vlmserve.ipc.ready import FINISH_S, Ready
 from vlmserve.ipc.routing.sums import replicas_of
 from vlmserve.ipc.sockets import Receiver, Sender
-from vlmserve.scheduler.batch_log import BatchLog
+from vlmserve.scheduler.meter import BatchLog
 
 if TYPE_CHECKING:
+    from vlmserve.engine.step import GroupsWorker, ModelWorker
     from vlmserve.executor.model_runner import ModelRunner
-    from vlmserve.scheduler.rounds import RoundWorker
-    from vlmserve.scheduler.step import ModelWorker
     from vlmserve_common.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -61,14 +59,8 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     runner, info = build_runner(args, ranks)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
     worker = None if ranks is None else _leading(runner, ranks)
-    scheduler = build_engine_scheduler(args, runner, info, to_detokenizer.send, start=start, worker=worker)
-    loop = EngineLoop(
-        scheduler,
-        scheduler.encoder,
-        to_detokenizer.send,
-        max_patches=resolve_warmup_patches(args, runner.device),
-        batch_log=BatchLog(args.log_interval_s),
-    )
+    batch_log = BatchLog(args.log_interval_s)
+    loop = build_loop(args, runner, info, to_detokenizer.send, start=start, worker=worker, batch_log=batch_log)
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)
     control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype)
@@ -78,7 +70,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     ready(
         max_model_len=info.max_req_len,
         auto_pixels=info.auto_pixels,
-        before_end=partial(_finish, scheduler.encoder, ending, stores_kv=args.hicache_storage_dir is not None),
+        before_end=partial(_finish, loop.encoder, ending, stores_kv=args.hicache_storage_dir is not None),
     )
     gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
     presence = None if ranks is None else ranks.presence
@@ -90,7 +82,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         else:
             heartbeat.idle()
             # paused, the encoder's results wait with the requests
-            handles = [] if control.paused else scheduler.wait_handles()
+            handles = [] if control.paused else loop.wait_handles()
             messages = receiver.drain(timeout_s=None, wake=[operators.socket, ending.fd, *handles, *elsewhere])
             if presence is not None:
                 presence.check()
@@ -99,8 +91,8 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
             dispatch(message)
         operators.answer_all(control.handle)
         busy = control.step()
-    scheduler.drain()
-    lost = scheduler.close_kv(ending.left_s)
+    loop.drain()
+    lost = loop.close_kv(ending.left_s)
     if lost:
         log.warning("%d tokens of cached prefixes were not on disk %g s after the end, and are lost", lost, FINISH_S)
     ending.finish()
@@ -126,14 +118,14 @@ def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[E
     return args, join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
 
 
-def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | RoundWorker:
+def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | GroupsWorker:
     from vlmserve.engine.ranks import LAST_WORDS_S, leading_worker
 
     # the launcher sees which rank has ended, and says so
     return leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
 
 
-def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: int = 0) -> TypeDispatcher:
+def message_dispatcher(loop: EventLoop, send: Callable[[Any], None], replica: int = 0) -> TypeDispatcher:
     """What becomes of each message to the scheduler process. send: to the detokenizer. replica: which one this is."""
 
     def take_batch(batch: BatchTokenizedGenerateReqInput) -> None:
@@ -142,8 +134,7 @@ def message_dispatcher(loop: EngineLoop, send: Callable[[Any], None], replica: i
 
     def tell_stats(_: GetStatsReq) -> None:
         stats = loop.stats()
-        first, *others = replicas_of(stats) or (replace(stats, replica=replica),)
-        for group in (replace(first, num_warmups=stats.num_warmups), *others):  # which are of no group
+        for group in replicas_of(stats) or (replace(stats, replica=replica),):
             send(group)
 
     def pass_on(lost: RequestsLost) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import wait
 
-from processors.pool.forks import prepare_processes
+from processors.pool import prepare_processes
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.ranks import follow
 from vlmserve_common.errors import EngineError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from processors.families.processor_kwargs import RequestKnobs
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
 from vlmserve.frontend.media_sources import picture_source, video_source

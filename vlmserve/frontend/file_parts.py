@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from vlmserve.frontend.message_parts import map_parts
 from vlmserve_common.errors import BadRequestError
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from processors.fetch.media_file import MediaFile
+from processors.fetch.fetching import MediaFile
 from vlmserve_common.errors import BadRequestError
 
 _FILES = (str, bytes, Path, MediaFile)

@@ -8,7 +8,7 @@ from pathlib import Path
 from processors.families.base import ContinueText, MultimodalProcessor, ProcessorLimits
 from processors.families.registry import make_processor
 from processors.fetch.fetching import MediaFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from processors.image.decoding import DecodeLimits
 from processors.pool.maker import MediaMaker
 from processors.pool.pool import PoolSettings, ProcessorPool

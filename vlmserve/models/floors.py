@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from vision.towers.blocks import VisionTower
-from vision.towers.cost import encoding_flops
+from vision.towers.blocks import VisionTower, encoding_flops
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.config import ExpertsConfig, ModelConfig
@@ -65,6 +64,6 @@ def attention_flops(config: ModelConfig, layers: int, tokens: int) -> float:
 
 def tower_flops(tower: VisionTower, pictures: int, patches: int) -> float:
     """Of so many pictures with `patches` patches each: products, and attention inside pictures and windows."""
-    full = len(tower.blocks) if tower.num_full_attention is None else tower.num_full_attention
+    full = len(tower.blocks) if tower.full_attention is None else len(tower.full_attention)
     windowed = 4.0 * (len(tower.blocks) - full) * tower.patch_embed.width * patches * min(patches, tower.window_patches)
     return pictures * (encoding_flops(tower, patches) + windowed)

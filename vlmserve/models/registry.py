@@ -11,8 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vision.towers.loading import OF_THE_TOWER
-from vision.towers.registry import make_tower
+from vision.towers.loading import OF_THE_TOWER, make_tower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
@@ -34,7 +33,7 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's decoder is made of; its tower is in `vision.towers.registry`."""
+    """What a family's decoder is made of; its tower is in `vision.towers.loading`."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults

@@ -1,31 +1,27 @@
-"""Whose prompts get a chunk of the next step, and who gives up a place for them."""
+"""Admission: which prompts get a chunk of the next step, and which running request gives its place up for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.scheduler.fair_order import FairOrder
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
-from vlmserve.scheduler.policy import SchedulePolicy
-from vlmserve.scheduler.preemption import less_urgent, over_share
+from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.policy import SchedulePolicy, less_urgent, over_share
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
-from vlmserve.scheduler.prefix_leaders import PrefixLeaders
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_status import ReqStatus
-from vlmserve.scheduler.schedule_batch import RunningBatch
-from vlmserve.scheduler.sessions import Sessions
-from vlmserve.scheduler.step import StepHandle
-from vlmserve.scheduler.step_costs import StepCosts
+from vlmserve.scheduler.req_life import ReqStatus
+from vlmserve.scheduler.req_media import FairOrder
+from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 
 
-class Admission:
-    """The scheduler's, and at work on its queue, its running batch and its pools.
+class PromptAdmission:
+    """Chooses the prompts of a step from the scheduler's queue.
 
-    retract: lets a request wait again, which is in no list of those that run any more. may_retract: whether that can be
-    done now; if not, it is asked for as soon as no step is in flight.
+    retract: lets a request wait again, which is in no list of requests that run any more.
     """
 
     def __init__(
@@ -40,7 +36,6 @@ class Admission:
         policy: SchedulePolicy,
         ratio: NewTokenRatio,
         encoder_order: FairOrder,
-        may_retract: Callable[[], bool],
         retract: Callable[[Req], None],
     ) -> None:
         self._args = args
@@ -52,22 +47,47 @@ class Admission:
         self._policy = policy
         self._ratio = ratio
         self._encoder_order = encoder_order
-        self._may_retract = may_retract
         self._retract = retract
 
-    def add_prompts(self, decoding: Sequence[Req], in_flight: Sequence[StepHandle]) -> list[Req]:
-        """Chunks of prompts, with their slots: who gets them, and how much."""
+    def add_prompts(self, decoding: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> tuple[list[Req], bool]:
+        """Give requests slots for a chunk of their prompts. Returns these requests, and whether a running request is to
+        give its place up as soon as the batches in flight have come.
+
+        Prompts in progress and waiting requests are tried in the order of the queue, until budgets are used up.
+        """
         queue = self._queue
         in_progress = queue.in_progress
         if not in_progress and not len(queue):
-            return []
-        running = self._running.reqs
+            return [], False
+        adder = self._make_adder(decoding, in_progress)
+        leaders = self._prefix_leaders(in_progress, in_flight)
+        begun = dict.fromkeys(in_progress)
+        drain = False
+
+        def attempt(req: Req) -> bool:
+            nonlocal drain
+            if req in begun:
+                del begun[req]
+                result = self._continue_prompt(adder, req, in_flight)
+            else:
+                result = self._admit(adder, req, leaders, in_flight)
+            drain |= result is AddReqResult.DRAIN
+            return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
+
+        queue.visit(attempt)
+        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
+            if adder.full:
+                break
+            drain |= self._continue_prompt(adder, req, in_flight) is AddReqResult.DRAIN
+        return adder.can_run, drain
+
+    def _make_adder(self, decoding: Sequence[Req], in_progress: Sequence[Req]) -> PrefillAdder:
         chunk_size, by_time = self._args.chunked_prefill_size, self._costs.chunk_tokens(decoding=bool(decoding))
         if chunk_size > 0 and by_time is not None:
             chunk_size = min(chunk_size, by_time)
-        adder = PrefillAdder(
+        return PrefillAdder(
             self._kv,
-            running=running,
+            running=self._running.reqs,
             in_progress=in_progress,
             new_token_ratio=self._ratio.value,
             max_prefill_tokens=self._args.max_prefill_tokens,
@@ -75,52 +95,38 @@ class Admission:
             max_running=self._args.max_running_requests,
             mixed_decode_tokens=len(decoding) if self._args.enable_mixed_chunk else 0,
         )
-        leaders = self._prefix_leaders(in_progress, in_flight)
 
-        begun = dict.fromkeys(in_progress)
-
-        def attempt(req: Req) -> bool:
-            if req in begun:
-                del begun[req]
-                result = self._continue_prompt(adder, req)
-            else:
-                result = self._admit(adder, req, leaders)
-            return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
-
-        queue.visit(attempt)
-        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
-            if adder.full:
-                break
-            self._continue_prompt(adder, req)
-        return adder.can_run
-
-    def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[StepHandle]) -> PrefixLeaders | None:
+    def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> PrefixLeaders | None:
         if not self._kv.prefix_cache.shares:
             return None
         leaders = PrefixLeaders(self._kv.matched_len, self._kv.key_of, page_size=self._kv.page_size)
         for req in in_progress:
             leaders.lead(req)
-        for step in in_flight:
-            for part in step.batch.prompts:
+        for batch in in_flight:
+            for part in batch.prompts:
                 if not part.req.is_finished and part.completes:  # others are in progress
                     leaders.lead(part.req)
         return leaders
 
-    def _continue_prompt(self, adder: PrefillAdder, req: Req) -> AddReqResult:
-        """The next chunk of a prompt in progress; running requests are retracted if it has no slots otherwise."""
+    def _continue_prompt(self, adder: PrefillAdder, req: Req, in_flight: Sequence[ScheduleBatch]) -> AddReqResult:
+        """Add the next chunk of a prompt in progress. If there are no slots for it, running requests are retracted."""
         result = adder.add_chunked_req(req)
         while result is AddReqResult.NO_TOKEN:
             if not self._sessions.release_oldest():
-                if not len(self._running) or not self._may_retract():
+                if not len(self._running):
                     break
+                if in_flight:
+                    return AddReqResult.DRAIN
                 self._retract(self._running.retract_decode())
             result = adder.add_chunked_req(req)
         if result is AddReqResult.CONTINUE:
             self._queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
-    def _admit(self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None) -> AddReqResult:
-        """A waiting request's first chunk; it may take the place of one that runs."""
+    def _admit(
+        self, adder: PrefillAdder, req: Req, leaders: PrefixLeaders | None, in_flight: Sequence[ScheduleBatch]
+    ) -> AddReqResult:
+        """Add the first chunk of a waiting request, which may take the place of a running one."""
         if req.prefetch is not None:
             if not req.prefetch.done():
                 return self._wait_for(req, ReqStatus.WAITING_FOR_REMOTE_KV)
@@ -133,8 +139,12 @@ class Admission:
         result = adder.add_one_req(req)
         while result is AddReqResult.NO_TOKEN and self._sessions.release_oldest():
             result = adder.add_one_req(req)
-        if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and self._preempt_for(req):
-            return AddReqResult.OTHER  # it comes next
+        if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and (victim := self._victim_for(req)) is not None:
+            if in_flight:
+                return AddReqResult.DRAIN
+            self._running.remove(victim)
+            self._retract(victim)
+            return AddReqResult.OTHER  # the waiting request comes next
         if result is AddReqResult.NOT_READY:
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
@@ -151,19 +161,11 @@ class Admission:
         self._queue.block(req, status)
         return AddReqResult.NOT_READY
 
-    def _preempt_for(self, req: Req) -> bool:
-        """Whether a running request gives its place up for one that waits, now or when no step is in flight."""
-        running = self._running.reqs
+    def _victim_for(self, req: Req) -> Req | None:
+        """Return the running request that gives its place up for one that waits, if there is one."""
         if self._policy.preempts:
-            victim = less_urgent(req, running)
-        else:
-            victim = over_share(req, running, self._args.max_running_requests)
-        if victim is None:
-            return False
-        if self._may_retract():
-            self._running.remove(victim)
-            self._retract(victim)
-        return True
+            return less_urgent(req, self._running.reqs)
+        return over_share(req, self._running.reqs, self._args.max_running_requests)
 
 
 def may_be_tried(req: Req) -> bool:
@@ -171,3 +173,46 @@ def may_be_tried(req: Req) -> bool:
     if req.status is ReqStatus.WAITING_FOR_GRAMMAR:
         return not req.grammar_compiles
     return req.prefetch.done() if req.prefetch is not None else PrefillAdder.is_ready(req)
+
+
+class PrefixLeaders:
+    """Of one step: whose prefixes are being computed.
+
+    Requests that share min_shared or more tokens (or a page, if larger) which are not cached yet, such as the `n`
+    answers to one picture: the first leads, the others find its prefix in the cache some steps later. Pointless where
+    prefixes are not cached.
+
+    match: cached tokens of a waiting request. key_of: its prefix cache key, int64, as `match` looks it up.
+    """
+
+    def __init__(
+        self,
+        match: Callable[[Req], int],
+        key_of: Callable[[Req], np.ndarray],
+        *,
+        page_size: int,
+        min_shared: int = 32,
+    ) -> None:
+        self._match = match
+        self._key_of = key_of
+        self._page = page_size
+        self._shared = max(min_shared, page_size)
+        # Keys whose next uncached tokens are equal, from an equal offset on, are compared as a whole.
+        self._leaders: dict[tuple[bytes, int, bytes], list[np.ndarray]] = {}
+
+    def lead(self, req: Req) -> None:
+        """A prompt that is being computed leads. What others find of it is what it has committed, in whole pages."""
+        key = req.radix_key(min(req.fill_len, req.prompt_len))
+        self._join(req.namespace, key, req.kv_committed_len // self._page * self._page)
+
+    def must_wait(self, req: Req) -> bool:
+        """Whether a waiting request follows another; if not, it leads from now on."""
+        key, cached = self._key_of(req), self._match(req)
+        return len(key) - cached >= self._shared and not self._join(req.namespace, key, cached)
+
+    def _join(self, namespace: bytes, key: np.ndarray, cached: int) -> bool:
+        group = self._leaders.setdefault((namespace, cached, key[cached : cached + self._shared].tobytes()), [])
+        if any(np.array_equal(leader[:cached], key[:cached]) for leader in group):
+            return False
+        group.append(key)
+        return True

@@ -14,15 +14,14 @@ from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.messages import FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
-from vlmserve.scheduler.fair_order import FairOrder
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.outputs import error
 from vlmserve.scheduler.policy import SchedulePolicy
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_media import ReqMedia, num_patches
-from vlmserve.scheduler.req_times import ReqTimes
+from vlmserve.scheduler.req_life import ReqTimes
+from vlmserve.scheduler.req_media import FairOrder, ReqMedia, num_patches
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.wake_up import WakeUp
 

@@ -1,13 +1,16 @@
-"""What the scheduler has counted, so that it does not count itself: steps, prefix hits, who waits for the encoder."""
+"""The figures of a scheduler: counts of its events, the line in the log, and the check that nothing is lost."""
 
 from __future__ import annotations
 
+import logging
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from vlmserve.ipc.messages import HistogramStats, StepStats
+from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
+from vlmserve_common.errors import EngineError
 
 _REQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -98,3 +101,87 @@ class SchedulerMeter:
             step_reqs=self._step_reqs.stats(),
             step_tokens=self._step_tokens.stats(),
         )
+
+
+log = logging.getLogger(__name__)
+
+
+class BatchLog:
+    """Call `step` after each turn of the loop. interval_s: seconds of work between two lines; 0 for none.
+
+    Time without requests does not count, neither for the interval nor for rates: these say what the engine makes while
+    it is at it, and an idle server says nothing. Figures are gathered only when a line is due. clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        interval_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        write: Callable[[str], None] = log.info,
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._write = write
+        self._since: float | None = None  # when this stretch of work began, or was last looked at
+        self._worked_s = 0.0
+        self._before: SchedulerStats | None = None
+
+    def step(self, stats: Callable[[], SchedulerStats], *, idle: bool) -> None:
+        """A turn is over. idle: there is no request left."""
+        if not self._interval_s:
+            return
+        now = self._clock()
+        if self._since is not None:
+            self._worked_s += now - self._since
+        elif self._before is None:
+            self._before = stats()
+        self._since = None if idle else now
+        if self._worked_s >= self._interval_s:
+            after = stats()
+            self._write(describe(self._before, after, self._worked_s))
+            self._before, self._worked_s = after, 0.0
+
+
+def describe(before: SchedulerStats | None, now: SchedulerStats, seconds: float) -> str:
+    """The line. before: as of the last one; None: from the start. seconds: of work since then."""
+    used = now.kv_total_tokens - now.kv_free_tokens - now.kv_cached_tokens
+
+    def since(figure: Callable[[SchedulerStats], int]) -> int:
+        return figure(now) - (0 if before is None else figure(before))
+
+    queries = since(lambda stats: stats.steps.prefix_queries_total)
+    hits = since(lambda stats: stats.steps.prefix_hits_total)
+    retracted = since(lambda stats: stats.steps.preempted_total)
+    parts = [
+        f"{now.num_running_reqs} running",
+        f"{now.num_waiting_reqs} queued",
+        f"{now.steps.encoding_reqs} waiting for the encoder",
+        f"KV {used / max(1, now.kv_total_tokens):.0%}",
+        f"prefix hits {hits / queries:.0%}" if queries else "prefix hits -",
+        f"{since(lambda stats: stats.steps.prompt_tokens_computed_total) / seconds:.1f} prompt tokens/s",
+        f"{since(lambda stats: stats.generation_tokens_total) / seconds:.1f} tokens/s",
+        f"{since(lambda stats: stats.encoder.encoded)} pictures encoded",
+    ]
+    return ", ".join(parts) + (f", {retracted} retracted" if retracted else "")
+
+
+def check_pools(stats: SchedulerStats, *, held_bytes: int, sessions: int, held_states: int = 0) -> None:
+    """When idle: free + cached = total, for KV slots, the request pool and states of recurrent layers, and none of the
+    encoder's memory is held; else EngineError. sessions: conversations that keep KV locked. held_states: those that are
+    neither free nor cached."""
+    problems = []
+    if stats.kv_locked_tokens and not sessions:
+        problems.append(f"{stats.kv_locked_tokens} KV slots are locked")
+    free, total = stats.kv_free_tokens, stats.kv_total_tokens
+    cached = stats.kv_cached_tokens + stats.kv_locked_tokens
+    if free + cached != total:
+        problems.append(f"{free} free + {cached} cached KV slots are not {total}")
+    if stats.req_pool_free != stats.req_pool_total:
+        problems.append(f"{stats.req_pool_free} of {stats.req_pool_total} places in the request pool are free")
+    if held_states:
+        problems.append(f"{held_states} states of recurrent layers are neither free nor cached")
+    if held_bytes:
+        problems.append(f"{held_bytes} bytes of embeddings are held")
+    if problems:
+        raise EngineError("idle, but " + "; ".join(problems))

@@ -1,13 +1,83 @@
-"""What the scheduler says of requests."""
+"""The results of a step for each of its requests, and the messages made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from vlmserve.executor.model_worker_batch import ModelWorkerResult, RowLogprobs
 from vlmserve.ipc.messages import FinishReason, TokenizedGenerateReqInput, TokenLogprobs, TokenOutput
 from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.schedule_batch import ScheduleBatch, ScheduledReq
+
+
+class PartResult(NamedTuple):
+    """tokens: sampled, if any were; of drafts, those that were right, and one more, if it
+    does not end before. logprobs: of each, or none.
+    prompt: logprobs of prompt positions from `part.scored[0]` on. hidden: [1, hidden].
+    failure: why the token means nothing."""
+
+    part: ScheduledReq
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    prompt: RowLogprobs | None
+    hidden: np.ndarray | None
+    failure: str | None
+
+
+def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[PartResult]:
+    """In the order of the batch."""
+    tokens = result.next_token_ids.tolist()
+    failures = dict(result.failures)
+    sampled = asked = scored = scored_asked = hidden = 0
+    for part in batch.reqs:
+        req, returns = part.req, part.req.returns
+        num_ids = len(returns.token_ids_logprob)
+        logprobs = prompt = state = failure = None
+        first, sampled = sampled, sampled + part.tokens_sampled
+        taken = _right(tokens[first:sampled], part.drafts, req.stop_ids)
+        if taken:
+            failure = failures.get(first)
+            if req.num_logprobs is not None:
+                logprobs = tuple(
+                    req.logprobs_of(
+                        token,
+                        result.logprobs[at],
+                        result.top_ids[at],
+                        result.top_logprobs[at],
+                        result.asked_logprobs[asked + num_ids * (at - first) :][:num_ids],
+                    )
+                    for at, token in enumerate(taken, first)
+                )
+            asked += num_ids * part.tokens_sampled
+        first, last = part.scored
+        if last > first:
+            rows = result.prompt_logprobs
+            assert rows is not None
+            here = slice(scored, scored + last - first)
+            prompt = RowLogprobs(
+                logprobs=rows.logprobs[here],
+                ranks=rows.ranks[here],
+                top_ids=rows.top_ids[here],
+                top_logprobs=rows.top_logprobs[here],
+                asked=rows.asked[scored_asked : scored_asked + (last - first) * num_ids],
+            )
+            scored, scored_asked = here.stop, scored_asked + (last - first) * num_ids
+        if part.returns_hidden:
+            assert result.hidden_states is not None
+            state = result.hidden_states[hidden : hidden + 1]
+            hidden += 1
+        yield PartResult(part, taken, logprobs, prompt, state, failure)
+
+
+def _right(tokens: list[int], drafts: tuple[int, ...], stop_ids: frozenset[int]) -> tuple[int, ...]:
+    """Of tokens sampled behind each draft: those behind what is really the answer, up to its end."""
+    right = 0
+    while right < len(drafts) and tokens[right] == drafts[right] and tokens[right] not in stop_ids:
+        right += 1
+    return tuple(tokens[: right + 1])
 
 
 def error(status: int, message: str, *, param: str | None = None) -> FinishReason:

@@ -20,6 +20,7 @@ class AddReqResult(enum.Enum):
     NOT_READY = enum.auto()  # its next tokens need embeddings that are not there yet; others may go on
     NO_TOKEN = enum.auto()  # KV slots are short
     NO_ROW = enum.auto()  # all places for running requests are taken
+    DRAIN = enum.auto()  # a running request gives its place up for it, once the steps in flight have come
     OTHER = enum.auto()  # the step's own budgets are used up
 
 

@@ -10,10 +10,8 @@ import numpy as np
 from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.scheduler.grammar.matcher import Matcher
-from vlmserve.scheduler.prompt_scores import PromptScores
+from vlmserve.scheduler.req_life import MOVES, PromptScores, ReqStatus, ReqTimes
 from vlmserve.scheduler.req_media import ReqMedia
-from vlmserve.scheduler.req_status import MOVES, ReqStatus
-from vlmserve.scheduler.req_times import ReqTimes
 
 TURNS_PER_CHOICE = 8
 """The second of several answers to a prompt waits as if so many other requests had come before it, and so on."""

@@ -19,7 +19,7 @@ from itertools import count
 
 from vlmserve.scheduler.policy import HEAD, Key, SchedulePolicy
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_life import ReqStatus
 
 LOOKAHEAD = 128
 """Requests that are tried in one step, at the most, and those whose keys are asked for anew."""

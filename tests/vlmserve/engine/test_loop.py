@@ -7,29 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from processors.inputs import MultimodalDataItem
-from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, expected, request
-from vlmserve.engine.loop import EngineLoop
-from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput
-
-
-class WarmRig(Rig):
-    def __init__(self, knobs: Knobs, *, warmup_patches: int = 16) -> None:
-        self.warmed: dict[str, EncodeOutput] = {}
-        super().__init__(knobs)
-        self.loop = EngineLoop(self.scheduler, self.pool, self.take, max_patches=warmup_patches)
-
-    def take(self, message) -> None:
-        if isinstance(message, EncodeOutput):
-            assert message.rid not in self.warmed
-            self.warmed[message.rid] = message
-        else:
-            super().take(message)
-
-    def step(self) -> bool:
-        return self.loop.step()
-
-    def warm_up(self, rid: str, *items: MultimodalDataItem) -> None:
-        self.loop.handle(EncodeReqInput(rid=rid, items=items))
+from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.rig import Knobs, Rig
+from vlmserve.ipc.messages import AbortReq
 
 
 def item(content: bytes, each: int = 2) -> MultimodalDataItem:
@@ -44,23 +24,22 @@ def clip(length: int, start: int = 0) -> bytes:
 
 
 def test_what_is_encoded_ahead_of_time_is_there_for_a_request():
-    rig = WarmRig(Knobs())
+    rig = Rig()
     rig.warm_up("w", item(b"seen", 12), item(clip(5)))
     rig.run()
     assert [(i.encoded, i.found, i.saved) for i in rig.warmed["w"].items] == [(1, 0, None), (5, 0, None)]
     batches = len(rig.backend.batches)
     message = request("r", [1] * 20, [(3, 12, b"seen")])
-    rig.loop.handle(message)
-    rig.run()
-    assert rig.tokens["r"] == expected(message)
+    rig.run(message)
+    rig.check_answers(message)
     assert len(rig.backend.batches) == batches
-    rig.scheduler.check_pools()
+    rig.loop.check_pools()
 
 
 @pytest.mark.parametrize("encoders", [0, 1, 2])
 @pytest.mark.parametrize("space", [0, 3, 1000])
 def test_alone_they_get_on_and_come_to_an_end(encoders, space):
-    rig = WarmRig(Knobs(encoders=encoders, space_rows=space))
+    rig = Rig(Knobs(encoders=encoders, space_rows=space))
     for number in range(3):
         rig.warm_up(f"w{number}", item(clip(20, number * 5)), item(b"big", 30))
     assert not rig.loop.is_idle()
@@ -68,33 +47,32 @@ def test_alone_they_get_on_and_come_to_an_end(encoders, space):
     rig.run()
     assert sorted(rig.warmed) == ["w0", "w1", "w2"]
     assert rig.loop.stats().num_warmups == 0
-    assert rig.scheduler.wait_handles() == []
+    assert rig.loop.wait_handles() == []
 
 
 def test_while_an_encoder_works_there_is_something_to_wait_for():
-    rig = WarmRig(Knobs(encoders=1))
+    rig = Rig(Knobs(encoders=1))
     rig.warm_up("w", item(clip(3)))
-    while rig.loop.step():
-        pass
-    assert rig.scheduler.wait_handles()
+    rig.steps()
+    assert rig.loop.wait_handles()
     rig.run()
     assert rig.loop.is_idle()
 
 
 @pytest.mark.parametrize("encoders", [0, 1])
 def test_a_request_that_comes_later_waits_for_the_few_that_are_under_way(encoders):
-    rig = WarmRig(Knobs(encoders=encoders))
+    rig = Rig(Knobs(encoders=encoders))
     rig.warm_up("w", item(clip(100)))
     for _ in range(6):
-        if not rig.loop.step():
+        if not rig.step():
             rig.encode()
     done = len(rig.backend.encoded())
     message = request("r", [1] * 20, [(3, 12, b"pic")], new=3)
-    rig.loop.handle(message)
+    rig.handle(message)
     while "r" not in rig.finish:
-        if not rig.loop.step():
+        if not rig.step():
             rig.encode()
-    assert rig.tokens["r"] == expected(message)
+    rig.check_answers(message)
     place = rig.backend.encoded().index(message.mm_inputs.items[0].patch_digests[0])
     assert place - done <= 4, "two are under way, and two more were asked for"
     rig.run()
@@ -102,63 +80,61 @@ def test_a_request_that_comes_later_waits_for_the_few_that_are_under_way(encoder
 
 
 def test_requests_that_are_there_go_first():
-    rig = WarmRig(Knobs(encoders=1, context=128))
+    rig = Rig(Knobs(encoders=1, context=128))
     rig.warm_up("w", item(clip(10)))
     pictures = [(15 * place, 12, bytes([65 + place])) for place in range(4)]  # a batch each, two of them ahead
     message = request("r", [1] * 64, pictures)
-    rig.loop.handle(message)
-    rig.run()
+    rig.run(message)
     wanted = [digest for item in message.mm_inputs.items for digest in item.patch_digests]
     assert rig.backend.encoded()[:4] == wanted
 
 
 def test_beside_an_answer_an_inline_encoder_takes_little_time():
-    rig = WarmRig(Knobs(rows=2, context=128))
-    rig.loop.handle(request("r", [1, 2, 3], new=100))
-    rig.loop.step()
+    rig = Rig(Knobs(rows=2, context=128))
+    rig.handle(request("r", [1, 2, 3], new=100))
+    rig.step()
     rig.warm_up("w", item(clip(40)))
     while "r" not in rig.finish:
-        rig.loop.step()
+        rig.step()
     assert 0 < len(rig.backend.batches) <= 100 // 16 + 1
     rig.run()
     assert rig.warmed["w"].items[0].encoded == 40
 
 
 def test_they_count_as_waiting():
-    rig = WarmRig(Knobs(queue=2))
+    rig = Rig(Knobs(queue=2))
     for rid in ("w0", "w1", "w2"):
         rig.warm_up(rid, item(b"pic"))
     assert rig.warmed["w2"].error.status == 429
     assert "2 requests are waiting already (setting: --max-queued-requests)" in rig.warmed["w2"].error.message
-    rig.loop.handle(request("r", [1, 2]))
+    rig.handle(request("r", [1, 2]))
     assert rig.finish["r"].status == 429
     rig.run()
     assert sorted(rig.warmed) == ["w0", "w1", "w2"]
 
 
 def test_one_that_is_called_off_is_not_answered():
-    rig = WarmRig(Knobs(encoders=1))
+    rig = Rig(Knobs(encoders=1))
     rig.warm_up("w", item(clip(50)))
-    rig.loop.step()
-    rig.loop.step()
-    rig.loop.handle(AbortReq(rid="w"))
+    rig.step()
+    rig.step()
+    rig.handle(AbortReq(rid="w"))
     assert rig.loop.is_idle()
     rig.run()
     while rig.encode():
-        rig.loop.step()
+        rig.step()
     assert rig.warmed == {}
     assert len(rig.backend.encoded()) <= 2
-    rig.scheduler.check_pools()
+    rig.loop.check_pools()
 
 
 def test_what_cannot_be_encoded_fails_those_who_need_it():
-    rig = WarmRig(Knobs())
+    rig = Rig()
     bad = item(b"bad", 12)
     rig.backend.fail[bad.patch_digests[0]] = 2
     rig.warm_up("w", bad)
     rig.warm_up("other", item(b"good"))
-    rig.loop.handle(request("r", [1] * 20, [(3, 12, b"bad")]))
-    rig.run()
+    rig.run(request("r", [1] * 20, [(3, 12, b"bad")]))
     assert rig.warmed["w"].error.message == rig.finish["r"].message
     assert "poisoned" in rig.finish["r"].message
     assert rig.warmed["other"].error is None
@@ -180,7 +156,7 @@ def test_answers_do_not_depend_on_what_is_encoded_beside_them(
     arrivals, aborts, encoders, space, window, pages, finish_every
 ):
     """arrivals: whether a warmup comes or a request, the length and first of its clip, and steps until the next."""
-    rig = WarmRig(Knobs(encoders=encoders, space_rows=space, pool=pages * 4, rows=3), warmup_patches=window)
+    rig = Rig(Knobs(encoders=encoders, space_rows=space, pool=pages * 4, rows=3, warmup_patches=window))
     messages, warmups, steps = {}, [], 0
     for number, (ahead, length, start, gap) in enumerate(arrivals):
         rid = f"r{number}"
@@ -189,25 +165,25 @@ def test_answers_do_not_depend_on_what_is_encoded_beside_them(
             warmups.append(rid)
         else:
             messages[rid] = request(rid, [number] * (length + 6), [(2, length, clip(length, start))], new=5)
-            rig.loop.handle(messages[rid])
+            rig.handle(messages[rid])
         for _ in range(gap):
-            rig.loop.step()
+            rig.step()
             steps += 1
             if steps % finish_every == 0:
                 rig.encode()
             for which, when in aborts:
                 if when == steps:
-                    rig.loop.handle(AbortReq(rid=f"r{which}"))
+                    rig.handle(AbortReq(rid=f"r{which}"))
     rig.run()
     called_off = {f"r{which}" for which, _ in aborts}
     for rid, message in messages.items():
         if rid not in called_off or rig.finish[rid].type == "length":
-            assert rig.tokens[rid] == expected(message)
+            rig.check_answers(message)
     for rid in warmups:
         assert rid in rig.warmed or rid in called_off
         assert rid not in rig.warmed or rig.warmed[rid].error is None
-    rig.scheduler.check_pools()
+    rig.loop.check_pools()
     while rig.encode():  # what nobody waits for any more
-        rig.loop.step()
+        rig.step()
     assert rig.pool.stats().queued == rig.pool.stats().under_way == 0
     assert rig.pool.cache.device.stats().held_bytes == 0

@@ -9,14 +9,12 @@ import pytest
 
 from tests.default_model import copy_default_model
 from tests.vlmserve.scheduler.prompts import request
-from tests.vlmserve.scheduler.test_lockstep import LockstepRig
-from tests.vlmserve.scheduler.test_scheduler import Knobs
+from tests.vlmserve.scheduler.rig import Rig
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
-from vlmserve.engine.loop import EngineLoop
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.messages import EncodeReqInput, GetStatsReq
 from vlmserve.ipc.routing.sums import sum_stats
@@ -42,12 +40,11 @@ def test_encoder_processes_start_as_the_server_does(tmp_path: Path, monkeypatch:
 
 
 def test_figures_of_groups_have_what_is_of_no_group() -> None:
-    rig, sent = LockstepRig(2, Knobs()), []
-    loop = EngineLoop(rig.scheduler, rig.pool, sent.append, max_patches=16)
-    dispatch = process.message_dispatcher(loop, sent.append)
+    rig, sent = Rig(groups=2), []
+    dispatch = process.message_dispatcher(rig.loop, sent.append)
     media = request("", [0] * 4, [(1, 2, b"seen")]).mm_inputs
     assert media is not None
     dispatch(EncodeReqInput(rid="w", items=tuple(media.items)))
     dispatch(GetStatsReq())
     assert [(stats.replica, stats.num_warmups) for stats in sent] == [(0, 1), (1, 0)]
-    assert sum_stats(sent).num_warmups == loop.stats().num_warmups
+    assert sum_stats(sent).num_warmups == rig.loop.stats().num_warmups

@@ -10,6 +10,7 @@ from tests.vlmserve.reference import conversations
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.build import build_runner
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve_common.transport.wire import WireCodec
 
@@ -77,7 +78,7 @@ def test_a_worker_in_another_process_gives_the_same_answers(tmp_path: Path):
         try:
             for worker in (remote, WithoutIds(remote)):
                 llm.flush_cache()
-                llm._scheduler._worker = worker
+                llm.engine.loop.worker = OneGroup(worker)
                 steps = remote.steps
                 assert_equal(llm.chat_batch(asked, SAMPLING, num_logprobs=2), here)
                 assert remote.steps > steps + 8

@@ -21,6 +21,7 @@ from tests.vlmserve.executor.test_sampler import info
 from tests.vlmserve.reference import conversations
 from vision.towers import attention
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.sampler import sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
@@ -136,7 +137,8 @@ def watched(folder) -> Iterator[tuple[LLM, Watched]]:
     with engine(folder) as llm, FakeCuda() as cuda, pytest.MonkeyPatch.context() as patch:
         # this GPU has no kernels of Triton's, and the trial of these waits: on a real one before the first step
         patch.setattr(attention, "gpu_kernels_work", lambda device, dtype, dim: False)
-        llm._scheduler._worker = watched = Watched(move_engine(llm, cuda), cuda)
+        watched = Watched(move_engine(llm, cuda), cuda)
+        llm.engine.loop.worker = OneGroup(watched)
         yield llm, watched
 
 
@@ -179,7 +181,7 @@ def test_a_prompt_with_a_picture(watched):
     [first, *_] = [step for step in runner.steps if step.pictures]
     assert sum(first.counts.launches.values()) <= 12, first.counts.launches
     assert (first.counts.uploads, first.counts.downloads) == (2, 1)
-    assert llm._scheduler.encoder._backend._lane.handed_over > 0, "rows are made in a lane of their own"
+    assert llm.engine.loop.encoder._backend._lane.handed_over > 0, "rows are made in a lane of their own"
 
 
 def test_a_backend_that_waits_is_seen(watched):

@@ -7,7 +7,7 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from tests.vlmserve.scheduler.prompts import request
-from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig
+from tests.vlmserve.scheduler.rig import Rig
 from vlmserve.executor.device_errors import device_errors
 from vlmserve_common.errors import DeviceLostError, EngineError
 
@@ -47,8 +47,8 @@ class Late:
 
 
 def failing(failure: Exception) -> Rig:
-    rig = Rig(Knobs())
-    rig.scheduler.handle(request("a", [1, 2, 3], new=5))
+    rig = Rig()
+    rig.handle(request("a", [1, 2, 3], new=5))
     good = rig.worker.sample
     rig.worker.sample = lambda forwarded, info: Late(failure) if forwarded[0].step == 2 else good(forwarded, info)
     return rig
@@ -56,18 +56,17 @@ def failing(failure: Exception) -> Rig:
 
 def test_a_step_s_error_ends_its_requests_and_says_why():
     rig = failing(EngineError("step 2 needs more GPU memory than is left"))
-    rig.scheduler.step()
-    rig.scheduler.step()
+    rig.step()
+    rig.step()
     assert rig.finish["a"].type == "error"
     assert rig.finish["a"].message == "internal error: step 2 needs more GPU memory than is left"
-    rig.scheduler.handle(request("b", [1, 2, 3], new=2))
-    rig.run()
+    rig.run(request("b", [1, 2, 3], new=2))
     assert rig.finish["b"].type == "length"
 
 
 def test_a_lost_device_ends_the_engine():
     rig = failing(DeviceLostError("the GPU failed at step 2"))
-    rig.scheduler.step()
+    rig.step()
     with pytest.raises(DeviceLostError, match="failed at step 2"):
-        rig.scheduler.step()
+        rig.step()
     assert rig.finish["a"].type == "error"

@@ -9,6 +9,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
 from tests.vlmserve.scheduler.lazy_queue import LazyQueue
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import InlineQueue
 
 NEW = 16
@@ -50,12 +51,12 @@ def llm(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_do_not_depend_on_steps_in_flight(llm, way):
-    scheduler, worker = llm._scheduler, llm._runner
+    loop, worker = llm.engine.loop, llm._runner
     answers = []
     for device in (InlineQueue(), LazyQueue(2), LazyQueue(3)):
-        scheduler._device.close()
-        scheduler._device = device
-        scheduler._worker = ahead = Ahead(worker)
+        loop.device.close()
+        ahead = Ahead(worker)
+        loop.device, loop.worker = device, OneGroup(ahead)
         llm.flush_cache()
         sampling = SamplingOverrides(max_new_tokens=NEW, ignore_eos=True, **WAYS[way])
         answers.append([answer.token_ids for answer in llm.chat_batch(conversations()[:4], sampling)])

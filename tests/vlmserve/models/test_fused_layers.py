@@ -17,7 +17,7 @@ from vlmserve.models.qwen3 import Qwen3Decoder
 from vlmserve_common.kernels import fused
 
 pytest.importorskip("triton")
-from vlmserve.commands.bench.launches import launches
+from vlmserve.commands.bench.gpu.counts import launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = (Qwen2Decoder, Qwen3Decoder)

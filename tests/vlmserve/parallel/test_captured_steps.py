@@ -165,7 +165,7 @@ def test_the_same_answers_as_alone(family: str, settings: dict, tmp_path: Path, 
         with LLM(folder, **OURS) as llm:
             wanted = answers(llm)
     with LLM(folder, tp_size=2, **settings, **OURS) as llm:
-        group = llm._scheduler._worker._ranks.group
+        group = llm.engine.ranks.group
         before = group.counts["all_reduce"]
         assert answers(llm) == wanted
         replayed = gpu.replayed(by_follower=False)
@@ -288,7 +288,7 @@ def test_groups_replay_together(family: str, settings: dict, tmp_path: Path, gpu
         own = [sorted((one, other)) for (_, one), (_, other) in zip(ranks[0], ranks[-1], strict=True)]
         assert [1, 2] in own
 
-        peers = llm._scheduler._rounds._worker._ranks.computing[-1]
+        peers = llm.engine.ranks.computing[-1]
         before = Counter(peers.counts)
         assert tuple(llm.chat(asked[3], GREEDY).token_ids) == wanted[3]
         ranks = [replays.of_rank[rank] for rank in range(settings["tp_size"])]

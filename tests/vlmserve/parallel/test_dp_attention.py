@@ -121,7 +121,7 @@ def test_no_more_is_moved_than_said(family: str, tmp_path: Path, monkeypatch: py
     more = {"ep_size": 2} if family == MOE else {}
     shared = DENSE_LAYERS if family == MOE else LAYERS
     with LLM(str(make_checkpoint(family, tmp_path / "model")), **TWO_GROUPS, **more, **SETTINGS) as llm:
-        group = llm._scheduler._rounds._worker._ranks.group
+        group = llm.engine.ranks.group
         group.counts.clear()
         group.bytes.clear()
         with layouts_noted(monkeypatch) as layouts:

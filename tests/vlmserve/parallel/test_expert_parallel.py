@@ -40,7 +40,7 @@ def test_the_same_answers_as_alone(way: str, folder: Path, alone: list):
     with LLM(str(folder), tp_size=2, **WAYS[way], **SETTINGS) as llm:
         assert_alike(llm.chat_batch(conversations(), GREEDY, num_logprobs=2), alone)
         steps = llm.stats().forward_steps_total
-        counts = llm._scheduler._worker._ranks.group.counts
+        counts = llm.engine.ranks.group.counts
         sparse = LAYERS - DENSE_LAYERS
         if way == "rows are sent":
             assert counts["all_reduce"] == steps * (LAYERS + DENSE_LAYERS + 1)

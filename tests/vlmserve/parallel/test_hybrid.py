@@ -48,11 +48,11 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
             again = llm.chat_batch(asked[:2], replace(GREEDY, max_new_tokens=16), num_logprobs=2)
             assert sum(one.cached_tokens for one in again) > sum(one.cached_tokens for one in together[:2])
             answers.append([*together, *again])
-            assert llm._scheduler.kv.states.held == 0
+            assert llm.engine.loop.schedulers[0].kv.states.held == 0
             cache = llm._runner.recurrent_cache
             states.append((cache.conv.shape, cache.recurrent.shape, llm._runner.model.config.num_kv_layers))
             if size == 2:
-                group, layers = llm._scheduler._worker._ranks.group, len(llm._runner.model.language_model.layers)
+                group, layers = llm.engine.ranks.group, len(llm._runner.model.language_model.layers)
                 assert group.counts["all_reduce"] == llm.stats().forward_steps_total * (2 * layers + 1)
     assert_alike(*answers)
     (conv, recurrent, _), (own_conv, own_recurrent, _) = states

@@ -25,6 +25,7 @@ from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve_common.errors import DeviceLostError, EngineError
@@ -98,20 +99,14 @@ def test_the_same_answers_as_alone(family: str, sizes: dict, tmp_path: Path):
     with LLM(str(folder), **settings) as llm:
         alone = answers(llm)
     with LLM(str(folder), **{**settings, **sizes}) as llm:
-        ranks = llm._scheduler._worker._ranks
-        counted = None
-
-        def counting(worker):
-            nonlocal counted
-            counted = Counting(worker)
-            return counted
-
-        llm._scheduler.wrap_worker(counting)
+        ranks = llm.engine.ranks
+        loop = llm.engine.loop
+        counted = Counting(loop.worker.worker)
+        loop.worker = OneGroup(counted)
         compare(alone, answers(llm))
         own = len(ranks.shard.stage.layers(LAYERS))
         deepstack = max(0, 2 - own) if family in ("qwen3_vl", MOE) else 0
         assert len(llm._runner.kv_cache.layers) == own
-        assert counted is not None
         assert counted.rows > 0
         assert ranks.shard.stage.behind.bytes["send"] == (counted.tokens + deepstack * counted.rows) * HIDDEN * 4
 

@@ -64,7 +64,7 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
             assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens == 2048
             assert stats.req_pool_free == stats.req_pool_total
             if size == 2:
-                group = llm._scheduler._worker._ranks.group
+                group = llm.engine.ranks.group
                 assert group.counts["all_reduce"] == stats.forward_steps_total * (2 * LAYERS + 1)
                 assert llm._runner.kv_cache.layers[0].keys.shape[1] == 1
                 assert llm._runner.model.language_model._packed is not None, "layers one by one"

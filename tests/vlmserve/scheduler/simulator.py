@@ -16,6 +16,8 @@ from vision.encoder_pool import EncoderPool, PoolLimits
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.loop import EventLoop
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.ipc.messages import AbortReq, FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -24,13 +26,12 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.estimates import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.policy import make_policy
-from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.request_states import RequestStates
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.sessions import Sessions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,14 +242,20 @@ class Simulation:
             max_req_len=max_req_len,
             eos_token_ids=frozenset({VOCAB + 1}),
             kv=self.kv,
-            worker=CostlyWorker(worker, self.clock, setup.costs),
             encoder=self.encoder,
-            device=SimulatedQueue(self.clock, setup.depth),
             policy=make_policy(setup.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(setup.conservativeness),
             media_keys=MediaKeyTable(),
             sessions=Sessions(self.kv.prefix_cache, max_sessions=8, timeout_s=60, clock=lambda: self.clock.now),
             send=self._take,
+        )
+        self.loop = EventLoop(
+            [self.scheduler],
+            worker=OneGroup(CostlyWorker(worker, self.clock, setup.costs)),
+            device=SimulatedQueue(self.clock, setup.depth),
+            encoder=self.encoder,
+            send=self._take,
+            max_patches=0,
         )
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
@@ -267,7 +274,7 @@ class Simulation:
         """Until all is done; what was counted."""
         while self.turn():
             pass
-        self.scheduler.flush_cache()
+        self.loop.flush_cache()
         assert self.kv.allocator.available_size() == self.setup.pool
         if self.kv.states is not None:
             assert self.kv.states.pool.evictable_size() == 0
@@ -280,14 +287,14 @@ class Simulation:
         """One of the loop; False after the last."""
         while self._events and self._events[0].at_s <= self.clock.now:
             self._deliver(self._events.popleft())
-        busy = self.scheduler.step()
+        busy = self.loop.step()
         self.clock.now += self.setup.costs.turn_s
         self.turns += 1
         if self.setup.check:
             self.check()
         if not busy:
             if not self._events:
-                assert self.scheduler.is_idle(), "requests wait, and nothing will come"
+                assert self.loop.is_idle(), "requests wait, and nothing will come"
                 return False
             self.clock.now = max(self.clock.now, self._events[0].at_s)
         return True
@@ -296,7 +303,7 @@ class Simulation:
         message = arrival.message
         if isinstance(message, TokenizedGenerateReqInput):
             self.arrived_s[message.rid], self.arrived_turn[message.rid] = arrival.at_s, self.turns
-        self.scheduler.handle(message)
+        self.loop.handle(message)
 
     def _take(self, output) -> None:
         for one in output.outputs:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.vlmserve.api.fake_engine import make_stats
 from vision.cache.stats import PoolStats
 from vlmserve.ipc.messages import SchedulerStats, StepStats
-from vlmserve.scheduler.batch_log import BatchLog, describe
+from vlmserve.scheduler.meter import BatchLog, describe
 
 
 class Engine:

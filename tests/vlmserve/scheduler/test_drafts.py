@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.vlmserve.scheduler.prompts import expected, request
-from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig
+from tests.vlmserve.scheduler.rig import Knobs, Rig
 from vlmserve.scheduler.drafts import NGramDrafter
 
 
@@ -40,11 +40,10 @@ def test_guesses_that_are_right_save_steps(depth):
     steps = []
     for drafts in (0, 4):
         rig = Rig(Knobs(depth=depth, drafts=drafts))
-        rig.scheduler.handle(message)
-        rig.run()
-        assert rig.tokens["a"] == expected(message)
+        rig.run(message)
+        rig.check_answers(message)
         steps.append(len(rig.worker.batches))
-    stats = rig.scheduler.stats().steps
+    stats = rig.loop.stats().steps
     assert steps[1] == steps[0] - stats.accepted_tokens_total
     assert 8 < stats.accepted_tokens_total < stats.draft_tokens_total
 
@@ -57,21 +56,19 @@ def test_a_stop_token_among_the_guesses_ends_the_answer_there(place):
     cut = want.index(stop) + 1
     rig = Rig(Knobs(drafts=5))
     rig.messages["a"] = message
-    rig.scheduler.handle(request("a", [4, 5, 6], new=20, stop_token_ids=(stop,)))
-    rig.run()
+    rig.run(request("a", [4, 5, 6], new=20, stop_token_ids=(stop,)))
     assert rig.tokens["a"] == want[:cut]
     assert rig.finish["a"].matched == stop
-    assert rig.scheduler.stats().kv_free_tokens + rig.scheduler.stats().kv_cached_tokens == 256
+    rig.check_nothing_is_left()
 
 
 def test_nothing_is_guessed_where_slots_are_short_or_penalties_need_the_last_token():
     rig = Rig(Knobs(pool=32, page=1, context=32, drafts=30))
-    rig.scheduler.handle(request("a", list(range(20)), new=10))
-    rig.run()
-    assert rig.scheduler.stats().steps.draft_tokens_total > 0
+    rig.run(request("a", list(range(20)), new=10))
+    assert rig.loop.stats().steps.draft_tokens_total > 0
     message = request("b", [1, 2, 3], new=10, presence_penalty=0.5)
-    rig.scheduler.handle(message)
-    before = rig.scheduler.stats().steps.draft_tokens_total
+    rig.handle(message)
+    before = rig.loop.stats().steps.draft_tokens_total
     rig.run()
-    assert rig.scheduler.stats().steps.draft_tokens_total == before
-    assert rig.tokens["b"] == expected(message)
+    assert rig.loop.stats().steps.draft_tokens_total == before
+    rig.check_answers(message)

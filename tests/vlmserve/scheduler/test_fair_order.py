@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.scheduler.fair_order import FairOrder
+from vlmserve.scheduler.req_media import FairOrder
 
 
 def test_one_picture_goes_before_most_of_a_flood():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.scheduler.preemption import less_urgent, over_share
+from vlmserve.scheduler.policy import less_urgent, over_share
 
 
 def arrival(victim) -> int | None:

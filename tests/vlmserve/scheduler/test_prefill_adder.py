@@ -17,7 +17,7 @@ from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.prefill_adder import CLIP_MAX_NEW_TOKENS, AddReqResult, PrefillAdder
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_life import ReqStatus
 
 CONTINUE, NO_TOKEN, NO_ROW, OTHER = (
     AddReqResult.CONTINUE,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.scheduler.prefix_leaders import PrefixLeaders
+from vlmserve.scheduler.admission import PrefixLeaders
 from vlmserve.scheduler.req import Req
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.ipc.messages import FinishReason
-from vlmserve.scheduler.req_status import ReqStatus as S
+from vlmserve.scheduler.req_life import ReqStatus as S
 
 BLOCKED = (S.WAITING_FOR_ENCODER, S.WAITING_FOR_GRAMMAR, S.WAITING_FOR_REMOTE_KV)
 ALLOWED = {

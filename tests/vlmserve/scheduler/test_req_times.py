@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vlmserve.ipc.messages import StageTimes
-from vlmserve.scheduler.req_times import ReqTimes
+from vlmserve.scheduler.req_life import ReqTimes
 
 
 class Clock:

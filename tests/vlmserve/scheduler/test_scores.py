@@ -1,7 +1,6 @@
 """What is returned besides tokens does not depend on the schedule: over the fake worker, whose scores and states are
 hashes of all that a request's slots hold."""
 
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -10,26 +9,10 @@ from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.prompts import expected, prompt_of, request
-from tests.vlmserve.scheduler.test_scheduler import Knobs, Rig, requests
+from tests.vlmserve.scheduler.rig import GAPS, Knobs, Rig, requests
 from vlmserve.ipc.messages import InputEmbeds, ReturnOptions
 
 ASKED = (3, 11)
-
-
-class ScoringRig(Rig):
-    def __init__(self, knobs: Knobs) -> None:
-        self.scores, self.hidden, self.asked = {}, defaultdict(list), defaultdict(list)
-        super().__init__(knobs)
-
-    def take(self, message) -> None:
-        super().take(message)
-        for out in message.outputs:
-            assert out.prompt_logprobs is None or out.first
-            if out.prompt_logprobs is not None:
-                self.scores[out.rid] = out.prompt_logprobs
-            if out.hidden_states is not None:
-                self.hidden[out.rid] += out.hidden_states[:, 0].tolist()
-            self.asked[out.rid] += [entry.token_ids_logprobs for entry in out.logprobs or ()]
 
 
 def with_returns(draw, message):
@@ -50,13 +33,14 @@ def scored_requests(draw):
     return [with_returns(draw, message) for message in draw(requests())]
 
 
-def check(rig: ScoringRig, message) -> None:
+def check(rig: Rig, message) -> None:
     prompt, returns, rid = prompt_of(message), message.returns, message.rid
+    outputs = rig.outputs[rid]
     tokens = expected(message)
     assert rig.tokens[rid] == tokens
     assert rig.finish[rid].type == "length"
     if returns.prompt_logprobs is not None:
-        found, start = rig.scores[rid], returns.logprob_start_len
+        found, start = outputs[0].prompt_logprobs, returns.logprob_start_len
         assert (found.start, found.token_ids.tolist()) == (start, message.input_ids[start:].tolist())
         assert found.top_ids.shape[1] <= returns.prompt_logprobs
         assert len(found.logprobs) == len(prompt) - start
@@ -71,17 +55,19 @@ def check(rig: ScoringRig, message) -> None:
             asked = [np.float32(fake.score(history, token)) for token in returns.token_ids_logprob]
             assert found.token_ids_logprobs[row].tolist() == asked
     else:
-        assert rid not in rig.scores
+        assert outputs[0].prompt_logprobs is None
     delta = message.mm_inputs.mrope_position_delta if message.mm_inputs else 0
     histories = [
         prompt + [(("id", token), (len(prompt) + i + delta,) * 3) for i, token in enumerate(tokens[:end])]
         for end in range(max(len(tokens), 1))
     ]
     shown = {"none": [], "last": histories[:1], "all": histories}[returns.hidden_states]
-    assert rig.hidden[rid] == [np.float32(fake.score(history, 0)) for history in shown]
+    hidden = [state for out in outputs if out.hidden_states is not None for state in out.hidden_states[:, 0].tolist()]
+    assert hidden == [np.float32(fake.score(history, 0)) for history in shown]
     if returns.token_ids_logprob:
         want = [tuple(np.float32(fake.score(history, token)) for token in ASKED) for history in histories]
-        assert rig.asked[rid] == want[: len(tokens)]
+        asked = [entry.token_ids_logprobs for out in outputs for entry in out.logprobs or ()]
+        assert asked == want[: len(tokens)]
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -95,11 +81,11 @@ def check(rig: ScoringRig, message) -> None:
     depth=st.sampled_from([1, 2, 3]),
     drafts=st.sampled_from([0, 3]),
     rows=st.integers(1, 6),
-    gaps=st.lists(st.integers(0, 4), min_size=10, max_size=10),
+    gaps=GAPS,
 )
 def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixed, radix, depth, drafts, rows, gaps):
     pool = max(pages * page, 96 // page * page)
-    rig = ScoringRig(
+    rig = Rig(
         Knobs(
             pool=pool,
             page=page,
@@ -112,27 +98,19 @@ def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixe
             conservativeness=0.0,
         )
     )
-    for message, gap in zip(messages, gaps, strict=False):
-        rig.scheduler.handle(message)
-        for _ in range(gap):
-            rig.scheduler.step()
-    rig.run()
+    rig.play(messages, gaps)
     for message in messages:
         check(rig, message)
-    stats = rig.scheduler.stats()
-    assert stats.kv_free_tokens + stats.kv_cached_tokens == pool
-    assert stats.req_pool_free == rows
+    rig.check_nothing_is_left()
 
 
 def test_retracted_scores_are_asked_for_once():
     """Its KV is computed again where it must be, and what was known of its prompt stays known."""
-    rig = ScoringRig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.0))
+    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.0))
     messages = [request(f"r{i}", [i] * 6, new=40) for i in range(5)]
     messages = [replace(message, returns=ReturnOptions(prompt_logprobs=1)) for message in messages]
-    for message in messages:
-        rig.scheduler.handle(message)
-    rig.run()
-    assert rig.scheduler.stats().retracted_total > 0
+    rig.run(*messages)
+    assert rig.loop.stats().retracted_total > 0
     for message in messages:
         check(rig, message)
     asked = sum(len(batch.prompt_logprobs.tokens) for batch in rig.worker.batches if batch.prompt_logprobs)
@@ -140,30 +118,27 @@ def test_retracted_scores_are_asked_for_once():
 
 
 def test_the_prefix_before_the_first_position_asked_comes_from_the_cache():
-    rig = ScoringRig(Knobs(chunk=None))
+    rig = Rig(Knobs(chunk=None))
     ids = [i % 7 for i in range(40)]
-    rig.scheduler.handle(request("a", ids))
-    rig.run()
+    rig.run(request("a", ids))
     late = replace(request("b", ids, new=0), returns=ReturnOptions(prompt_logprobs=0, logprob_start_len=30))
-    rig.scheduler.handle(late)
-    rig.run()
+    rig.run(late)
     check(rig, late)
     assert rig.cached["b"] == 28  # position 30 needs the logits of 29
 
 
 def test_a_request_without_an_answer_takes_no_slot_for_one():
     """It fills the context to the last token, and no step decodes or samples."""
-    rig = ScoringRig(Knobs(pool=32, page=4, context=28, chunk=8))
+    rig = Rig(Knobs(pool=32, page=4, context=28, chunk=8))
     message = replace(request("a", [1] * 28, new=0), returns=ReturnOptions(prompt_logprobs=0))
-    rig.scheduler.handle(message)
-    rig.run()
+    rig.run(message)
     check(rig, message)
-    assert rig.scheduler.stats().generation_tokens_total == 0
+    assert rig.loop.stats().generation_tokens_total == 0
     assert sum(len(batch.input_ids) for batch in rig.worker.batches) == 28
 
 
 def test_embeddings_are_known_by_their_digests():
-    rig = ScoringRig(Knobs(chunk=8))
+    rig = Rig(Knobs(chunk=8))
     digests = np.arange(20, dtype=np.uint8)[:, None].repeat(32, axis=1)
     for rid, changed in (("a", None), ("b", None), ("c", 9)):
         own = digests.copy()
@@ -171,8 +146,7 @@ def test_embeddings_are_known_by_their_digests():
             own[changed] = 99
         rows = own[:, :2].astype(np.float32)
         given_rows = InputEmbeds(rows=rows, digests=own)
-        rig.scheduler.handle(replace(request(rid, [0] * 20, new=2), input_embeds=given_rows))
-        rig.run()
+        rig.run(replace(request(rid, [0] * 20, new=2), input_embeds=given_rows))
         sent = [row for batch in rig.worker.batches for part in batch.input_embeds for row in part.embeds.tolist()]
         assert sent == rows[rig.cached[rid] :].tolist()
         rig.worker.batches.clear()

@@ -14,7 +14,7 @@ from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.ipc.messages import FinishReason
 from vlmserve.scheduler.policy import HEAD, make_policy
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_status import ReqStatus
+from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.waiting_queue import LOOKAHEAD, MISSES, WaitingQueue
 
 DONE = FinishReason(type="length")

@@ -1,1 +1,1 @@
-"""What commands over many files share: their inputs, and the display of how far a run is."""
+"""Inputs and progress of commands over many files: `vlmserve caption` and `vlmserve warmup`."""

@@ -1,4 +1,4 @@
-"""What is to be captioned: one picture, one video or one chat request, named but not read yet."""
+"""Items: one picture, one video or one chat request, named but not read yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ChatRequest:
     """A chat completion request with its files in it.
 
     messages: OpenAI's form; files are bytes in parts of Qwen's form ({"type": "image", "image": bytes}).
-    options: the body's other fields ("max_tokens", "n", "mm_processor_kwargs" ...), but for "model" and "stream".
+    options: the body's other fields ("max_tokens", "n", "mm_processor_kwargs" ...), without "model" and "stream".
     """
 
     messages: Sequence[Message]
@@ -29,12 +29,12 @@ class ChatRequest:
 class MediumItem:
     """One picture or video.
 
-    id: its name in outputs, the same in every run, of no two items alike. signature: text that is another one when the
-    bytes may have changed, known without reading them; None where only reading tells. size: of the file in bytes, as
-    far as it is known. read: its bytes, blocking, to be called in any thread; raises BadRequestError.
-    fields: what its prompt may use, and what is kept beside its caption (values are JSON's). prompt: a template of its
-    own. options: fields of the request that its source says ("mm_processor_kwargs", ...).
-    path: where the file is, if it is a local one. root: the folder of the command line that it was found in.
+    id: the unique name in outputs, the same in every run. signature: text that differs when the bytes may have changed.
+    It is known without reading them; None if only reading tells. size: of the file in bytes; 0 if unknown.
+    read: returns the bytes. It blocks, may be called in any thread and raises BadRequestError.
+    fields: JSON values that a prompt may use, and that are kept beside the caption. prompt: the item's own template.
+    options: fields of the request that the source sets ("mm_processor_kwargs" ...).
+    path: of a local file. root: the folder of the command line in which the file was found.
     """
 
     id: str
@@ -50,10 +50,9 @@ class MediumItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestItem:
-    """One chat request as a line of a file has it; its files are read by `read` only. See `MediumItem`.
+    """One chat request, from a line of a file. `read` reads its files. See `MediumItem`.
 
-    is_batch: it came in OpenAI's batch form, and its answer goes out in that form where lines of JSON are written.
-    `id` is the line's custom_id then.
+    is_batch: the line is in OpenAI's batch form, so lines of JSON have the answer in that form. `id` is its custom_id.
     """
 
     id: str
@@ -65,10 +64,10 @@ class RequestItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """An item that failed, or something on the way to items that cannot be read: a folder, a line, the rest of a tar.
+    """A failed item, or a part of the inputs that cannot be read: a folder, a line, the rest of a tar.
 
-    id: its name, as an item's. code: a short word ("unreadable", "cut_off", "invalid_line", ...). key: see `Work`; None
-    for what was no item yet.
+    id: the name of the item or part. code: a short word ("unreadable", "cut_off", "invalid_line" ...). key: what
+    `vlmserve caption` knows the item by; None if there was no item yet.
     """
 
     id: str
@@ -82,7 +81,7 @@ Found: TypeAlias = Item | Failed
 
 
 def digest_of(value: Any) -> bytes:
-    """Of JSON's types and bytes, which count by their content."""
+    """Return the digest of a value of JSON's types and bytes."""
 
     def plain(part: object) -> object:
         if isinstance(part, bytes):

@@ -1,4 +1,4 @@
-"""How far a run is, for people: a live display on a terminal, a line every few seconds elsewhere."""
+"""The progress of a run: a live display on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import asyncio
 import logging
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TextIO
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -17,38 +19,54 @@ _LOOK_EVERY_S, _ON_TERMINAL_S, _ELSEWHERE_S = 0.1, 0.2, 10.0
 _RATE_OVER_S = 60.0
 
 
-class Counts(Protocol):
-    """The figures of a run that are shown.
+@dataclass(kw_only=True)
+class RunTally(ABC):
+    """The counts of a run.
 
-    total: items counted so far; counted: whether the count is complete. passed: items that need no more attention.
-    worked_on: items that this run finished or failed. skipped: items that an earlier run finished.
-    hits: results that were there already. work: work done, in `unit`.
+    total: items counted so far; counted: the count is complete. done: items that this run finished by computing.
+    skipped: items that an earlier run finished. failed: items that failed in this run.
     """
 
-    total: int
-    counted: bool
-    skipped: int
-    failed: int
+    total: int = 0
+    counted: bool = False
+    done: int = 0
+    skipped: int = 0
+    failed: int = 0
+    unit: ClassVar[str]
 
     @property
-    def unit(self) -> str: ...
+    def passed(self) -> int:
+        """The number of items that need no more work."""
+        return self.worked_on + self.skipped
+
     @property
-    def passed(self) -> int: ...
+    def worked_on(self) -> int:
+        """The number of items that this run finished or failed."""
+        return self.done + self.failed
+
     @property
-    def worked_on(self) -> int: ...
+    @abstractmethod
+    def hits(self) -> int:
+        """The number of results that were there already."""
+
     @property
-    def hits(self) -> int: ...
-    @property
-    def work(self) -> int: ...
+    @abstractmethod
+    def work(self) -> int:
+        """The work done, in `unit`."""
 
 
-class Progress:
-    """Shows a tally that others change; `show` is called often. A context manager. name: of the command.
+def phrases(*counts: tuple[int, str]) -> list[str]:
+    """Return the phrases of a summary for the counts that are not 0."""
+    return [f"{count} {what}" for count, what in counts if count]
 
-    On a terminal it is drawn by rich, where that is installed.
+
+class RunProgress:
+    """Shows a tally while the run changes it. A context manager. name: of the command.
+
+    rich draws it on a terminal, if installed.
     """
 
-    def __init__(self, name: str, tally: Counts, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, tally: RunTally, out: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._tally = tally
         self._out = out
@@ -62,14 +80,14 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """The time since the beginning."""
         return self._clock() - self._started
 
     def __enter__(self) -> Self:
         self._begin()
         if self._live is not None:
             self._live.start()
-            self._log_to(self._out, sys.stderr)  # which is the display's now: lines go above it
+            self._log_to(self._out, sys.stderr)  # so that log lines go above the display
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -84,13 +102,13 @@ class Progress:
                 handler.setStream(now)
 
     async def keep_shown(self) -> None:
-        """Until cancelled."""
+        """Show the progress until cancelled."""
         while True:
             self.show()
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def show(self) -> None:
-        """Writes now and then."""
+        """Write a line or redraw, if it is time to."""
         now = self._clock()
         if now - self._shown < (_ON_TERMINAL_S if self._live is not None else _ELSEWHERE_S):
             return
@@ -105,7 +123,7 @@ class Progress:
             print(f"{self._name}: {self.line()}", file=self._out, flush=True)
 
     def line(self) -> str:
-        """Where the run is."""
+        """Return the progress as one line."""
         tally = self._tally
         then, items, work = self._marks[0]  # a minute ago
         seconds = max(self._clock() - then, 1e-9)

@@ -1,8 +1,8 @@
 """`vlmserve bench caption`: captions from files to lines of JSON, beside the engine alone with the same pictures.
 
-Both sides have one engine, in turns. The engine alone has its pictures in memory, and what it says is thrown away: what
-the other side takes longer is reading, hashing, the journal, the output and the display. Between two rounds nobody gets
-faster by what is cached: pictures differ by a shade from pass to pass.
+Both sides use one engine in turns. The engine alone has its pictures in memory, and its answers are thrown away. The
+difference is the time for reading, hashing, the journal, the output and the display. Pictures differ by a shade from
+pass to pass, so no cache helps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import io
-import json
 import os
 import random
 import subprocess
@@ -25,8 +24,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from vlmserve.commands.bench.interleaved import ratios
-from vlmserve.commands.caption.arguments import CaptionCommand, read_command
+from vlmserve.commands.bench.figures import bench_parser, ratios, write_json
+from vlmserve.commands.caption.command import CaptionCommand, read_command
 from vlmserve.commands.caption.local import LocalCaptioner
 from vlmserve.commands.caption.session import Ended, caption
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
@@ -38,34 +37,25 @@ _SIDE = 224
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; prints a table, and with --json writes all figures."""
-    args = _parser().parse_args(argv)
-    figures: dict[str, Any] = {"settings": vars(args)}
+    """Run the benchmark, and print a table."""
+    text = "Captions from files, journal and all, beside the engine alone with the same pictures."
+    parser = bench_parser("caption", text, epilog="Flags after -- go to `vlmserve caption`, a MODEL too.")
+    add = parser.add_argument
+    add("--items", type=int, default=1000, help="pictures, drawn, of 224 x 224 pixels")
+    add("--rounds", type=int, default=3, help="rounds in which both sides take turns; 0 leaves this part out")
+    text = "also: the peak memory of the command with these numbers of items, e.g. 1000 20000, of one token each"
+    add("--memory-items", type=int, nargs="*", default=[], help=text)
+    add("--dir", help="folder for pictures and outputs (default: the system's for temporary files)")
+    add("caption_flags", nargs="*", metavar="-- FLAGS", help="flags for vlmserve caption")
+    args = parser.parse_args(argv)
+    figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-", dir=args.dir) as folder:
         if args.rounds:
             figures["throughput"] = _throughput(Path(folder), args)
         if args.memory_items:
             figures["memory"] = _memory(Path(folder), args)
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2) + "\n")
+    write_json(args, figures)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vlmserve bench caption",
-        description="Captions from files, journal and all, beside the engine alone with the same pictures.",
-        epilog="Flags after -- go to `vlmserve caption`, a MODEL too.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--items", type=int, default=1000, help="pictures, drawn, of 224 x 224 pixels")
-    parser.add_argument("--rounds", type=int, default=3, help="of both sides in turn; 0 leaves this part out")
-    text = "also: the command's peak memory with so many items, e.g. 1000 20000, of one token each"
-    parser.add_argument("--memory-items", type=int, nargs="*", default=[], help=text)
-    parser.add_argument("--dir", help="folder for pictures and outputs; default: the system's for temporary files")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
-    parser.add_argument("caption_flags", nargs="*", metavar="-- FLAGS", help="flags for vlmserve caption")
-    return parser
 
 
 def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -93,7 +83,7 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) -> tuple[float, int]:
-    """Seconds and tokens of all pictures, from memory, as many at a time as the command has in work."""
+    """Return the seconds and tokens of all pictures from memory, with the command's concurrency."""
     pictures = [path.read_bytes() for path in sorted(folder.iterdir())]
     sampling = SamplingOverrides(max_new_tokens=command.run.options["max_tokens"], temperature=0.0)
     tokens = 0
@@ -117,19 +107,19 @@ def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) ->
 
 
 def _caption(captioner: LocalCaptioner, args: argparse.Namespace, folder: Path) -> tuple[float, int]:
-    """The same, from files into lines of JSON."""
+    """Return the seconds and tokens of all pictures from files into lines of JSON."""
     output = folder.with_suffix(".jsonl")
     command = read_command([*args.caption_flags, str(folder), "--output", str(output)])
     started = time.perf_counter()
     outcome = caption(command, io.BytesIO(), sys.stderr, captioner=captioner)
     seconds = time.perf_counter() - started
     if outcome.how is not Ended.FINISHED or outcome.tally.done != args.items:
-        raise EngineError(f"the run did not caption everything: {outcome.told}")
+        raise EngineError(f"the run did not caption everything: {outcome.summary}")
     return seconds, outcome.tally.completion_tokens
 
 
 def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
-    """Peak memory of the command, in bytes, without its media processes, by the number of items."""
+    """Return the peak memory of the command without its media processes, in bytes, by the number of items."""
     found = {}
     for count in args.memory_items:
         pictures = _draw(folder / f"memory-{count}", count, shade=0, side=64)
@@ -147,7 +137,7 @@ def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
 
 
 def _draw(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
-    """A folder of pictures of shapes, no two alike. shade: the background's distance from white."""
+    """Draw pictures of shapes into a new folder, no two alike. shade: distance of the background from white."""
     folder.mkdir()
     for number in range(count):
         dice = random.Random(number)

@@ -1,19 +1,16 @@
-"""`vlmserve bench grammar`: answers that follow a JSON schema beside answers that may be anything, in turns.
+"""`vlmserve bench grammar`: answers that follow a JSON schema beside answers without one, in turns.
 
-Both sides make as many tokens for as many requests. What the schema costs is finding the tokens that may come next,
-masking the others, and that a step is sampled only when the tokens of the one before are known.
+Both sides make as many tokens for as many requests. A schema costs a search for the tokens that may come next, and a
+mask over the rest. Also, a step is sampled only when the tokens of the last step are known.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.bench.interleaved import in_turns, ratios
+from vlmserve.commands.bench.figures import bench_parser, in_turns, ratios, write_json
 from vlmserve.commands.offline.llm import LLM
 
 _ITEM = {
@@ -31,8 +28,15 @@ _SCHEMA = {"type": "array", "items": _ITEM, "minItems": 10_000}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; prints the ratio, and with --json writes all figures."""
-    args = _parser().parse_args(argv)
+    """Run the benchmark, and print the ratios."""
+    parser = bench_parser("grammar", "Answers that follow a JSON schema beside answers without one.")
+    add = parser.add_argument
+    add("--model", default="", help="checkpoint folder or hub id; the built-in model if left out")
+    add("--num-threads", type=int, help="CPU threads of the model (default: all cores)")
+    add("--requests", type=int, default=16, help="requests at a time")
+    add("--tokens", type=int, default=200, help="tokens of each answer")
+    add("--rounds", type=int, default=5, help="rounds in which both sides take turns")
+    args = parser.parse_args(argv)
     prompts = [f"What is in picture {number}?" for number in range(args.requests)]
     settings: dict[str, Any] = {"max_running_requests": args.requests}
     with LLM(args.model, num_threads=args.num_threads, **settings) as llm:
@@ -45,27 +49,12 @@ def main(argv: Sequence[str]) -> int:
     tokens = args.requests * args.tokens
     for name, timing in times.items():
         print(f"{name:8} {', '.join(f'{tokens / wall:.0f}' for wall in timing.wall)} tokens/s")
-    throughput = ratios(times["any"].wall, times["schema"].wall)
-    cpu_time = ratios(times["schema"].cpu, times["any"].cpu)
-    print(f"throughput with a schema, of that without: {throughput}")
-    print(f"CPU time with a schema, of that without: {cpu_time}")
-    if args.json:
-        figures = {"settings": vars(args), "seconds": {name: asdict(timing) for name, timing in times.items()}}
-        found = {"throughput": asdict(throughput), "cpu_time": asdict(cpu_time)}
-        Path(args.json).write_text(json.dumps({**figures, **found}, indent=2) + "\n")
+    found = {
+        "throughput": ratios(times["any"].wall, times["schema"].wall),
+        "cpu_time": ratios(times["schema"].cpu, times["any"].cpu),
+    }
+    print(f"throughput with a schema, of that without: {found['throughput']}")
+    print(f"CPU time with a schema, of that without: {found['cpu_time']}")
+    seconds = {name: asdict(timing) for name, timing in times.items()}
+    write_json(args, {"seconds": seconds, **{name: asdict(spread) for name, spread in found.items()}})
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="vlmserve bench grammar",
-        description="Answers that follow a JSON schema beside answers that may be anything.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--model", default="", help="checkpoint folder or hub id; default: the built-in model")
-    parser.add_argument("--num-threads", type=int, help="of the model on a CPU; default: all cores")
-    parser.add_argument("--requests", type=int, default=16, help="at a time")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=5, help="of both sides in turn")
-    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
-    return parser

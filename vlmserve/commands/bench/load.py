@@ -1,4 +1,4 @@
-"""Load for a benchmark: questions sent to an OpenAI-compatible server, and what each waits for."""
+"""A client that loads an OpenAI-compatible server with questions, and times each answer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from itertools import pairwise
 
 import httpx2
 
-from vlmserve.commands.bench.questions import Question
+from vlmserve.commands.bench.media import Question
 from vlmserve.commands.client.chat_client import ChatClient, ServerError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Seconds of one request from sending it: first token, whole answer; and its output tokens and text.
+class Answered:
+    """One answer.
 
-    gaps_s: between the chunks that brought tokens. prompt_tokens: as the server counts them. number: of its question.
+    `ttft_s` and `total_s` are seconds from sending the request to the first token and to the end. `gaps_s` are seconds
+    between the chunks that brought tokens. `prompt_tokens` are counted by the server. `number` is the question's place.
     """
 
     ttft_s: float
@@ -32,30 +33,34 @@ class Timing:
 
     @property
     def per_token_s(self) -> float:
-        """Mean time between tokens after the first."""
+        """The mean seconds between tokens after the first."""
         return (self.total_s - self.ttft_s) / max(self.tokens - 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Several requests, and the seconds from the first sent to the last answered. failures: the words of each."""
+    """The answers to several requests, and the error texts of those that failed.
 
-    timings: tuple[Timing, ...]
+    wall_s: seconds from the first request sent to the last one answered.
+    """
+
+    answers: tuple[Answered, ...]
     failures: tuple[str, ...] = ()
     wall_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens per second over all requests."""
-        return sum(t.tokens for t in self.timings) / self.wall_s
+        """The output tokens a second over all requests."""
+        return sum(t.tokens for t in self.answers) / self.wall_s
 
 
 class LoadClient:
-    """Sends questions to a server. Close it. model: its name there, None for the first. proxies: whether those
-    of the environment are used. timeout_s: for a connection, and between two pieces of an answer; None: for ever.
+    """A client of one server; to be closed. model: its name there, None for the first model listed.
 
-    logprobs: asked for, so that a token comes at once even where its text is held back; not every server has them.
-    ignore_eos: a field for answers of their full length, which some servers refuse; may be set later.
+    `proxies` uses those of the environment. `timeout_s` is for a connection, and between two pieces of an answer; None
+    waits for ever. `logprobs` asks for log probabilities, so that a token comes at once even if its text is held back.
+    Not every server has them. `ignore_eos` may be set to False for a server that refuses this field; answers may then
+    be shorter than asked for.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class LoadClient:
             raise
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._runner.run(self._http.aclose())
         self._runner.close()
 
@@ -94,8 +99,11 @@ class LoadClient:
         at_a_time: int | None = None,
         arrivals: Sequence[float] | None = None,
     ) -> Round:
-        """Send all: `at_a_time` (None: however many), each no sooner than it arrives, in seconds. Answers are exactly
-        `output_tokens` long, greedy. ServerError where nothing is answered."""
+        """Ask all questions and return the answers, which are greedy and exactly `output_tokens` long.
+
+        at_a_time: requests under way at the most; None for no limit. arrivals: when each is sent, in seconds. Raises
+        ServerError if no question is answered.
+        """
         return self._runner.run(self._run(questions, output_tokens, at_a_time, arrivals or [0.0] * len(questions)))
 
     async def _run(
@@ -103,7 +111,7 @@ class LoadClient:
     ) -> Round:
         gate = asyncio.Semaphore(at_a_time or len(questions))
 
-        async def one(number: int, messages: object, after_s: float) -> Timing | str:
+        async def one(number: int, messages: object, after_s: float) -> Answered | str:
             await asyncio.sleep(after_s)
             async with gate:
                 try:
@@ -113,15 +121,15 @@ class LoadClient:
 
         conversations = [question.messages() for question in questions]
         started = time.perf_counter()
-        answers = await asyncio.gather(*map(one, range(len(questions)), conversations, arrivals))
+        found = await asyncio.gather(*map(one, range(len(questions)), conversations, arrivals))
         wall_s = time.perf_counter() - started
-        timings = tuple(answer for answer in answers if isinstance(answer, Timing))
-        failures = tuple(answer for answer in answers if isinstance(answer, str))
-        if not timings:
+        answers = tuple(one for one in found if isinstance(one, Answered))
+        failures = tuple(one for one in found if isinstance(one, str))
+        if not answers:
             raise ServerError(f"no answer from {self.url}: {failures[0]}")
-        return Round(timings=timings, failures=failures, wall_s=wall_s)
+        return Round(answers=answers, failures=failures, wall_s=wall_s)
 
-    async def _ask(self, messages: object, output_tokens: int) -> Timing:
+    async def _ask(self, messages: object, output_tokens: int) -> Answered:
         body = {
             "model": self.model,
             "messages": messages,
@@ -148,7 +156,7 @@ class LoadClient:
         ended = time.perf_counter()
         if not times:
             raise ServerError("an answer without any text came")
-        return Timing(
+        return Answered(
             ttft_s=times[0] - started,
             total_s=ended - started,
             tokens=usage.get("completion_tokens", len(times)),

@@ -1,32 +1,73 @@
-"""Pictures and clips to measure processors with. Drawn from a seed, so that every run has the same bytes."""
+"""The pictures, clips and questions that benchmarks ask about. The same seed draws the same bytes."""
 
 from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 from PIL import Image
 
+from vlmserve.commands.client.chat_files import data_url
+
+
+def picture_part(picture: bytes) -> dict[str, object]:
+    """Return a picture file as a part of a message in OpenAI's form."""
+    return {"type": "image_url", "image_url": {"url": data_url(picture)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about pictures (files), or about none."""
+
+    pictures: tuple[bytes, ...]
+    text: str
+
+    def messages(self, part: Callable[[bytes], dict[str, object]] = picture_part) -> list[dict[str, object]]:
+        """Return the conversation. part: makes what stands for a picture in it."""
+        return [{"role": "user", "content": [*map(part, self.pictures), {"type": "text", "text": self.text}]}]
+
+
+def make_questions(count: int, *, pictures: int = 1, side: int, seed: int) -> list[Question]:
+    """Return questions about pictures of side x side pixels that differ in every pixel, so that no cache helps."""
+    made = []
+    for number in range(count):
+        shown = tuple(draw_picture(side, [seed, number * pictures + place]) for place in range(pictures))
+        text = f"What is shown? Answer in a few words. ({seed}-{number})"  # texts differ, too
+        made.append(Question(pictures=shown, text=text))
+    return made
+
+
+def draw_picture(side: int, seed: list[int]) -> bytes:
+    """Return a PNG file of side x side pixels, soft colours drawn from the seed."""
+    small = np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC).save(file, "PNG")
+    return file.getvalue()
+
 
 def scene(width: int, height: int, seed: int) -> np.ndarray:
-    """uint8 [height, width, 3]: soft colours with grain on them, so that files are about as large as photographs."""
+    """Return uint8 [height, width, 3]: soft colours with grain, so that files are about as large as photographs."""
     rng = np.random.default_rng(seed)
     soft = Image.fromarray(rng.integers(0, 256, (9, 16, 3), dtype=np.uint8)).resize((width, height), 3)
     return (np.asarray(soft, np.int16) + rng.integers(-9, 10, (height, width, 3))).clip(0, 255).astype(np.uint8)
 
 
 def jpeg(width: int, height: int, seed: int) -> bytes:
-    """A JPEG file."""
+    """Return a JPEG file of a scene."""
     file = io.BytesIO()
     Image.fromarray(scene(width, height, seed)).save(file, "JPEG", quality=90)
     return file.getvalue()
 
 
 def clip(width: int, height: int, *, seconds: int, rate: int) -> bytes:
-    """An MP4 file in H.264, with x264's default settings. A tenth is encoded, a camera circling over a scene, and
-    repeated."""
+    """Return an MP4 file in H.264 with x264's default settings: a camera that circles over a scene.
+
+    A tenth of the clip is encoded, and repeated ten times.
+    """
     import av
 
     margin = 64
@@ -45,7 +86,7 @@ def clip(width: int, height: int, *, seconds: int, rate: int) -> bytes:
         step = round(count / rate / packets[0].time_base)
         for turn in range(10):
             for packet in packets:
-                again = av.Packet(bytes(packet))  # what is muxed is gone
+                again = av.Packet(bytes(packet))  # muxing consumes the packet
                 again.stream, again.time_base, again.duration = stream, packet.time_base, packet.duration
                 assert packet.pts is not None
                 assert packet.dts is not None

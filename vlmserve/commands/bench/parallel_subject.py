@@ -1,4 +1,7 @@
-"""Engines that `vlmserve bench parallel` compares: processes of one thread, random weights, text alone."""
+"""The engines that `vlmserve bench parallel` compares, and what the machine gives two processes over one.
+
+All have one thread a process, random weights and text alone.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,47 @@ import itertools
 import json
 import statistics
 import time
-import urllib.request
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import httpx2
 import numpy as np
+import torch
 
-from vlmserve.commands.bench.random_checkpoint import TEXT_SIZES, copy_built_in_settings
+from vlmserve.commands.bench.gpu.shapes import ModelShape, write_folder
+from vlmserve.commands.bench.random_checkpoint import TEXT_SIZES, VISION_SIZES
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.fields import flag
 from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.ipc.messages import BatchTokenOutput, SchedulerOutput
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.compute.linear import Linear
+from vlmserve_common.kernels.library import activate
 from vlmserve_common.parallel.group import ProcessGroup
+from vlmserve_common.process.child import ChildProcess, Parent
+from vlmserve_common.process.stop_signals import stop_signals_held
 
+MachineWork = Literal["reads", "products"]
+_INNER, _OUTER, _WEIGHTS = 1024, 6144, 24
+_ROWS: dict[MachineWork, int] = {"reads": 1, "products": 256}
+# A sample takes about as long as a decode step. An interruption spoils one sample only.
+_OF_A_SAMPLE: dict[MachineWork, int] = {"reads": _WEIGHTS, "products": 2}
+_SAMPLES = 12
 _TEXT_IDS = 1600  # of the built-in model's tokenizer, without special ones
 _SHORT = 8  # tokens of prompts that are there to be continued
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """requests: that decode together, `steps` tokens each. prompt: tokens of one whose prefill is timed."""
+class TextLoad:
+    """Requests that decode together, `steps` tokens each. prompt: tokens of a prompt whose prefill is timed."""
 
     requests: int
     steps: int
@@ -42,8 +58,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchanged:
-    """Between the ranks of a stage, or from one stage to the next, while so many steps computed so many tokens:
-    exchanges, and the bytes of the tensors in them, by name."""
+    """Exchanges between ranks or stages while `steps` steps computed `tokens` tokens, and their bytes, by name."""
 
     steps: int
     tokens: int
@@ -51,23 +66,23 @@ class Exchanged:
     bytes: Counter[str]
 
 
-class Subject(ABC):
-    """One alternative, with `requests` requests at a time. Close it."""
+class ParallelSubject(ABC):
+    """One alternative with `requests` requests at a time; to be closed."""
 
-    def __init__(self, work: Work, requests: int) -> None:
-        self._work, self.requests = work, requests
+    def __init__(self, load: TextLoad, requests: int) -> None:
+        self._load, self.requests = load, requests
 
     @abstractmethod
     def decode_seconds(self) -> float:
-        """Of a step in which all requests get a token."""
+        """Return the seconds of a step in which all requests get a token."""
 
     def prefill_seconds(self) -> float:
-        """Of a prompt's token, where every request has such a prompt."""
-        return self._seconds(self._prompts(self._work.prompt), 1) / (self._work.prompt * self.requests)
+        """Return the seconds of a token of a prompt while every request has a prompt."""
+        return self._seconds(self._prompts(self._load.prompt), 1) / (self._load.prompt * self.requests)
 
     @abstractmethod
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
-        """Answers of so many tokens to ids int64 [B, L], computed together."""
+        """Compute answers of `tokens` tokens to ids int64 [B, L] together."""
 
     @abstractmethod
     def close(self) -> None:
@@ -79,12 +94,12 @@ class Subject(ABC):
         return time.perf_counter() - began
 
     def _prompts(self, tokens: int) -> np.ndarray:
-        """Ids int64 [requests, tokens] of random text."""
+        """Return ids int64 [requests, tokens] of random text."""
         return np.random.default_rng([self.requests, tokens]).integers(0, _TEXT_IDS, (self.requests, tokens))
 
 
 class _Watched(LLM):
-    """times: when tokens came, by request."""
+    """An `LLM` that notes when tokens come, by request."""
 
     def __init__(self, folder: str, clock: Callable[[], float], **settings: Any) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
@@ -99,94 +114,88 @@ class _Watched(LLM):
         super()._take(batch)
 
 
-class Engine(Subject):
-    """Without a server. settings: of `EngineArgs`; as many requests for each stage of a pipeline. clock: that steps are
-    timed by, in seconds."""
+class EngineSubject(ParallelSubject):
+    """An engine without a server; each stage of a pipeline has as many requests. clock: times steps, in seconds.
+
+    settings: of `EngineArgs`.
+    """
 
     def __init__(
-        self, folder: Path, work: Work, clock: Callable[[], float] = time.perf_counter, **settings: Any
+        self, folder: Path, load: TextLoad, clock: Callable[[], float] = time.perf_counter, **settings: Any
     ) -> None:
-        super().__init__(work, work.requests * settings.get("pp_size", 1))
-        self._llm = _Watched(str(folder), clock, **(_settings(work, self.requests) | settings))
+        super().__init__(load, load.requests * settings.get("pp_size", 1))
+        self._llm = _Watched(str(folder), clock, **(_settings(load, self.requests) | settings))
 
     def decode_seconds(self) -> float:
-        """See `Subject`: the median time between two tokens of a request."""
+        """Return the median seconds between two tokens of a request."""
         self._llm.times.clear()
-        self.answer(self._prompts(_SHORT), 1 + self._work.steps)
+        self.answer(self._prompts(_SHORT), 1 + self._load.steps)
         return statistics.median(
             behind - before for times in self._llm.times.values() for before, behind in itertools.pairwise(times)
         )
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
-        """See `Subject`."""
+        """Compute answers as `ParallelSubject.answer` says."""
         wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
         self._llm.generate(wrapped, SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
 
     def exchanged(self) -> Exchanged:
-        """In one round of decoding, by the first rank."""
+        """Return what the first rank exchanges in one round of decoding."""
         ranks = self._llm.engine.ranks
         assert ranks is not None
         group = ranks.group or ranks.shard.stage.behind
         assert isinstance(group, ProcessGroup)
         steps, counts, sizes = self._llm.stats().forward_steps_total, Counter(group.counts), Counter(group.bytes)
-        self.answer(self._prompts(_SHORT), 1 + self._work.steps)
+        self.answer(self._prompts(_SHORT), 1 + self._load.steps)
         return Exchanged(
             steps=self._llm.stats().forward_steps_total - steps,
-            tokens=self.requests * (_SHORT + self._work.steps),
+            tokens=self.requests * (_SHORT + self._load.steps),
             counts=group.counts - counts,
             bytes=group.bytes - sizes,
         )
 
     def close(self) -> None:
-        """See `Subject`."""
+        """End the engine and its processes."""
         self._llm.close()
 
 
-class Server(Subject):
-    """With so many replicas, and as many requests for each."""
+class ServerSubject(ParallelSubject):
+    """A server of several replicas with as many requests each."""
 
-    def __init__(self, folder: Path, work: Work, replicas: int) -> None:
-        super().__init__(work, work.requests * replicas)
+    def __init__(self, folder: Path, load: TextLoad, replicas: int) -> None:
+        super().__init__(load, load.requests * replicas)
         words = [str(folder)]
-        for name, value in _settings(work, work.requests).items():
+        for name, value in _settings(load, load.requests).items():
             words += [flag(name)] if value is True else [flag(name), str(value)]
         words += ["--dp-size", str(replicas), "--served-model-name", "bench", "--log-level", "warning"]
         self._server = OwnServer(words, startup_timeout_s=600.0)
         self._threads = ThreadPoolExecutor(self.requests)
 
     def decode_seconds(self) -> float:
-        """See `Subject`: of whole answers, their short prompts included."""
-        return self._seconds(self._prompts(_SHORT), 1 + self._work.steps) / (1 + self._work.steps)
+        """Return the seconds of a token of whole answers, their short prompts included."""
+        return self._seconds(self._prompts(_SHORT), 1 + self._load.steps) / (1 + self._load.steps)
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
-        """See `Subject`."""
+        """Ask the server for answers as `ParallelSubject.answer` says."""
+
+        exact = {"model": "bench", "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
 
         def ask(ids: np.ndarray) -> None:
-            body = {
-                "model": "bench",
-                "prompt": ids.tolist(),
-                "max_tokens": tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-            }
-            request = urllib.request.Request(
-                f"{self._server.base_url}/v1/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            urllib.request.urlopen(request, timeout=600).read()
+            url = f"{self._server.base_url}/v1/completions"
+            answer = httpx2.post(url, json=exact | {"prompt": ids.tolist()}, timeout=600, trust_env=False)
+            answer.raise_for_status()
 
         list(self._threads.map(ask, prompts))
 
     def close(self) -> None:
-        """See `Subject`."""
+        """End the server."""
         self._threads.shutdown()
         self._server.close()
 
 
-def _settings(work: Work, requests: int) -> dict[str, Any]:
-    """Of an engine, or of a replica."""
-    longest = max(work.prompt, _SHORT) + work.steps + 64
+def _settings(load: TextLoad, requests: int) -> dict[str, Any]:
+    """Return the settings of an engine or a replica."""
+    longest = max(load.prompt, _SHORT) + load.steps + 64
     return {
         "device": "cpu",
         "dtype": "bfloat16",
@@ -202,17 +211,7 @@ def _settings(work: Work, requests: int) -> dict[str, Any]:
     }
 
 
-def dense_folder(folder: Path, layers: int, **sizes: Any) -> Path:
-    """Of a decoder like Qwen3-0.6B's with so many layers, without weights. sizes: of it that differ."""
-    return _write(folder, "qwen3_vl", {"num_hidden_layers": layers} | sizes)
-
-
-def moe_folder(folder: Path, layers: int) -> Path:
-    """Of a mixture of experts in the proportions of Qwen3-VL-30B-A3B, half as wide; without weights."""
-    return _write(folder, "qwen3_vl_moe", MOE_SIZES | {"num_hidden_layers": layers})
-
-
-# Of 128 experts each token goes through 8, and each is three eighths as wide as a token's row.
+# A token goes through 8 of 128 experts. An expert is three eighths as wide as a token's row.
 MOE_SIZES: dict[str, Any] = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -223,21 +222,75 @@ MOE_SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "vocab_size": 16384,  # a head that is a small part of the whole, as there
 }
+_TOWER = VISION_SIZES | {"depth": 1, "deepstack_visual_indexes": [0]}
 
 
-def _write(folder: Path, family: str, sizes: Mapping[str, Any]) -> Path:
-    copy_built_in_settings(folder)
-    config = read_json(folder, "config.json")
-    config["model_type"] = config["vision_config"]["model_type"] = family
-    config["architectures"] = [
-        "Qwen3VLMoeForConditionalGeneration" if family.endswith("moe") else "Qwen3VLForConditionalGeneration"
-    ]
-    config["tie_word_embeddings"] = False
-    config["text_config"] |= TEXT_SIZES | {"model_type": f"{family}_text", "tie_word_embeddings": False, **sizes}
-    config["vision_config"] |= {
-        "out_hidden_size": TEXT_SIZES["hidden_size"],
-        "depth": 1,
-        "deepstack_visual_indexes": [0],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+def dense_folder(folder: Path, layers: int, **sizes: Any) -> Path:
+    """Write a decoder of `layers` layers like Qwen3-0.6B's, without weights. sizes: fields that differ."""
+    return _folder(folder, "qwen3_vl", {"num_hidden_layers": layers} | sizes)
+
+
+def moe_folder(folder: Path, layers: int) -> Path:
+    """Write a mixture of experts in the proportions of Qwen3-VL-30B-A3B, half as wide, without weights."""
+    return _folder(folder, "qwen3_vl_moe", MOE_SIZES | {"num_hidden_layers": layers})
+
+
+def _folder(folder: Path, family: str, sizes: dict[str, Any]) -> Path:
+    shape = ModelShape(what="Qwen3-0.6B", family=family, tied=False, text=TEXT_SIZES | sizes, vision=_TOWER)
+    return write_folder(folder, shape)
+
+
+class Machine:
+    """Two processes that compute when they are told to; to be closed."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._children: list[ChildProcess] = []
+        for number in range(2):
+            with stop_signals_held():
+                child = ChildProcess(f"load-{number}", _compute, (), title=f"load {number}", log_level="warning")
+                self._stack.callback(child.stop)
+            self._children.append(child)
+        for child in self._children:
+            child.take_report()
+
+    def seconds(self, work: MachineWork, processes: int) -> float:
+        """Return the seconds that `processes` of them take at the same time, each for the same work.
+
+        Each process counts with the median of its samples. The result is the mean over the processes.
+        """
+        pipes: list[Connection] = [child.pipe for child in self._children[:processes]]
+        for pipe in pipes:
+            pipe.send_bytes(work.encode())
+        return statistics.mean(statistics.median(json.loads(pipe.recv_bytes())) for pipe in pipes)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._stack.close()
+
+
+def _compute(parent: Parent) -> None:
+    """Multiply weights of an MLP like Qwen3-0.6B's, together far larger than a cache, as the parent asks."""
+    torch.set_num_threads(1)
+    activate("auto", threads=1)
+    generator = torch.Generator().manual_seed(0)
+    weights = []
+    for _ in range(_WEIGHTS):
+        weight = Linear(_INNER, _OUTER, bias=False).bfloat16()
+        for parameter in weight.parameters():
+            parameter.normal_(generator=generator)
+        weight.pack()
+        weights.append(weight)
+    loads = {load: (torch.ones(rows, _INNER).bfloat16(), _OF_A_SAMPLE[load]) for load, rows in _ROWS.items()}
+    turns = itertools.cycle(weights)
+    parent.ready({})
+    while True:
+        x, count = loads["reads" if parent.receive() == b"reads" else "products"]
+        samples = []
+        with torch.inference_mode():
+            for _ in range(_SAMPLES):
+                began = time.perf_counter()
+                for weight in itertools.islice(turns, count):
+                    weight(x)
+                samples.append(time.perf_counter() - began)
+        parent.send(json.dumps(samples).encode())

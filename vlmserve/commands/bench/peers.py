@@ -8,16 +8,16 @@ import os
 import secrets
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from vlmserve.commands.bench.figures import Spread, bench_parser, ratios, write_json
 from vlmserve.commands.bench.load import LoadClient, Round
-from vlmserve.commands.bench.peers_table import show
-from vlmserve.commands.bench.peers_workloads import WORKLOADS, CountTokens, Workload, make_workload
-from vlmserve.commands.bench.quiet import CpuWatch, server_pid, wait_until_quiet
+from vlmserve.commands.bench.processes import LIMIT_CORES, CpuWatch, server_pid, wait_until_quiet
+from vlmserve.commands.bench.workloads import WORKLOADS, CountTokens, Workload, make_workload
 from vlmserve.commands.client.chat_client import ServerError
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.number_words import above_zero, positive
@@ -28,8 +28,8 @@ Four workloads against servers that run already, of any make, in turns: one requ
 pictures asked about again and again, and text alone. Prints medians, and how many times as fast the first server is as
 each other one, round by round. Answers are streamed, greedy and of full length where the server takes ignore_eos.
 
-A machine that does other work is seen: the CPU time that neither the servers nor this command took is printed beside
-the figures. Servers on this machine are found by their ports; the one that is not measured must be idle, too.
+Work of others on this machine is seen: the CPU time that neither the servers nor this command took is printed beside
+the figures. Servers on this machine are found by their ports. The server that is not measured must be idle, too.
 """
 _EPILOG = """\
 examples:
@@ -38,11 +38,28 @@ examples:
       --base-url http://127.0.0.1:8001 --label vllm --tokenizer ./checkpoint \\
       --rounds 4 --wait-quiet 60 --json peers.json
 """
+_WIDTH = 34
+
+
+class _Row(NamedTuple):
+    title: str
+    scale: float
+    form: str
+    more_is_better: bool = False
+
+
+_ROWS: Mapping[str, _Row] = {
+    "ttft_s": _Row("first token, s", 1, ".3f"),
+    "ttft_new_s": _Row("first token of a new picture, s", 1, ".3f"),
+    "ttft_seen_s": _Row("first token of a seen picture, s", 1, ".3f"),
+    "tpot_s": _Row("each further token, ms", 1000, ".1f"),
+    "tokens_per_s": _Row("tokens/s", 1, ".1f", more_is_better=True),
+}
 
 
 @dataclass(kw_only=True)
 class Peer:
-    """One of the servers. pid: of its first process, where that is known. notes: what is to be said of it."""
+    """One of the servers. pid: its first process, None if not known. notes: what readers of its figures must know."""
 
     label: str
     client: LoadClient
@@ -51,63 +68,58 @@ class Peer:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; prints tables, and with --json writes all figures. 1 where a request failed."""
+    """Run the benchmark, print tables, and return 1 if a request failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     _check(parser, args)
     args.salt = args.salt or secrets.token_hex(4)
     with ExitStack() as stack:
-        peers = [_meet(args, number, stack) for number in range(len(args.base_url))]
+        peers = [_connect(args, number, stack) for number in range(len(args.base_url))]
         count = _counter(args.tokenizer)
         for peer in peers:
             _warm_up(peer, args, count)
         runs = _measure(peers, args, count)
-        pids = {peer.label: peer.pid for peer in peers}
     works = {name: str(WORKLOADS[name].scaled(args.scale)) for name in args.workloads}
-    summary = show([peer.label for peer in peers], works, runs)
+    summary = show_peers([peer.label for peer in peers], works, runs)
     for peer in peers:
         for note in peer.notes:
             print(f"{peer.label}: {note}")
-    if args.json:
-        settings = {name: value for name, value in vars(args).items() if name not in ("api_key", "json")}
-        models = {peer.label: {"url": peer.client.url, "model": peer.client.model} for peer in peers}
-        notes = {peer.label: peer.notes for peer in peers}
-        whole = {"settings": settings, "servers": models, "pids": pids, "notes": notes, "runs": runs}
-        Path(args.json).write_text(json.dumps(whole | {"summary": summary}, indent=2, default=str) + "\n")
+    servers = {peer.label: {"url": peer.client.url, "model": peer.client.model} for peer in peers}
+    pids = {peer.label: peer.pid for peer in peers}
+    notes = {peer.label: peer.notes for peer in peers}
+    write_json(args, {"servers": servers, "pids": pids, "notes": notes, "runs": runs, "summary": summary})
     return int(any(run["failed"] for run in runs))
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(prog="vlmserve bench peers", description=_ABOUT, epilog=_EPILOG)
+    parser = bench_parser("peers", _ABOUT, epilog=_EPILOG)
+    add = parser.add_argument
     text = "a server, http://host:port with or without /v1; give it once for each"
-    parser.add_argument("--base-url", "--url", action="append", required=True, metavar="URL", help=text)
-    text = "its name in the table, one for each server [default: A, B ...]"
-    parser.add_argument("--label", action="append", metavar="NAME", help=text)
-    text = "the model's name there, one for each server [default: the first it lists]"
-    parser.add_argument("--model", action="append", metavar="NAME", help=text)
-    parser.add_argument("--api-key", metavar="KEY", help="of all servers [env: VLMSERVE_API_KEY]")
-    text = "the server's first process, one for each [default: found by the port, on this machine]"
-    parser.add_argument("--server-pid", action="append", type=positive, metavar="PID", help=text)
-    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="of all servers [default: 2]")
-    text = f"of {','.join(WORKLOADS)} [default: all]"
-    parser.add_argument("--workloads", type=_workloads, default=tuple(WORKLOADS), metavar="NAME,...", help=text)
-    text = "multiplies the number of requests [default: 1]"
-    parser.add_argument("--scale", type=above_zero, default=1.0, metavar="X", help=text)
-    parser.add_argument("--side", type=positive, default=448, metavar="N", help="of pictures, in pixels [default: 448]")
-    text = "what pictures and texts are made from; the same again finds caches filled [default: drawn]"
-    parser.add_argument("--salt", help=text)
-    text = "checkpoint folder: texts have exactly as many tokens as they should; without it, about as many"
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help=text)
-    text = "wait so long at the most before each run for others to be quiet [default: 0]"
-    parser.add_argument("--wait-quiet", type=above_zero, default=0.0, metavar="SECONDS", help=text)
-    text = "for a connection, and between two pieces of an answer [default: 900]"
-    parser.add_argument("--timeout", type=above_zero, default=900.0, metavar="SECONDS", help=text)
-    parser.add_argument("--json", metavar="FILE", help="write all figures to a file")
+    add("--base-url", "--url", action="append", required=True, metavar="URL", help=text)
+    add("--label", action="append", metavar="NAME", help="name in the table, one for each server (default: A, B ...)")
+    text = "name of the model there, one for each server (default: the first that the server lists)"
+    add("--model", action="append", metavar="NAME", help=text)
+    add("--api-key", metavar="KEY", help="the key of all servers [env: VLMSERVE_API_KEY]")
+    text = "first process of the server, one for each (default: found by the port, on this machine)"
+    add("--server-pid", action="append", type=positive, metavar="PID", help=text)
+    add("--rounds", type=positive, default=2, metavar="N", help="rounds over all servers")
+    text = f"of {','.join(WORKLOADS)} (default: all)"
+    add("--workloads", type=_workloads, default=tuple(WORKLOADS), metavar="NAME,...", help=text)
+    add("--scale", type=above_zero, default=1.0, metavar="X", help="multiplies the number of requests")
+    add("--side", type=positive, default=448, metavar="N", help="side of the pictures, in pixels")
+    text = "what pictures and texts are made from; the same again finds caches filled (default: drawn)"
+    add("--salt", help=text)
+    text = "checkpoint folder whose tokenizer counts: texts have exactly the tokens they should, else about as many"
+    add("--tokenizer", type=Path, metavar="DIR", help=text)
+    text = "before each run, wait so long at the most until others leave the machine alone"
+    add("--wait-quiet", type=above_zero, default=0.0, metavar="SECONDS", help=text)
+    text = "limit for a connection, and between two pieces of an answer"
+    add("--timeout", type=above_zero, default=900.0, metavar="SECONDS", help=text)
     return parser
 
 
 def _check(parser: CommandParser, args: argparse.Namespace) -> None:
-    """Ends the process where there is not one of each for each server."""
+    """End the process unless each flag that names servers is given once for each server."""
     count = len(args.base_url)
     for name in ("label", "model", "server_pid"):
         given = getattr(args, name)
@@ -127,7 +139,7 @@ def _workloads(text: str) -> tuple[str, ...]:
     return names
 
 
-def _meet(args: argparse.Namespace, number: int, stack: ExitStack) -> Peer:
+def _connect(args: argparse.Namespace, number: int, stack: ExitStack) -> Peer:
     url = args.base_url[number]
     client = LoadClient(
         url,
@@ -155,7 +167,7 @@ def _counter(folder: Path | None) -> CountTokens | None:
 
 
 def _warm_up(peer: Peer, args: argparse.Namespace, count: CountTokens | None) -> None:
-    """A picture and a text, so that nothing is cold; finds out whether ignore_eos is taken. Raises ServerError."""
+    """Ask about a picture and a text, and find out whether the server takes ignore_eos. Raises ServerError."""
     for pictures in (1, 0):
         work = Workload(requests=1, at_a_time=1, pictures=pictures, tokens_in=16, tokens_out=4)
         questions = make_workload(work, side=args.side, salt=f"{args.salt}/{peer.label}/{pictures}", count=count)
@@ -173,18 +185,17 @@ def _warm_up(peer: Peer, args: argparse.Namespace, count: CountTokens | None) ->
 
 
 def _measure(peers: Sequence[Peer], args: argparse.Namespace, count: CountTokens | None) -> list[dict[str, Any]]:
-    """The figures of each run, in order."""
+    """Return the figures of each run, in order."""
     runs = []
     pids = {peer.pid for peer in peers if peer.pid is not None}
-    # others can be told from the servers only where these are all known
+    # other processes can be told from the servers only if all servers are known
     watched = pids if all(peer.pid is not None for peer in peers) else None
     for number in range(args.rounds):
         for name in args.workloads:
             work = WORKLOADS[name].scaled(args.scale)
             for peer in peers:
                 print(f"round {number + 1} of {args.rounds}: {name}, {peer.label} ...", file=sys.stderr)
-                # of a salt of its own: servers may share a cache on disk
-                salt = f"{args.salt}/{number}/{name}/{peer.label}"
+                salt = f"{args.salt}/{number}/{name}/{peer.label}"  # of its own: servers may share a cache on disk
                 questions = make_workload(work, side=args.side, salt=salt, count=count)
                 if watched is not None:
                     wait_until_quiet(watched, args.wait_quiet)
@@ -203,8 +214,8 @@ def _measure(peers: Sequence[Peer], args: argparse.Namespace, count: CountTokens
 
 
 def run_figures(done: Round, work: Workload) -> dict[str, Any]:
-    """Of one workload at one server; times in seconds, medians of its requests."""
-    answers = done.timings
+    """Return the figures of one workload at one server; times in seconds, medians over the requests."""
+    answers = done.answers
     figures: dict[str, Any] = {
         "answered": len(answers),
         "failed": len(done.failures),
@@ -215,14 +226,78 @@ def run_figures(done: Round, work: Workload) -> dict[str, Any]:
         "ttft_s": statistics.median(one.ttft_s for one in answers),
         "tokens_per_s": done.tokens_per_s,
     }
-    several = [one.per_token_s for one in answers if one.tokens > 1]
-    if several:
-        figures["tpot_s"] = statistics.median(several)
+    parts = {"tpot_s": [one.per_token_s for one in answers if one.tokens > 1]}
     if 0 < work.pictures < work.requests:  # the first questions show pictures that are new
-        for key, part in (
-            ("ttft_new_s", [one.ttft_s for one in answers if one.number < work.pictures]),
-            ("ttft_seen_s", [one.ttft_s for one in answers if one.number >= work.pictures]),
-        ):
-            if part:
-                figures[key] = statistics.median(part)
-    return figures
+        parts["ttft_new_s"] = [one.ttft_s for one in answers if one.number < work.pictures]
+        parts["ttft_seen_s"] = [one.ttft_s for one in answers if one.number >= work.pictures]
+    return figures | {name: statistics.median(part) for name, part in parts.items() if part}
+
+
+def show_peers(labels: Sequence[str], works: Mapping[str, str], runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Print a table for each workload, and return its medians, and the ratios of the first server to each other one.
+
+    labels: of the servers. works: the description of each workload.
+    """
+    summary = {}
+    for name, what in works.items():
+        print(f"\n{name}: {what}")
+        _print_row("", [*labels, *(f"{labels[0]} beside {label}" for label in labels[1:])])
+        mine = {label: [run for run in runs if (run["workload"], run["label"]) == (name, label)] for label in labels}
+        summary[name] = {
+            key: _compare(mine, key, row)
+            for key, row in _ROWS.items()
+            if any(key in run for several in mine.values() for run in several)
+        }
+        for key, found in summary[name].items():
+            row = _ROWS[key]
+            cells = [median and _scaled(median, row.scale).shown(row.form) for median in found["medians"].values()]
+            cells += [ratio and str(Spread(**ratio)) for ratio in found["ratios"].values()]
+            _print_row(row.title, [cell or "-" for cell in cells])
+        _print_about(mine)
+    return summary
+
+
+def _compare(mine: Mapping[str, Sequence[dict[str, Any]]], key: str, row: _Row) -> dict[str, Any]:
+    """Return the median of each server, and how many times as fast the first one is as each other one."""
+    first, *rest = mine
+    found: dict[str, Any] = {"medians": {}, "ratios": {}}
+    for label, several in mine.items():
+        values = [run[key] for run in several if key in run]
+        found["medians"][label] = asdict(Spread.of(values)) if values else None
+    for label in rest:
+        pairs = [(a[key], b[key]) for a, b in zip(mine[first], mine[label], strict=True) if key in a and key in b]
+        ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
+        slow, quick = (ours, theirs) if row.more_is_better else (theirs, ours)
+        found["ratios"][label] = asdict(ratios(slow, quick)) if pairs else None
+    return found
+
+
+def _scaled(median: Mapping[str, float], scale: float) -> Spread:
+    return Spread(**{name: value * scale for name, value in median.items()})
+
+
+def _print_row(title: str, cells: Sequence[str]) -> None:
+    print(f"  {title}".ljust(_WIDTH) + "".join(cell.rjust(28) for cell in cells))
+
+
+def _print_about(mine: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Print how quiet the machine was, the length of prompts as the servers count it, and what went wrong."""
+    others = [[run["others_cores"] for run in several if "others_cores" in run] for several in mine.values()]
+    _print_row("CPU taken by others, cores", [Spread.of(one).shown(".2f") if one else "not known" for one in others])
+    prompts = [
+        sorted({f"{run['prompt_tokens']:g}" for run in runs if "prompt_tokens" in run}) for runs in mine.values()
+    ]
+    _print_row("prompt tokens", ["/".join(one) or "-" for one in prompts])
+    for label, several in mine.items():
+        busy = sum(run.get("others_cores", 0.0) >= LIMIT_CORES for run in several)
+        if busy:
+            print(f"  {label}: the machine was not quiet in {busy} of {len(several)} runs")
+        if any(run.get("idle_servers_cores", 0.0) >= LIMIT_CORES for run in several):
+            print(f"  {label}: a server that was not measured took CPU time meanwhile")
+        short = sum(run.get("short", 0) for run in several)
+        if short:
+            print(f"  {label}: {short} answers ended early")
+        failed = sum(run["failed"] for run in several)
+        words = list(dict.fromkeys(word for run in several for word in run.get("failures", ())))
+        if failed:
+            print(f"  {label}: {failed} requests failed: {'; '.join(map(json.dumps, words[:3]))}")

@@ -1,4 +1,4 @@
-"""A family's processors without weights: ours, transformers' and qwen_vl_utils', all with the published settings."""
+"""The processors of a family without a checkpoint: ours, transformers' and qwen_vl_utils', with published settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FPS = 2.0
 
 
 def our_processor(family: str, *, threads: int) -> MultimodalProcessor:
-    """threads: that decode a clip."""
+    """Return our processor of a family. threads: that decode a clip."""
     new = family == "qwen3_vl"
     vision = {"patch_size": 16 if new else 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
     config = {"model_type": family, "vision_config": vision | {"tokens_per_second": 2}}
@@ -35,13 +35,13 @@ def our_processor(family: str, *, threads: int) -> MultimodalProcessor:
 
 
 def write_settings(folder: Path, family: str) -> None:
-    """Into a checkpoint folder."""
+    """Write a family's settings of pictures and videos into a checkpoint folder."""
     for name, settings in (("preprocessor", image_settings), ("video_preprocessor", video_settings)):
         (folder / f"{name}_config.json").write_text(json.dumps(settings(family)))
 
 
 def image_settings(family: str) -> dict[str, Any]:
-    """preprocessor_config.json as published."""
+    """Return preprocessor_config.json as published."""
     if family == "qwen3_vl":
         size = {"shortest_edge": 65536, "longest_edge": 16777216}
         return {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": size, **_HALF}
@@ -50,14 +50,14 @@ def image_settings(family: str) -> dict[str, Any]:
 
 
 def video_settings(family: str) -> dict[str, Any]:
-    """video_preprocessor_config.json as published; the older families have none, and transformers' defaults."""
+    """Return video_preprocessor_config.json as published; for older families, the defaults of transformers."""
     if family == "qwen3_vl":
         return image_settings(family) | {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
     return image_settings(family) | {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}}
 
 
 def picture_references(family: str, picture: bytes) -> dict[str, Callable[[], Any]]:
-    """transformers' image processor classes of the family, from a file's bytes to patches."""
+    """Return transformers' image processors of the family, from the bytes of a file to patches."""
     make_torchvision_importable()
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
@@ -74,9 +74,9 @@ def picture_references(family: str, picture: bytes) -> dict[str, Callable[[], An
 
 
 def video_references(family: str, path: Path) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """References from a file to patches, and those that cannot run here: name -> why.
+    """Return the references from a file to patches, and why each other one cannot run here.
 
-    transformers reads by torchcodec where that is installed, else by PyAV: both count.
+    transformers reads by torchcodec if it is installed, else by PyAV: both are measured.
     """
     make_torchvision_importable()
     import qwen_vl_utils

@@ -1,21 +1,20 @@
 """`vlmserve bench processors`: from files to patches, beside the reference's processors, in one run.
 
-Ratios are of CPU time, of one thread on each side: what a core can do, however many others want it. A clip is also
-timed by the clock, with the threads that either side takes by itself: how long one user waits.
+Ratios compare the CPU time of one thread on each side, which other work lengthens little. A clip is also timed by the
+clock, with the threads that either side takes by itself, as one user waits for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -26,10 +25,9 @@ import numpy as np
 import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
-from processors.fetch.fetching import MediaFetcher, decode_data_url
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import MediaFetcher
+from processors.fetch.limits import FetchSettings
 from processors.image.decoding import decode_image
-from processors.inputs import Modality
 from processors.normalize import normalize, value_width
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.process_maker import ProcessMaker, ProcessSettings
@@ -38,34 +36,42 @@ from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoLimits
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import temporal_patches
-from vlmserve.commands.bench.interleaved import in_turns, ratios
+from vlmserve.commands.bench.figures import bench_parser, in_turns, ratios, write_json
 from vlmserve.commands.bench.media import clip, jpeg
 from vlmserve.commands.bench.processes import children_of, cpu_time
 from vlmserve.commands.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
-from vlmserve.commands.bench.stalls import longest_hold, longest_stall
-from vlmserve.config.flags import CommandParser
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
-_MEASURES = {"cpu": "CPU time", "wall": "by the clock"}
+_ABOUT = """\
+From picture and video files to patches, beside the processors of transformers and qwen_vl_utils; the stalls of the
+event loop meanwhile; and threads against processes.
+"""
 _HD, _FULL_HD = (1280, 720), (1920, 1080)
 _LEVELS = "vlmserve, 8-bit levels only"
-_STEP_PATCHES = 1024  # of the encoder on a CPU
+_STEP_PATCHES = 1024  # the encoder's batch on a CPU
+_NAP_S = 0.001
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts asked for; prints a table each, and with --json writes all figures."""
-    args = _parser().parse_args(argv)
+    """Measure the parts asked for, and print a table for each."""
+    parser = bench_parser("processors", _ABOUT)
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
+    add("--family", choices=FAMILIES, default=FAMILIES[0], help="model family whose published settings are used")
+    add("--rounds", type=int, default=5, metavar="N", help="rounds in which the alternatives take turns")
+    add("--seconds", type=int, default=60, metavar="N", help="length of the clip, a multiple of 10")
+    add("--pictures", type=int, default=32, metavar="N", help="pictures that pass the pool")
+    add("--workers", type=int, default=2, metavar="N", help="threads or processes of the pool")
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    figures = {part: PARTS[part](args) for part in args.parts}
-    if args.json:
-        args.json.write_text(json.dumps({"family": args.family, **figures}, indent=2) + "\n")
+    write_json(args, {part: PARTS[part](args) for part in args.parts})
     return 0
 
 
 def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
-    """A 1080p JPEG to patches."""
+    """Time a 1080p JPEG to patches."""
     data, processor = jpeg(*_FULL_HD, seed=0), our_processor(args.family, threads=1)
     ours = partial(_picture, processor, data)
     references = picture_references(args.family, data)
@@ -75,19 +81,16 @@ def measure_picture(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_wait(args: argparse.Namespace) -> dict[str, Any]:
-    """The same by the clock, on a machine with nothing else to do, all cores at each side's disposal."""
+    """Time the clip by the clock, with all cores for each side."""
     torch.set_num_threads(available_cpus())
     try:
-        how = "threads as they are by default"
-        return measure_clip(args, decode_threads=VideoLimits().decode_threads, how=how, measure="wall")
+        return measure_clip(args, decode_threads=VideoLimits().decode_threads, by_the_clock=True)
     finally:
         torch.set_num_threads(1)
 
 
-def measure_clip(
-    args: argparse.Namespace, *, decode_threads: int = 1, how: str = "one thread", measure: str = "cpu"
-) -> dict[str, Any]:
-    """A 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
+def measure_clip(args: argparse.Namespace, *, decode_threads: int = 1, by_the_clock: bool = False) -> dict[str, Any]:
+    """Time a 720p clip at 2 frames a second to patches: decoding, sampling, resizing, cutting."""
     print(f"\nencoding a clip of {args.seconds} s ...", file=sys.stderr)
     data = clip(*_HD, seconds=args.seconds, rate=30)
     processor = our_processor(args.family, threads=decode_threads)
@@ -100,14 +103,15 @@ def measure_clip(
 
         references, missing = video_references(args.family, path)
         _check_equal(_values(ours()), next(iter(references.values()))())
+        how = "threads as they are by default" if by_the_clock else "one thread"
         print(f"\n{args.seconds} s of 1280x720 at 30 frames/s, 2 used, to patches, {args.family}, {how}")
         for name, why in missing.items():
             print(f"{name} cannot run here: {why}")
-        return _compare(ours, references, args.rounds, measure)
+        return _compare(ours, references, args.rounds, by_the_clock=by_the_clock)
 
 
 def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
-    """How long the event loop stands still while threads, or processes, do the same work; and Python's lock's part."""
+    """Time the longest stall of the event loop while threads, or processes, process pictures."""
     pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
     stalls: dict[str, list[float]] = {"nothing": [], "strangers": [], "threads": [], "processes": []}
     with _pools(args) as (threads, processes, _):
@@ -118,31 +122,39 @@ def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
             stalls["threads"].append(asyncio.run(longest_stall(threads.load(_requests(pictures)))))
             stalls["processes"].append(asyncio.run(longest_stall(processes.load(_requests(pictures)))))
     print(f"\nevent loop's longest stall, ms, while {args.pictures} pictures of 1080p are processed by {args.workers}")
-    print("(strangers: as many processes that only count; what the machine alone is to blame for)")
+    print("(strangers: as many processes that only count, for stalls that are the machine's fault)")
     for name, values in stalls.items():
         each = ", ".join(f"{value * 1e3:.1f}" for value in values)
         print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({each})")
-    processor = our_processor(args.family, threads=1)
-    url = "data:image/png;base64," + base64.b64encode(np.random.default_rng(0).bytes(20 * 2**20)).decode()
-    holds = {
-        "a picture": longest_hold(partial(_picture, processor, pictures[0]), 20),
-        "a data: URL of 20 MiB": longest_hold(partial(decode_data_url, url, FetchSettings().limit(Modality.IMAGE)), 20),
-    }
-    print("longest that one step keeps Python's lock, ms of CPU time")
-    for name, value in holds.items():
-        print(f"{name:24}{value * 1e3:7.1f}")
-    return {"stalls": stalls, "holds": holds}
+    return {"stalls": stalls}
+
+
+async def longest_stall(work: Awaitable[object]) -> float:
+    """Return the most seconds that this loop came too late by while it awaited `work`."""
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            started = time.perf_counter()
+            await asyncio.sleep(_NAP_S)
+            longest = max(longest, time.perf_counter() - started - _NAP_S)
+
+    watching = asyncio.create_task(watch())
+    await work
+    watching.cancel()
+    return longest
 
 
 def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
-    """Threads against processes, from files to patches in the hands of another process (which does not read them)."""
+    """Time threads against processes, from files to patches that another process gets and leaves unread."""
     pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
     with _pools(args) as (threads, processes, folder):
         ours, theirs = SharedArrays(folder, spare_bytes=SPARE_BYTES), SharedArrays(folder, mapped=True)
         pids = [os.getpid(), *children_of(os.getpid())]
 
         def by(pool: ProcessorPool) -> None:
-            # as many at a time as keep the workers busy: memory for patches that nobody takes is not the question
+            # enough at a time to keep the workers busy; more would measure memory for patches that wait
             for start in range(0, len(pictures), 2 * args.workers):
                 for medium in asyncio.run(pool.load(_requests(pictures[start : start + 2 * args.workers]))):
                     feature = medium.feature
@@ -166,29 +178,18 @@ def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
     return {name: asdict(timing) for name, timing in timings.items()}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="vlmserve bench processors",
-        description="From picture and video files to patches, beside the processors of transformers and qwen_vl_utils; "
-        "the event loop's stalls meanwhile; threads against processes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
-    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="whose published settings")
-    parser.add_argument("--rounds", type=int, default=5, help="times each alternative runs, in turns")
-    parser.add_argument("--seconds", type=int, default=60, help="length of the clip, a multiple of 10")
-    parser.add_argument("--pictures", type=int, default=32, help="pictures that pass the pool")
-    parser.add_argument("--workers", type=int, default=2, help="threads or processes of the pool")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    return parser
-
-
 def _compare(
-    ours: Callable[[], ProcessedMedium], references: dict[str, Callable[[], Any]], rounds: int, measure: str = "cpu"
+    ours: Callable[[], ProcessedMedium],
+    references: dict[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    by_the_clock: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """measure: what ratios are of, "cpu" or "wall"."""
+    """Print and return the times of all sides; ratios compare CPU time, or the clock."""
     timings = in_turns({"vlmserve": _with_values(ours), _LEVELS: ours, **references}, rounds)
-    print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {_MEASURES[measure]}, times ours (rounds)")
+    measure = "wall" if by_the_clock else "cpu"
+    title = "by the clock" if by_the_clock else "CPU time"
+    print(f"{'':32}{'CPU ms':>10}{'clock ms':>10}   {title}, times ours (rounds)")
     for name, timing in timings.items():
         cpu, wall = statistics.median(timing.cpu), statistics.median(timing.wall)
         beside = "" if name == "vlmserve" else ratios(getattr(timing, measure), getattr(timings["vlmserve"], measure))
@@ -201,7 +202,7 @@ def _values(made: ProcessedMedium) -> np.ndarray:
 
 
 def _check_equal(ours: np.ndarray, theirs: Any) -> None:
-    """What is compared in speed must be the same work: the same patches, to a level of 255."""
+    """Raise AssertionError unless both sides made the same patches: only equal work may be compared in speed."""
     other = np.asarray(theirs)
     off = float(np.abs(ours - other).max()) if ours.shape == other.shape else float("inf")
     print(f"largest difference of a patch value: {off:.2g}")
@@ -214,7 +215,7 @@ def _picture(processor: MultimodalProcessor, data: bytes) -> ProcessedImage:
 
 
 def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
-    """What the reference makes: patches, and their values, which ours has from the encoder, as many at a time."""
+    """Return a call that makes patches and, as the reference does, their values; our encoder makes these in batches."""
 
     def run() -> None:
         made = make()
@@ -233,7 +234,7 @@ def _requests(pictures: Sequence[bytes]) -> list[ImageRequest]:
 
 @contextmanager
 def _strangers(count: int) -> Iterator[None]:
-    """So many busy processes that have nothing to do with this one."""
+    """Keep `count` processes busy that have nothing to do with this one."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -245,7 +246,7 @@ def _strangers(count: int) -> Iterator[None]:
 
 @contextmanager
 def _pools(args: argparse.Namespace) -> Iterator[tuple[ProcessorPool, ProcessorPool, Path]]:
-    """Of threads and of processes, and the folder of these for shared memory."""
+    """Yield a pool of threads, one of processes, and the latter's folder for shared memory."""
     processor = our_processor(args.family, threads=1)
     settings = PoolSettings(max_workers=args.workers, cache_mib=0)
     with PrivateDirectory(shared_memory_base(), "vlmserve-bench") as private, ExitStack() as stack:

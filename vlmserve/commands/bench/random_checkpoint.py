@@ -57,10 +57,10 @@ def write_random_checkpoint(
     vision_sizes: dict[str, Any] = VISION_SIZES,
     seed: int = 0,
 ) -> Path:
-    """Write the checkpoint into `folder` (made if need be), in bfloat16 and in shards, and return it. The same seed,
-    the same bytes.
+    """Write the checkpoint in bfloat16 and in shards into `folder`, which is made if need be, and return the folder.
 
-    text_sizes, vision_sizes: fields of `text_config` and `vision_config` that differ from the built-in model's.
+    The same seed writes the same bytes. text_sizes, vision_sizes: the fields of `text_config` and `vision_config` that
+    differ from the built-in model's.
     """
     copy_built_in_settings(folder)
     for name, most in (("preprocessor", _MAX_PIXELS), ("video_preprocessor", _MAX_VIDEO_PIXELS)):
@@ -87,8 +87,10 @@ def write_random_checkpoint(
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters by the names that published checkpoints of Qwen3-VL have, and transformers' models of all
-    families; views of the stored shape."""
+    """Yield all parameters by their names in published checkpoints of Qwen3-VL and in transformers' models.
+
+    The tensors are views of the stored shape.
+    """
     for stored, tensor in stored_tensors(model):
         yield stored if stored.startswith("lm_head.") else f"model.{stored}", tensor
 
@@ -106,7 +108,7 @@ def save_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> N
 
 
 def copy_built_in_settings(folder: Path) -> None:
-    """All of the built-in model but its weights, into a folder that is made if need be."""
+    """Copy the built-in model without its weights into a folder, which is made if need be."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in (*DEFAULT_MODEL.glob("*.json"), *DEFAULT_MODEL.glob("*.jinja")):
         shutil.copyfile(file, folder / file.name)

@@ -1,8 +1,16 @@
-"""transformers' model of a checkpoint, and its vision tower alone; whether ours does the same work as that."""
+"""transformers' model of a checkpoint: its answers, its vision tower, and whether ours computes the same.
+
+`python -m vlmserve.commands.bench.reference MODEL COUNT SIDE TOKENS SEED THREADS` times a loop of `generate` calls in a
+process of its own, so that its memory is its own.
+"""
 
 from __future__ import annotations
 
 import io
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +23,8 @@ from processors.families.registry import make_processor
 from vision.towers.grids import Grid
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import temporal_patches
-from vlmserve.commands.bench.questions import Question
+from vlmserve.commands.bench.media import Question, make_questions
+from vlmserve.commands.bench.processes import process_memory
 from vlmserve.commands.bench.random_checkpoint import published_tensors
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve.models.vlm import VisionLanguageModel
@@ -28,7 +37,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def load_reference(folder: Path, *, dtype: torch.dtype | str) -> Any:
-    """transformers' model of a checkpoint folder, on the CPU, with sdpa attention."""
+    """Return transformers' model of a checkpoint folder, on the CPU, with sdpa attention."""
     make_torchvision_importable()
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
@@ -40,8 +49,10 @@ def load_reference(folder: Path, *, dtype: torch.dtype | str) -> Any:
 
 
 def share_weights(folder: Path, model: VisionLanguageModel, *, device: torch.device) -> Any:
-    """transformers' model of a checkpoint folder, whose parameters are those of ours: one memory for both, and no
-    weights in the folder needed. AssertionError where the two have different ones."""
+    """Return transformers' model with the parameters of ours: both use one memory, and the folder needs no weights.
+
+    Raises AssertionError if the two models have different parameters.
+    """
     make_torchvision_importable()
     from transformers import AutoConfig, AutoModelForImageTextToText
     from transformers.utils import logging
@@ -58,8 +69,10 @@ def share_weights(folder: Path, model: VisionLanguageModel, *, device: torch.dev
 
 
 class Reference:
-    """`generate` of transformers, that stops at no token. Its inputs are made by our own template and processor (equal
-    to the reference's, as the tests show). model: transformers', on `device`."""
+    """`generate` of transformers without a token that ends an answer. model: transformers', on `device`.
+
+    Our own template and processor make its inputs. Tests show that they are equal to the reference's.
+    """
 
     def __init__(self, folder: Path, model: Any, *, device: torch.device) -> None:
         self.model = model
@@ -69,8 +82,12 @@ class Reference:
         self._processor = make_processor(folder, read_json(folder, "config.json"))
         self._device = device
 
-    def prepare(self, question: Question) -> dict[str, torch.Tensor]:
-        """A question about one picture as the model's inputs, on the CPU."""
+    def prepare(self, questions: Sequence[Question]) -> dict[str, torch.Tensor]:
+        """Return the inputs of a batch, on the CPU. Each question has one picture, and all prompts are equally long."""
+        prepared = [self._prepare(question) for question in questions]
+        return {name: torch.cat([one[name] for one in prepared]) for name in prepared[0]}
+
+    def _prepare(self, question: Question) -> dict[str, torch.Tensor]:
         text = self._template.render(question.messages(lambda _: {"type": "image"}))
         images = [Image.open(io.BytesIO(picture)) for picture in question.pictures]
         ids, media = self._processor.process(self.tokenizer.encode(text), images)
@@ -87,13 +104,8 @@ class Reference:
             "mm_token_type_ids": kinds,
         }
 
-    def prepare_batch(self, questions: Sequence[Question]) -> dict[str, torch.Tensor]:
-        """Of questions whose prompts are equally long."""
-        prepared = [self.prepare(question) for question in questions]
-        return {name: torch.cat([one[name] for one in prepared]) for name in prepared[0]}
-
     def answer(self, prompts: np.ndarray, tokens: int) -> list[tuple[int, ...]]:
-        """Greedy answers of exactly so many tokens to ids int64 [B, L], computed together."""
+        """Return greedy answers of exactly `tokens` tokens to ids int64 [B, L], computed together."""
         ids = torch.from_numpy(prompts)
         return self.generate(
             {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids)},
@@ -102,24 +114,24 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Of an answer's first token, float32 [vocabulary]."""
-        self.model.model.rope_deltas = None  # of the last call
-        here = {name: value.to(self._device) for name, value in inputs.items()}
-        logits: torch.Tensor = self.model(**here, logits_to_keep=1).logits[0, -1]
+        """Return the logits of the first token of an answer, float32 [vocabulary]."""
+        logits: torch.Tensor = self.model(**self._fresh(inputs), logits_to_keep=1).logits[0, -1]
         return logits.float()
 
     @torch.inference_mode()
     def generate(self, inputs: dict[str, torch.Tensor], tokens: int, streamer: Any = None) -> list[tuple[int, ...]]:
-        """As `answer`, from inputs."""
-        self.model.model.rope_deltas = None  # of the last call
-        here = {name: value.to(self._device) for name, value in inputs.items()}
+        """Return greedy answers of exactly `tokens` tokens to inputs of `prepare`."""
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        out = self.model.generate(**here, max_new_tokens=tokens, streamer=streamer, **greedy)
+        out = self.model.generate(**self._fresh(inputs), max_new_tokens=tokens, streamer=streamer, **greedy)
         return [tuple(row) for row in out[:, inputs["input_ids"].shape[1] :].tolist()]
+
+    def _fresh(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.model.model.rope_deltas = None  # of the last call
+        return {name: value.to(self._device) for name, value in inputs.items()}
 
 
 class ReferenceTower:
-    """`model.visual` of what `load_reference` gives, moved to a device."""
+    """The vision tower of a model of transformers, moved to a device."""
 
     def __init__(self, model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
         self._visual: Any = model.model.visual.to(device)
@@ -128,8 +140,10 @@ class ReferenceTower:
 
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """pixels float32 [P, patch elements] of several media, packed; grids: (t, h, w) of each. Rows [n, row width],
-        DeepStack's beside the main ones."""
+        """Return rows [n, row width], those of DeepStack beside the main ones.
+
+        pixels: float32 [P, patch elements] of several media, packed. grids: (t, h, w) of each medium.
+        """
         made = self._visual(
             pixels.to(self._device, self._dtype), grid_thw=torch.tensor(grids, device=self._device), return_dict=True
         )
@@ -137,8 +151,10 @@ class ReferenceTower:
 
 
 def check_rows(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest distance of a row of ours [n, width] from theirs, as a part of its length. What is compared in speed
-    must be the same work: AssertionError for rows further away than rounding in their dtype takes them."""
+    """Return the largest distance of a row of ours [n, width] from theirs, as a part of its length.
+
+    Only equal work may be compared in speed: raises AssertionError for a distance beyond the rounding of the dtype.
+    """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise AssertionError(f"rows differ: {list(ours.shape)} {ours.dtype}, not {list(theirs.shape)} {theirs.dtype}")
     wide = theirs.float()
@@ -150,9 +166,51 @@ def check_rows(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def check_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> float:
-    """The distance of our logits from theirs, both float32 [vocabulary], as a part of their length; AssertionError as
-    for rows. dtype: what they were computed in."""
+    """Return the distance of our logits from theirs, both float32 [vocabulary], as a part of their length.
+
+    dtype: the type that they were computed in. Raises AssertionError as `check_rows` does.
+    """
     off = float((ours - theirs).norm() / theirs.norm())
     if not off < _TOLERANCE[dtype]:
         raise AssertionError(f"logits differ by {off:.2g} of their length; {_TOLERANCE[dtype]} is allowed in {dtype}")
     return off
+
+
+def run_baseline(folder: Path, count: int, side: int, tokens: int, seed: int, threads: int) -> dict[str, Any]:
+    """Answer the questions of `make_questions` one at a time; return answers, seconds and the peak of memory in bytes.
+
+    Inputs are ready before the clock starts: decoding and resizing pictures does not count.
+    """
+    from transformers.generation.streamers import BaseStreamer
+
+    class FirstToken(BaseStreamer):
+        calls = 0
+        at = 0.0
+
+        def put(self, value: Any) -> None:
+            self.calls += 1
+            if self.calls == 2:  # the first call brings the prompt
+                self.at = time.perf_counter()
+
+        def end(self) -> None:
+            pass
+
+    torch.set_num_threads(threads)
+    reference = Reference(folder, load_reference(folder, dtype="auto"), device=_CPU)
+    inputs = [reference.prepare([question]) for question in make_questions(count, side=side, seed=seed)]
+    answers = []
+    began = time.perf_counter()
+    for prepared in inputs:
+        streamer, started = FirstToken(), time.perf_counter()
+        [ids] = reference.generate(prepared, tokens, streamer=streamer)
+        seconds = {"ttft_s": streamer.at - started, "total_s": time.perf_counter() - started}
+        answers.append({**seconds, "tokens": len(ids), "text": reference.tokenizer.decode(ids)})
+    return {
+        "answers": answers,
+        "wall_s": time.perf_counter() - began,
+        "peak_bytes": process_memory(os.getpid(), "VmHWM"),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run_baseline(Path(sys.argv[1]), *map(int, sys.argv[2:]))))

@@ -1,4 +1,4 @@
-"""The scheduler by itself, for `vlmserve bench sched`: a worker that answers at once, and requests by the thousand."""
+"""A scheduler without a model: a worker that answers at once, and thousands of requests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.loop import EventLoop
+from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import DeviceQueue, InlineQueue
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.ipc.messages import SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
@@ -23,11 +25,10 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.new_token_ratio import NewTokenRatio
+from vlmserve.scheduler.estimates import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.sessions import Sessions
 
 T = TypeVar("T")
 
@@ -38,8 +39,8 @@ _VOCABULARY = 50_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    """What the scheduler has to do. waiting: requests. clients: whose they are. depth: steps in flight."""
+class SchedulerLoad:
+    """Requests that run and wait. clients: how many send them. depth: steps in flight."""
 
     running: int = 256
     waiting: int = 10_000
@@ -50,7 +51,7 @@ class Load:
 
 
 class _NoEncoder:
-    """Text needs none."""
+    """An encoder backend for text alone."""
 
     has_work = False
 
@@ -77,17 +78,17 @@ class _NoEncoder:
 
 
 class InstantWorker:
-    """Answers every step at once, with token 1. seconds: of this thread's CPU time that this took."""
+    """A worker that answers every step at once with token 1. seconds: the CPU time that it took of this thread."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def forward(self, batch: ModelWorkerBatch) -> ModelWorkerBatch:
-        """Nothing is computed."""
+        """Return the batch: nothing is computed."""
         return batch
 
     def sample(self, forwarded: ModelWorkerBatch, info: SamplingBatchInfo) -> ModelWorkerResult:
-        """One token for each request that gets one."""
+        """Return a token for each request that gets one."""
         before = time.thread_time()
         count = len(info.batch_indices)
         result = ModelWorkerResult(
@@ -103,21 +104,21 @@ class InstantWorker:
 
 
 class _InstantQueue(InlineQueue):
-    """As many steps in flight as asked for; each is done when it is launched."""
+    """A queue of `depth` steps in flight, each done when it is launched."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.least_reqs = 0
 
 
-class Subject:
-    """A scheduler under a load, which is kept up: for each request that ends, another one comes.
+class SchedulerSubject:
+    """A scheduler whose load is kept up: for each request that ends, another one comes.
 
-    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens, half of them shared with
-    others of the same client.
+    Answers have 64 to 512 tokens, so that some end in most steps. Prompts have 256 tokens, and half of them are
+    common to prompts of the same client.
     """
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: SchedulerLoad) -> None:
         rng = np.random.default_rng(0)
         self.load = load
         self._rng = rng
@@ -130,6 +131,7 @@ class Subject:
         self.worker = InstantWorker()
         device: DeviceQueue = _InstantQueue(load.depth)
         self.ended = 0
+        encoder = _no_encoder()
         self.scheduler = Scheduler(
             EngineArgs(
                 model="none",
@@ -143,19 +145,25 @@ class Subject:
             max_req_len=PROMPT_TOKENS + _MOST_NEW,
             eos_token_ids=frozenset({0}),
             kv=self.kv,
-            worker=self.worker,
-            encoder=_no_encoder(),
-            device=device,
+            encoder=encoder,
             sessions=Sessions(self.kv.prefix_cache, max_sessions=0, timeout_s=1, clock=time.monotonic),
             policy=make_policy(load.policy, match=self.kv.matched_len, path=self.kv.matched_path),
             new_token_ratio=NewTokenRatio(1.0),
             media_keys=MediaKeyTable(),
             send=self._take,
         )
+        self.loop = EventLoop(
+            [self.scheduler],
+            worker=OneGroup(self.worker),
+            device=device,
+            encoder=encoder,
+            send=self._take,
+            max_patches=0,
+        )
         for _ in range(load.running + load.waiting):
             self._come()
         while len(self.scheduler.running_batch) < load.running:
-            self.scheduler.step()
+            self.loop.step()
 
     def _come(self) -> None:
         own = self._rng.integers(0, _VOCABULARY, PROMPT_TOKENS - SHARED_TOKENS)
@@ -167,13 +175,13 @@ class Subject:
             client=f"client {self._came % self.load.clients}",
         )
         self._came += 1
-        self.scheduler.handle(message)
+        self.loop.handle(message)
 
     def _take(self, output: SchedulerOutput) -> None:
         self.ended += sum(one.finish_reason is not None for one in getattr(output, "outputs", ()))
 
     def turns(self, count: int) -> list[float]:
-        """Seconds of this thread's CPU time that so many turns of the loop took, without the worker's."""
+        """Run `count` turns of the loop, and return the CPU seconds of this thread for each, without the worker's."""
         found = []
         for _ in range(count):
             while self.ended:
@@ -181,7 +189,7 @@ class Subject:
                 self._come()
             self.worker.seconds = 0.0
             before = time.thread_time()
-            self.scheduler.step()
+            self.loop.step()
             found.append(time.thread_time() - before - self.worker.seconds)
         return found
 
@@ -197,7 +205,7 @@ def _no_encoder() -> EncoderPool:
 
 
 def cpu_seconds(run: Callable[[], T]) -> tuple[float, T]:
-    """Of this thread, and what came of it. The collector's turn does not come meanwhile."""
+    """Return the CPU seconds of this thread for a call, and its result. The garbage collector is off meanwhile."""
     gc.disable()
     try:
         before = time.thread_time()

@@ -1,15 +1,13 @@
 """`vlmserve bench soak`: thousands of requests, many of them left by their clients; does anything grow?
 
-A server with small caches is started. Between stretches of the load its clients leave, it becomes idle, and what its
-processes hold is looked at. Caches fill during the warm-up and are bounded by their settings; what still grows after
-that is a leak.
+A server with small caches is started. After each stretch of the load it becomes idle, and its processes are looked at.
+Caches fill during the warm-up and are bounded by their settings. What still grows after that is a leak.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -21,15 +19,14 @@ from typing import Any
 
 import httpx2
 
+from vlmserve.commands.bench.figures import bench_parser, write_json
 from vlmserve.commands.bench.processes import MIB
-from vlmserve.commands.bench.soak_client import SoakClients
-from vlmserve.commands.bench.soak_requests import FILES, Mix
+from vlmserve.commands.bench.soak_requests import FILES, Mix, SoakClients
 from vlmserve.commands.bench.soak_watch import Growth, Sample, growth, table, take_sample
 from vlmserve.commands.client.own_server import OwnServer
-from vlmserve.config.flags import CommandParser
 from vlmserve.config.number_words import above_zero, not_negative, positive
 
-# Small: they are full when the warm-up ends, evict from then on, and KV slots run out now and then.
+# Caches are full when the warm-up ends and evict from then on. KV slots run out now and then.
 _SMALL = (
     *("--max-model-len", "4096", "--max-total-tokens", "6144", "--chunked-prefill-size", "256"),
     *("--max-running-requests", "16", "--max-sessions", "16"),
@@ -46,35 +43,23 @@ temporary files do not grow, that pools balance, and that every other answer is 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; prints tables, and with --json writes all figures."""
-    args = _parser().parse_args(argv)
-    figures = _soak(args)
-    if args.json:
-        args.json.write_text(
-            json.dumps({"settings": vars(args) | {"json": str(args.json)}, **figures}, indent=2) + "\n"
-        )
-    return int(not figures["passed"])
-
-
-def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="vlmserve bench soak",
-        usage="%(prog)s [options] [-- FLAGS ...]",
-        description=_ABOUT,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--requests", type=positive, default=20_000, help="in all", metavar="N")
-    parser.add_argument("--warm-up", type=positive, default=2000, help="of these, before the first look", metavar="N")
-    parser.add_argument("--every", type=positive, default=1000, help="requests between two looks", metavar="N")
+    """Run the soak, print tables, and return 1 if anything grows or an answer is wrong."""
+    parser = bench_parser("soak", _ABOUT, usage="%(prog)s [options] [-- FLAGS ...]")
+    add = parser.add_argument
+    add("--requests", type=positive, default=20_000, help="requests in all", metavar="N")
+    add("--warm-up", type=positive, default=2000, help="requests before the first look", metavar="N")
+    add("--every", type=positive, default=1000, help="requests between two looks", metavar="N")
     text = "part of the requests that clients leave, of 1; some of these are answered before"
-    parser.add_argument("--cut-off", type=float, default=0.46, help=text, metavar="X")
-    parser.add_argument("--concurrency", type=positive, default=16, help="requests at a time", metavar="N")
-    text = "most bytes that memory may grow by with a request, by the slope of the last three quarters"
-    parser.add_argument("--bytes-per-request", type=above_zero, default=1024, help=text, metavar="N")
-    parser.add_argument("--seed", type=not_negative, default=0, help="of all requests", metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    parser.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags for the server, a MODEL too")
-    return parser
+    add("--cut-off", type=float, default=0.46, help=text, metavar="X")
+    add("--concurrency", type=positive, default=16, help="requests at a time", metavar="N")
+    text = "limit of the bytes by which memory grows with a request: median slope of the last half"
+    add("--bytes-per-request", type=above_zero, default=1024, help=text, metavar="N")
+    add("--seed", type=not_negative, default=0, help="seed of all requests", metavar="N")
+    add("server_flags", nargs="*", metavar="-- FLAGS", help="flags for the server, a MODEL too")
+    args = parser.parse_args(argv)
+    figures = _soak(args)
+    write_json(args, figures)
+    return int(not figures["passed"])
 
 
 def _soak(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,7 +86,7 @@ def _soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _delete_files(url: str) -> None:
-    """Uploads whose clients left before they deleted them: they are kept, as they should be."""
+    """Delete the uploads whose clients left before they did: the server rightly keeps these."""
     with httpx2.Client(base_url=url, timeout=_IDLE_WITHIN_S, trust_env=False) as http:
         while files := http.get(FILES).raise_for_status().json()["data"]:
             for file in files:
@@ -109,7 +94,7 @@ def _delete_files(url: str) -> None:
 
 
 def _await_idle(url: str) -> list[str]:
-    """Wait until nothing is left of any request; what does not balance then."""
+    """Wait until nothing is left of any request; return what does not balance then."""
     with httpx2.Client(base_url=url, timeout=_IDLE_WITHIN_S, trust_env=False) as http:
         deadline = time.monotonic() + _IDLE_WITHIN_S
         while True:
@@ -137,7 +122,7 @@ def _held_bytes(metrics: str) -> float:
 
 
 def _settled(pid: int, folder: Path, requests: int) -> Sample:
-    """Once connections that clients have closed are closed here, too: two looks that see the same."""
+    """Look until two looks agree: by then the server has closed the connections that clients have closed."""
     deadline = time.monotonic() + _IDLE_WITHIN_S
     before = take_sample(pid, folder, requests)
     while True:

@@ -1,17 +1,22 @@
-"""What a soak asks of a server: requests of all kinds, and where their clients leave them, by seed and number."""
+"""The requests of a soak, by seed and number, and the clients that send them and leave some of them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from vlmserve.commands.bench.media import clip
-from vlmserve.commands.bench.questions import draw_picture, picture_part
-from vlmserve.commands.client.data_urls import data_url
+import httpx2
 
+from vlmserve.commands.bench.media import clip, draw_picture, picture_part
+from vlmserve.commands.client.chat_files import data_url
+
+PATIENCE_S = 120.0
+_PIECE = 4096  # bytes of a body
 CHAT, SCORE, FILES = "/v1/chat/completions", "/v1/score", "/v1/files"
 SESSIONS = 64
 _REPEATED = 8  # pictures that come again and again
@@ -25,8 +30,11 @@ Body: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
-    """Where a client leaves; one of these. body: with so much of the body sent (part of 1). after_s: so many seconds
-    from when it began to send. events: with so many events of the stream read."""
+    """The place where a client leaves; one of the three is given.
+
+    `body` is the part of the body that is sent, of 1. `after_s` is in seconds, from when the client began to send.
+    `events` is the number of events of the stream that are read.
+    """
 
     body: float | None = None
     after_s: float | None = None
@@ -38,7 +46,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SoakRequest:
-    """A POST. statuses: of the answers that are right. cut: None where the client stays to the end."""
+    """A POST request. statuses: the right ones. cut: None if the client stays to the end."""
 
     number: int
     kind: str
@@ -50,7 +58,7 @@ class SoakRequest:
 
 
 class Mix:
-    """All requests of a soak. cut_off: part of them that are left by their clients, of 1. model: its name there."""
+    """All requests of a soak. cut_off: part of the requests that clients leave, of 1. model: its name at the server."""
 
     def __init__(self, model: str, *, seed: int, cut_off: float) -> None:
         self._model = model
@@ -60,17 +68,17 @@ class Mix:
         self._clips = [clip(side, 64, seconds=1, rate=10) for side in (64, 96, 128)]
 
     def request(self, number: int) -> SoakRequest:
-        """The request of that number, 0 and up."""
+        """Return the request of a number, 0 and up."""
         dice = random.Random(f"{self._seed}-{number}")
         kind = dice.choices(list(_KINDS), [weight for weight, _ in _KINDS.values()])[0]
         made = _KINDS[kind][1](self, dice, number)
-        # of another client each time: what is kept of clients must not grow either
+        # another client each time: what the server keeps of clients must not grow either
         address = ".".join(["10", *(str(dice.randrange(256)) for _ in range(3))])
         headers = {"Content-Type": made.get("type", "application/json"), "X-Forwarded-For": address}
         cut, body = None, made["body"]
         if dice.random() < self._cut_off:
             cut = _cut(dice, streams=isinstance(body, dict) and made.get("path", CHAT) == CHAT)
-            if isinstance(body, dict) and "messages" in body:  # so long that nobody has the whole answer before
+            if isinstance(body, dict) and "messages" in body:  # so long that no client has the whole answer before
                 body |= {"max_tokens": 300, "ignore_eos": True, "stream": cut.events is not None or dice.random() < 0.5}
         return SoakRequest(
             number=number,
@@ -189,3 +197,94 @@ def _cut(dice: random.Random, *, streams: bool) -> Cut:
     if where < 0.6 or not streams:
         return Cut(after_s=dice.uniform(0, 0.3))
     return Cut(events=dice.randint(1, 40))
+
+
+class SoakClients:
+    """Clients that send the requests of a mix to a server, `at_a_time` at a time.
+
+    outcomes: requests by kind and outcome. wrong: the first answers that should not have come.
+    """
+
+    def __init__(self, url: str, request: Callable[[int], SoakRequest], *, at_a_time: int) -> None:
+        self._url = url
+        self._request = request
+        self._at_a_time = at_a_time
+        self.outcomes: Counter[tuple[str, str]] = Counter()
+        self.wrong: list[str] = []
+
+    @property
+    def cut_off(self) -> int:
+        """The number of requests whose clients left before they had the whole answer."""
+        return sum(count for (_, outcome), count in self.outcomes.items() if outcome.startswith("cut off"))
+
+    async def run(self, numbers: range) -> None:
+        """Send the requests of these numbers, and return when all have ended and all connections are closed."""
+        left = iter(numbers)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._at_a_time)
+        async with httpx2.AsyncClient(base_url=self._url, timeout=None, limits=limits, trust_env=False) as http:
+
+            async def client() -> None:
+                for number in left:
+                    await self._one(http, self._request(number))
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self._at_a_time):
+                    group.create_task(client())
+
+    async def _one(self, http: httpx2.AsyncClient, request: SoakRequest) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                outcome = await _ask(http, request)
+        except TimeoutError:
+            outcome = f"no answer in {PATIENCE_S:g} s"
+        except httpx2.HTTPError as error:
+            outcome = f"{type(error).__name__}: {error}"
+        self.outcomes[request.kind, outcome.partition(": ")[0]] += 1
+        right = outcome.startswith("cut off") or outcome in map(str, request.statuses)
+        if not right and len(self.wrong) < 20:
+            self.wrong.append(f"request {request.number}, {request.kind}: {outcome}")
+
+
+class _LeftError(Exception):
+    """The client left."""
+
+
+async def _ask(http: httpx2.AsyncClient, request: SoakRequest) -> str:
+    """Return the status of the answer, with its text if it is wrong; or where the client left."""
+    cut = request.cut
+    try:
+        async with asyncio.timeout(cut.after_s if cut else None):
+            return await _answer(http, request)
+    except (TimeoutError, _LeftError):
+        if cut is None:
+            raise
+        return f"cut off {cut}"
+
+
+async def _answer(http: httpx2.AsyncClient, request: SoakRequest) -> str:
+    headers = {**request.headers, "Content-Length": str(len(request.body))}
+    async with http.stream("POST", request.path, content=_body(request), headers=headers) as response:
+        events = request.cut.events if request.cut and response.status_code == 200 else None
+        if events is not None:
+            async for line in response.aiter_lines():
+                events -= line.startswith("data:")
+                if events <= 0:
+                    raise _LeftError
+        content = await response.aread() if not response.is_stream_consumed else b""
+        status = response.status_code
+    if request.path == FILES and status == 200:
+        name = response.json()["id"]
+        deleted = await http.delete(f"{FILES}/{name}", headers=dict(request.headers))
+        return str(deleted.status_code)
+    return str(status) if status in request.statuses else f"{status}: {content[:300].decode(errors='replace')}"
+
+
+async def _body(request: SoakRequest) -> AsyncIterator[bytes]:
+    """Yield the body in pieces, up to where the client leaves."""
+    cut = request.cut
+    leaves = cut is not None and cut.body is not None
+    end = int(len(request.body) * cut.body) if cut is not None and cut.body is not None else len(request.body)
+    for at in range(0, end, _PIECE):
+        yield request.body[at : min(at + _PIECE, end)]
+    if leaves:
+        raise _LeftError

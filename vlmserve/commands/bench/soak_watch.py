@@ -1,4 +1,4 @@
-"""What a server holds while nobody asks anything of it: memory, descriptors, files; and whether that grows (Linux)."""
+"""What an idle server holds: memory, descriptors, files; and whether that grows (Linux)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ COUNTS = ("processes", "threads", "descriptors", "sockets", "blocks", "files")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Of all processes of a server, when so many requests had ended.
+    """The resources of all processes of a server after `requests` requests.
 
-    pss: bytes by the name of the processes, pages that several have divided among them; their sum is the server's
-    memory. rss: bytes, such pages counted in each. descriptors: sockets included. blocks: files of shared memory.
-    files: in its temporary directory.
+    `pss` is in bytes, by the name of the process; shared pages are divided among their owners, so the sum is the
+    server's memory. `rss` is in bytes and counts shared pages in each process. `descriptors` include sockets. `blocks`
+    are files of shared memory, and `files` those of the temporary directory.
     """
 
     requests: int
@@ -37,12 +37,12 @@ class Sample:
 
     @property
     def memory(self) -> int:
-        """Bytes of all processes."""
+        """The bytes of all processes."""
         return sum(self.pss.values())
 
 
 def take_sample(pid: int, temporary: Path, requests: int) -> Sample:
-    """Of a server and all processes under it. temporary: its own, as TMPDIR and XDG_RUNTIME_DIR."""
+    """Look at a server and all processes under it. temporary: its TMPDIR and XDG_RUNTIME_DIR."""
     pss: Counter[str] = Counter()
     rss = threads = 0
     targets: list[str] = []
@@ -74,7 +74,7 @@ def take_sample(pid: int, temporary: Path, requests: int) -> Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """One thing that must not grow. found, limit: in `unit`."""
+    """Something that must not grow. found, limit: in `unit`."""
 
     name: str
     found: float
@@ -83,7 +83,7 @@ class Growth:
 
     @property
     def bounded(self) -> bool:
-        """Whether it stays within the limit."""
+        """True if it stays within the limit."""
         return self.found <= self.limit
 
     def __str__(self) -> str:
@@ -92,12 +92,12 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growth]:
-    """What grows from the first sample (after the warm-up) to the last.
+    """Return the growth of everything from the first sample (after the warm-up) to the last.
 
-    Memory, of each process and of those that last: the median slope between any two samples of the last half. A step
-    that comes once, such as a pool's page that is written to for the first time, does not count; what goes on does.
-    Media processes are replaced at any time, and begin small again: in a sum they would hide others' growth.
-    Everything else: the last sample, which may not be above the most of the first quarter.
+    Memory grows by the median slope between any two samples of the last half, for each process and for all that last.
+    A single step, such as a pool's page that is written to for the first time, does not count. Media processes are
+    left out of the sum: the server replaces them, and a new small one would hide growth elsewhere. Counts of the last
+    sample may not be above the most of the first quarter.
     """
     late = samples[len(samples) // 2 :]
     memory = {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
@@ -122,7 +122,7 @@ def _slope(samples: Sequence[Sample], values: Sequence[int]) -> float:
 
 
 def table(samples: Sequence[Sample]) -> str:
-    """A line for each sample."""
+    """Return a table with a line for each sample."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.pss))
     lines = ["  requests  MiB: all" + "".join(f"{name[:12]:>13}" for name in names)]
     lines[0] += "".join(f"{name[:11]:>12}" for name in COUNTS)
@@ -134,7 +134,7 @@ def table(samples: Sequence[Sample]) -> str:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Bytes, of lines such as `Pss:  1234 kB`."""
+    """Return the bytes of lines such as `Pss:  1234 kB`, by name."""
     found = {}
     for line in file.read_text().splitlines()[1:]:
         name, _, value = line.partition(":")

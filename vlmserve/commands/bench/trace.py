@@ -1,6 +1,6 @@
 """`vlmserve bench trace`: where the device waits for the host, step by step, with a trace to look at.
 
-Nothing of it was run on a GPU yet: on a CPU torch's operators stand for kernels.
+On a CPU, torch's operators stand for kernels. This was not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ from typing import Any
 import numpy as np
 import torch
 
+from vlmserve.commands.bench.figures import bench_parser
 from vlmserve.commands.bench.trace_steps import KindFigures, figures, range_name, read_steps
 from vlmserve.commands.offline.inputs import Conversation
 from vlmserve.commands.offline.llm import LLM
-from vlmserve.config.flags import CommandParser
+from vlmserve.engine.step import ModelWorker, OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PendingResult, SamplingBatchInfo
 from vlmserve.models.attention.base import ForwardMode
-from vlmserve.scheduler.scheduler import Scheduler
-from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.errors import EngineError
 
+_ABOUT = """\
+A short offline workload under torch's profiler. Writes a trace, and prints medians for each kind of steps: the time
+from one's end to the next one's (wall), how long the device was busy, how long it did nothing inside a step (gaps) and
+before it, kernels launched, copies, and calls that waited for all of the device's work. On a CPU, torch's operators
+stand for kernels; our own are not seen. Recording slows the host down.
+"""
 _COLUMNS = ("steps", "wall ms", "busy ms", "gaps ms", "before ms", "launches", "copies", "waits")
 
 
 class RecordedWorker:
-    """A worker whose steps are ranges of the trace."""
+    """A `ModelWorker` that records its steps as ranges of the trace."""
 
     def __init__(self, worker: ModelWorker) -> None:
         self._worker = worker
 
     def forward(self, batch: ModelWorkerBatch) -> Any:
-        """See `ModelWorker`."""
+        """Launch the forward pass inside a range."""
         name = range_name(
             batch.step, f"{ForwardMode(batch.forward_mode).name.lower()} of {len(batch.req_pool_indices)}"
         )
@@ -43,22 +48,34 @@ class RecordedWorker:
             return name, self._worker.forward(batch)
 
     def sample(self, forwarded: Any, info: SamplingBatchInfo) -> PendingResult:
-        """See `ModelWorker`."""
+        """Sample inside the range of the same step."""
         name, rest = forwarded
         with torch.profiler.record_function(name):
             return self._worker.sample(rest, info)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the workload once to warm up and once recorded; prints a table. EngineError without a device."""
-    args = _parser().parse_args(argv)
+    """Run the workload once to warm up and once recorded, and print a table. Raises EngineError without a device."""
+    parser = bench_parser("trace", _ABOUT, has_json=False)
+    add = parser.add_argument
+    add("--model", default="", help="checkpoint folder or name; the built-in model if left out")
+    add("--device", default="auto", help="auto, cuda, cuda:1 ..., or cpu")
+    add("--dtype", default="auto", help="as of vlmserve serve")
+    add("--requests", type=int, default=8, help="conversations, all at once")
+    add("--images", type=int, default=2, help="different pictures, shown in turns; 0: text only")
+    add("--image-size", type=int, default=256, help="side of a picture in pixels")
+    add("--output-tokens", type=int, default=16, help="tokens of each answer")
+    add("--disable-overlap-schedule", action="store_true", help="one step at a time")
+    add("--output", type=Path, default=Path("vlmserve-trace.json"), help="where the trace is written")
+    args = parser.parse_args(argv)
     settings = {"device": args.device, "dtype": args.dtype, "disable_overlap_schedule": args.disable_overlap_schedule}
     with closing(LLM(args.model, **settings)) as llm:
         print(f"{llm.args.model} on {llm.info.device} in {llm.info.dtype}, torch {torch.__version__}")
         _run(llm, args, seed=0)
-        assert isinstance(llm._scheduler, Scheduler), "of one group"
-        llm._scheduler.wrap_worker(RecordedWorker)
-        # a step is computed by the scheduler's thread or by the device's
+        loop = llm.engine.loop
+        assert isinstance(loop.worker, OneGroup)
+        loop.worker = OneGroup(RecordedWorker(loop.worker.worker))
+        # a step is computed by the loop's thread or by the device's
         every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         with torch.profiler.profile(experimental_config=every_thread) as recording:
             _run(llm, args, seed=1)
@@ -72,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(llm: LLM, args: argparse.Namespace, *, seed: int) -> None:
-    """seed: of the pictures, so that none is found in a cache."""
+    """Answer the conversations. seed: of the pictures; another one finds none in a cache."""
     rng = np.random.default_rng(seed)
     pictures = [rng.integers(0, 256, (args.image_size, args.image_size, 3), dtype=np.uint8) for _ in range(args.images)]
     asked: list[Conversation] = []
@@ -91,24 +108,3 @@ def _table(found: Sequence[KindFigures]) -> list[str]:
         rows.append((one.kind, str(one.steps), *(f"{us / 1000:.3f}" for us in times), *(f"{n:g}" for n in counts)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="vlmserve bench trace",
-        description="A short offline workload under torch's profiler: a trace, and for each kind of steps the time "
-        "from one's end to the next one's (wall), how long the device was busy, how long it did nothing inside a step "
-        "(gaps) and before it, kernels launched, copies, and calls that waited for all of the device's work. On a CPU "
-        "torch's operators stand for kernels; our own are not seen. Recording slows the host down.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--model", default="", help="checkpoint folder or name; default: the built-in model")
-    parser.add_argument("--device", default="auto", help="auto, cuda, cuda:1 ..., or cpu")
-    parser.add_argument("--dtype", default="auto", help="as of vlmserve serve")
-    parser.add_argument("--requests", type=int, default=8, help="conversations, all at once")
-    parser.add_argument("--images", type=int, default=2, help="different pictures, shown in turns; 0: text only")
-    parser.add_argument("--image-size", type=int, default=256, help="side of a picture in pixels")
-    parser.add_argument("--output-tokens", type=int, default=16, help="of each answer")
-    parser.add_argument("--disable-overlap-schedule", action="store_true", help="one step at a time")
-    parser.add_argument("--output", type=Path, default=Path("vlmserve-trace.json"), help="where the trace is written")
-    return parser

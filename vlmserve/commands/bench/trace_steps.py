@@ -1,7 +1,7 @@
-"""What steps did by the events of a torch profiler's trace: busy and idle times, launches, copies, and what waited.
+"""The steps in a trace of torch's profiler: busy and idle times, launches, copies, and calls that wait.
 
-On a GPU these are its kernels and copies, each the step's whose host code launched it; on a CPU torch's outermost
-operators stand for kernels.
+On a GPU, a kernel or copy belongs to the step whose host code launched it. On a CPU, torch's outermost operators stand
+for kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 Event: TypeAlias = Mapping[str, Any]
-"""One of Chrome's: ts and dur in microseconds."""
+"""An event of a Chrome trace; ts and dur in microseconds."""
 
 RANGE = "vlmserve step"
 _COPIES = ("gpu_memcpy", "gpu_memset")
@@ -23,8 +23,11 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStr
 
 @dataclass(kw_only=True)
 class StepTrace:
-    """number and kind: as its range says. began: on the host. spans: of kernels and copies on the device, (start, end).
-    All in microseconds. launches: kernels. waits: calls that waited for the whole stream."""
+    """One step; times are in microseconds.
+
+    `number` and `kind` are from its range, which began at `began` on the host. `spans` are (start, end) of kernels and
+    copies on the device. `launches` counts kernels, and `waits` the calls that waited for the whole stream.
+    """
 
     number: int
     kind: str
@@ -36,7 +39,7 @@ class StepTrace:
 
     @property
     def busy(self) -> float:
-        """How long the device did something."""
+        """The time that the device was busy."""
         total, until = 0.0, float("-inf")
         for start, end in sorted(self.spans):
             total += max(0.0, end - max(start, until))
@@ -45,19 +48,22 @@ class StepTrace:
 
     @property
     def first(self) -> float:
-        """When the device began with it."""
+        """The time when the device began with the step."""
         return min(start for start, _ in self.spans)
 
     @property
     def last(self) -> float:
-        """When the device had done it."""
+        """The time when the device was done with the step."""
         return max(end for _, end in self.spans)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindFigures:
-    """Medians of the steps of a kind, in microseconds. wall: from a step's end on the device to the next one's.
-    gaps: on the device between its first kernel and its last; before: between the last step's last and its first."""
+    """Medians over the steps of a kind; times are in microseconds.
+
+    `wall` is the time from the end of a step to the end of the next. In the time of `busy` the device computed or
+    copied. It was idle for `gaps` inside the step, and for `before` between the last step and this one.
+    """
 
     kind: str
     steps: int
@@ -71,12 +77,12 @@ class KindFigures:
 
 
 def range_name(number: int, kind: str) -> str:
-    """What a step's part is recorded as."""
+    """Return the name of a range of the trace for a part of a step."""
     return f"{RANGE} {number} {kind}"
 
 
 def read_steps(events: Iterable[Event]) -> list[StepTrace]:
-    """The steps of a trace that did something, in the order in which they were launched."""
+    """Return the steps of a trace that did something, in the order of their launch."""
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
     ranges = sorted(
         (event for event in complete if event.get("cat") == "user_annotation" and event["name"].startswith(RANGE)),
@@ -111,7 +117,7 @@ def read_steps(events: Iterable[Event]) -> list[StepTrace]:
 
 
 def figures(steps: Sequence[StepTrace]) -> list[KindFigures]:
-    """Of each kind of steps; each but the first is compared with the one before it."""
+    """Return the figures of each kind of steps. Each step but the first is compared with the one before it."""
     found: dict[str, list[tuple[StepTrace, StepTrace]]] = {}
     for before, step in itertools.pairwise(steps):
         found.setdefault(step.kind, []).append((before, step))
@@ -141,7 +147,7 @@ def _take(step: StepTrace | None, event: Event, *, copy: bool) -> None:
 
 
 def _outermost(events: Iterable[Event]) -> Iterable[Event]:
-    """Operators that no other operator of their thread called."""
+    """Yield the operators that no other operator of their thread called."""
     until: dict[Any, float] = {}
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):

@@ -1,82 +1,291 @@
-"""`vlmserve bench vision`: the vision encoder beside transformers', and what its cache, disk and processes save.
+"""`vlmserve bench vision`: the vision encoder beside transformers', and what its caches and processes save.
 
-Each figure is a ratio taken in one run, with its target beside it: absolute ones of a shared machine say little.
+Each figure is a ratio of alternatives that took turns in one run, with its target beside it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from vlmserve.commands.bench.measure import Measure, show
-from vlmserve.commands.bench.vision_measures import PARTS, Plan
-from vlmserve.commands.bench.vision_subject import Subject, use_threads, write_checkpoint
-from vlmserve.config.flags import CommandParser
+from processors.video.options import VideoKnobs
+from vision.cache.disk_tier import DiskTier
+from vision.cache.store import EmbeddingStore
+from vision.towers.runner import pixel_values
+from vision.towers.temporal_patch import TemporalPatch
+from vision.workers.backend import EncoderBackend
+from vision.workers.settings import WorkerSettings
+from vlmserve.commands.bench.figures import Measure, Spread, TurnTimes, bench_parser, ratios, show, write_measures
+from vlmserve.commands.bench.media import clip
+from vlmserve.commands.bench.reference import ReferenceTower, check_rows, load_reference
+from vlmserve.commands.bench.vision_subject import (
+    PLENTY,
+    TowerSubject,
+    finish,
+    grid_thw,
+    settle,
+    take_rows,
+    turns_on,
+    use_threads,
+    write_checkpoint,
+)
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.tensors import dtype_name
 
+_ABOUT = """\
+Pictures and clips to embeddings: beside transformers' vision tower; found in memory and on the disk; clips that
+overlap; one look-up; encoder processes.
+"""
 _DEPTH, _QUICK_DEPTH = 24, 4
 _ROUNDS, _QUICK_ROUNDS = 5, 2
+# (width, height) of pictures: square, wide, tall, and one in between
+_PICTURES = ((256, 256), (640, 192), (160, 512), (448, 352))
+_CLIP = (256, 160)
+_SECONDS, _RATE = 20, 10  # of the clip's first tenth, which alone is all different
+_LARGE = (1024, 1024)
+_LOOKUPS = 4000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerRun:
+    """A measurement of a tower. rounds: in which alternatives take turns. threads: of torch, on a CPU.
+
+    max_patches: in a batch of the pool.
+    """
+
+    subject: TowerSubject
+    rounds: int
+    threads: int
+    max_patches: int
+
+    def turns(self, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, TurnTimes]:
+        """Time the alternatives in turns, each until the device is done."""
+        return turns_on(self.subject.device, self.rounds, alternatives)
+
+    def computing(self, times: TurnTimes) -> tuple[float, ...]:
+        """Return the seconds of work: on a CPU, the CPU time of this process."""
+        return times.cpu if self.subject.device.type == "cpu" else times.wall
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the parts asked for; prints a line a figure, and with --json writes them all."""
-    args = _parser().parse_args(argv)
+    """Measure the parts asked for, and print a line for each figure."""
+    parser = bench_parser("vision", _ABOUT)
+    add = parser.add_argument
+    add("--model", type=Path, help="checkpoint folder; random weights with a tower like Qwen3-VL-2B's if left out")
+    add("--depth", type=int, help=f"layers of the random tower (default: {_DEPTH}, with --quick {_QUICK_DEPTH})")
+    add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
+    text = f"rounds in which the alternatives take turns (default: {_ROUNDS}, with --quick {_QUICK_ROUNDS})"
+    add("--rounds", type=int, help=text)
+    add("--quick", action="store_true", help="fewer layers and rounds")
+    add("--device", default="cpu", help="where the tower computes: cpu, cuda, cuda:1 ...")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type it computes")
+    add("--threads", type=int, default=available_cpus(), help="CPU threads of each side")
+    add("--encoder-max-patches", type=int, default=1024, help="patches in a batch of the encoder pool")
+    args = parser.parse_args(argv)
     depth = args.depth or (_QUICK_DEPTH if args.quick else _DEPTH)
-    plan = Plan(
-        rounds=args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS),
-        threads=args.threads,
-        max_patches=args.encoder_max_patches,
-    )
-    computes = use_threads(torch.device(args.device), plan.threads)
+    rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS)
+    device = torch.device(args.device)
+    computes = use_threads(device, args.threads)
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
-        if args.model:
-            model, what = args.model, str(args.model)
-        else:
+        model, what = args.model, str(args.model)
+        if model is None:
             what = f"random weights in the shape of Qwen3-VL-2B's tower, {depth} of its {_DEPTH} layers"
             print(f"writing {what} ...", file=sys.stderr)
             model = write_checkpoint(Path(folder), depth=depth)
-        subject = Subject(model, device=torch.device(args.device), dtype=getattr(torch, args.dtype))
-        print(f"{what}; {args.dtype} on {args.device}, threads: {plan.threads}, rounds: {plan.rounds}; {computes}")
-        figures = {part: _measure(part, subject, plan) for part in args.parts}
-    if args.json:
-        settings = {"checkpoint": what, "dtype": args.dtype, "device": args.device, **asdict(plan)}
-        measures = {part: [one.plain() for one in made] for part, made in figures.items()}
-        args.json.write_text(json.dumps({"settings": settings, "measures": measures}, indent=2) + "\n")
+        subject = TowerSubject(model, device=device, dtype=getattr(torch, args.dtype))
+        run = TowerRun(subject=subject, rounds=rounds, threads=args.threads, max_patches=args.encoder_max_patches)
+        print(f"{what}; {args.dtype} on {args.device}, threads: {args.threads}, rounds: {rounds}; {computes}")
+        found = {part: show(part, PARTS[part](run)) for part in args.parts}
+    write_measures(args, found, checkpoint=what, rounds=rounds)
     return 0
 
 
-def _measure(part: str, subject: Subject, plan: Plan) -> list[Measure]:
-    measures = PARTS[part](subject, plan)
-    show(part, measures)
-    return measures
+def measure_cold(run: TowerRun) -> Iterator[Measure]:
+    """Encode a batch of mixed sizes beside transformers: packed, and one medium at a time, which a CPU does quicker."""
+    subject = run.subject
+    media = [subject.picture(*size, seed=seed) for seed, size in enumerate(_PICTURES)]
+    media.append(subject.clip(clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE), VideoKnobs(video_end=3.5)))
+    patches = [patch for medium in media for patch in medium]
+    pixels = [pixel_values(medium, torch.device("cpu")) for medium in media]
+    packed, grids = torch.cat(pixels), [grid_thw(medium) for medium in media]
+    model = load_reference(subject.folder, dtype=subject.dtype)
+    reference = ReferenceTower(model, device=subject.device, dtype=subject.dtype)
+    del model  # its decoder is not needed
+    off = check_rows(torch.cat(subject.runner.encode(patches)), reference.encode(packed, grids))
+    found = run.turns(
+        {
+            "vlmserve": lambda: torch.cat(subject.runner.encode(patches)),
+            "packed": lambda: reference.encode(packed, grids),
+            "one by one": lambda: [reference.encode(part, [grid]) for part, grid in zip(pixels, grids, strict=True)],
+        }
+    )
+    seconds = {name: run.computing(times) for name, times in found.items()}
+    rates = ", ".join(f"{name} {len(packed) / float(np.median(each)):.0f}" for name, each in seconds.items())
+    about = f"{len(packed)} patches, grids {grids}; patches/s: {rates}; rows are within {off:.2g} of each other"
+    for name in ("packed", "one by one"):
+        yield Measure(
+            name=f"time of transformers' tower, {name}, beside ours",
+            spread=ratios(seconds[name], seconds["vlmserve"]),
+            target=1.2,
+            about=about,
+            timings=found,
+        )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="vlmserve bench vision",
-        description="Pictures and clips to embeddings: beside transformers' vision tower; found in memory and on the "
-        "disk; clips that overlap; one look-up; encoder processes.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def measure_hits(run: TowerRun) -> Iterator[Measure]:
+    """Ask for a picture whose rows are in memory (on a GPU: the host's), on the disk, and nowhere."""
+    subject = run.subject
+    picture = subject.picture(*_LARGE, seed=100)
+    on_cpu = subject.device.type == "cpu"
+    with ExitStack() as stack:
+        pool = partial(subject.pool, max_patches=run.max_patches)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-bench-"))
+        store = EmbeddingStore(Path(folder), fingerprint=bytes(32), limit_bytes=PLENTY, about={})
+        pools = {
+            "encode": stack.enter_context(pool(device_bytes=0)),
+            "memory": stack.enter_context(pool(device_bytes=PLENTY if on_cpu else 0, host_bytes=PLENTY)),
+            "disk": stack.enter_context(pool(device_bytes=0, disk=DiskTier(store))),
+        }
+        for each in (pools["memory"], pools["disk"]):
+            take_rows(each, picture)
+            settle(each)
+        take = {name: partial(take_rows, each, picture) for name, each in pools.items()}
+        found = run.turns(take)
+        if any(pools[name].stats().encoded != 1 for name in ("memory", "disk")):
+            raise AssertionError("rows that were to be found were encoded again")
+        wrong = [name for name in ("memory", "disk") if not torch.equal(take[name]()[0], take["encode"]()[0])]
+        if wrong:
+            raise AssertionError(f"rows from {', '.join(wrong)} are not those that were encoded")
+    for name, target in (("memory", 50.0), ("disk", 10.0)):
+        yield Measure(
+            name=f"time of encoding a {_LARGE[0]}x{_LARGE[1]} picture, beside a hit in {name}",
+            spread=ratios(run.computing(found["encode"]), found[name].wall),
+            target=target,
+            about=f"grid {grid_thw(picture)}; hits by the clock; the file is in the page cache",
+            timings=found,
+        )
+
+
+def measure_clips(run: TowerRun) -> Iterator[Measure]:
+    """Encode two clips of one file on the time grid that have three quarters of their frames in common."""
+    subject = run.subject
+    data = clip(*_CLIP, seconds=10 * _SECONDS, rate=_RATE)
+    first = subject.clip(data, VideoKnobs(video_start=0.0, video_end=15.75))
+    second = subject.clip(data, VideoKnobs(video_start=4.0, video_end=19.75))
+    common = len({patch.digest for patch in first} & {patch.digest for patch in second})
+    seconds: dict[str, list[float]] = {"first": [], "second": []}
+    clock = time.process_time if subject.device.type == "cpu" else time.perf_counter
+    # not `in_turns`: the second is only worth something after the first, in a cache that was empty
+    for _ in range(run.rounds):
+        with subject.pool(device_bytes=PLENTY, max_patches=run.max_patches) as pool:
+            for name, medium in (("first", first), ("second", second)):
+                started = clock()
+                take_rows(pool, medium)
+                finish(subject.device)
+                seconds[name].append(clock() - started)
+            encoded = pool.stats().encoded
+    reused = len(first) + len(second) - encoded
+    if reused != common:
+        raise AssertionError(f"{common} temporal patches are in common, but {reused} were found")
+    grids = f"grids {grid_thw(first)} and {grid_thw(second)}"
+    yield Measure(
+        name="time of the second of two clips with 75% in common, beside the first",
+        spread=ratios(seconds["second"], seconds["first"]),
+        target=1 / 3,
+        bound="at most",
+        about=f"{grids}: {common} of {len(second)} temporal patches in common and found",
     )
-    parser.add_argument(
-        "--model", type=Path, help="checkpoint folder; default: random weights, a tower in the shape of Qwen3-VL-2B's"
-    )
-    parser.add_argument("--depth", type=int, help=f"layers of those ({_DEPTH}, with --quick {_QUICK_DEPTH})")
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
-    parser.add_argument(
-        "--rounds", type=int, help=f"times each alternative runs, in turns ({_ROUNDS}, with --quick {_QUICK_ROUNDS})"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer layers and rounds")
-    parser.add_argument("--device", default="cpu", help="where the tower computes: cpu, cuda, cuda:1 ...")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type")
-    parser.add_argument("--threads", type=int, default=available_cpus(), help="CPU threads of each side")
-    parser.add_argument("--encoder-max-patches", type=int, default=1024, help="patches that the pool encodes at a time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
-    return parser
+
+
+def measure_lookup(run: TowerRun) -> Iterator[Measure]:
+    """Find the rows of a temporal patch that are on the device."""
+    rng, pixels = np.random.default_rng(0), np.empty((0, 0), np.float32)
+    patches = [TemporalPatch(digest=rng.bytes(32), grid=(2, 2), pixels=pixels) for _ in range(_LOOKUPS)]
+    times: list[np.ndarray] = []
+    with run.subject.pool(device_bytes=PLENTY, max_patches=run.max_patches) as pool:
+        rows = torch.zeros(1, 8, device=run.subject.device)
+        for patch in patches:
+            pool.cache.add(pool.key(patch), rows.clone())
+        for _ in range(run.rounds):
+            each = []
+            for patch in patches:
+                started = time.perf_counter_ns()
+                key = pool.key(patch)
+                found = pool.cache.embeds(key) if pool.cache.find(key) else None
+                each.append((time.perf_counter_ns() - started) / 1e3)
+                assert found is not None
+            times.append(np.array(each))
+    for percent in (50, 99):
+        yield Measure(
+            name=f"one look-up in the embedding cache, p{percent}",
+            spread=Spread.of([float(np.percentile(each, percent)) for each in times]),
+            unit="us",
+            target=50.0,
+            bound="at most",
+            about=f"{_LOOKUPS} keys",
+        )
+
+
+def measure_workers(run: TowerRun) -> Iterator[Measure]:
+    """Encode in two processes of one thread each, beside one process, and beside two threads here; by the clock."""
+    from vision.workers.process_backend import ProcessBackend  # needs msgspec
+
+    subject = run.subject
+    patches = [subject.picture(*size, seed=200 + seed)[0] for seed, size in enumerate(_PICTURES * 2)]
+    with ExitStack() as stack:
+
+        def processes(count: int) -> EncoderBackend:
+            folder = stack.enter_context(PrivateDirectory(shared_memory_base(), "vlmserve-bench")).path
+            settings = WorkerSettings(
+                model=subject.folder,
+                devices=(str(subject.device),) * count,
+                shared_dir=folder,
+                rows_device=str(subject.device),
+                dtype=dtype_name(subject.dtype),
+            )
+            backend = ProcessBackend(settings)
+            stack.callback(backend.close)
+            backend.wait_ready()
+            return backend
+
+        pool = partial(subject.pool, device_bytes=0, max_patches=run.max_patches)
+        pools = {
+            "one process": stack.enter_context(pool(backend=processes(1))),
+            "two processes": stack.enter_context(pool(backend=processes(2))),
+            "two threads": stack.enter_context(pool()),
+        }
+
+        def take(name: str) -> None:
+            use_threads(subject.device, 2)
+            try:
+                take_rows(pools[name], patches)
+            finally:
+                use_threads(subject.device, run.threads)
+
+        found = run.turns({name: partial(take, name) for name in pools})
+    for name in ("one process", "two threads"):
+        yield Measure(
+            name=f"time of {name}, beside two processes",
+            spread=ratios(found[name].wall, found["two processes"].wall),
+            about=f"{len(patches)} pictures, {sum(patch.num_patches for patch in patches)} patches, by the clock",
+            timings=found,
+        )
+
+
+PARTS: dict[str, Callable[[TowerRun], Iterator[Measure]]] = {
+    "cold": measure_cold,
+    "hits": measure_hits,
+    "clips": measure_clips,
+    "lookup": measure_lookup,
+    "workers": measure_workers,
+}

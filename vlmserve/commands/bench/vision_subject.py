@@ -1,4 +1,4 @@
-"""What `vlmserve bench vision` measures: a checkpoint's tower on a device, its processors, and pools around it."""
+"""A checkpoint's vision tower on a device, with its processor and encoder pools, to be measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.backend import EncoderBackend
 from vision.workers.inline import InlineBackend
-from vlmserve.commands.bench.interleaved import Timing, in_turns
+from vlmserve.commands.bench.figures import TurnTimes, in_turns
 from vlmserve.commands.bench.media import jpeg
 from vlmserve.commands.bench.processor_reference import write_settings
 from vlmserve.commands.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
@@ -35,15 +35,14 @@ from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate
 
 PLENTY = 1 << 40
-"""Bytes: a limit that is never met."""
+"""A limit in bytes that is never met."""
 _FINGERPRINT = bytes(32)
-# A decoder as wide as the rows, and else as small as can be: it is stored with the tower, and not used.
+# The decoder is as wide as the rows and otherwise tiny: it is stored with the tower and not used.
 _TEXT_SIZES = {"num_hidden_layers": 3, "hidden_size": 2048, "intermediate_size": 256}
 
 
 def write_checkpoint(folder: Path, *, depth: int) -> Path:
-    """Random weights in the shape of Qwen3-VL-2B's tower, of `depth` layers (24 are published), and the published
-    processor settings."""
+    """Write a tower of `depth` layers like Qwen3-VL-2B's (which has 24) with random weights, and published settings."""
     sizes = VISION_SIZES | {
         "depth": depth,
         "out_hidden_size": _TEXT_SIZES["hidden_size"],
@@ -55,13 +54,13 @@ def write_checkpoint(folder: Path, *, depth: int) -> Path:
 
 
 def use_threads(device: torch.device, threads: int) -> str:
-    """Let this process compute with so many threads; what computes, for people."""
+    """Let this process compute with `threads` threads; return what computes, for people."""
     torch.set_num_threads(threads)
     return activate("auto", threads=threads) if device.type == "cpu" else fused.activate("auto", device)
 
 
-class Subject:
-    """A checkpoint folder's tower in `dtype` on `device`, and what measuring it takes."""
+class TowerSubject:
+    """The tower of a checkpoint folder in `dtype` on `device`, and its processor."""
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
         self.folder = folder
@@ -76,12 +75,12 @@ class Subject:
         self.processor: MultimodalProcessor = make_processor(folder, read_hf_config(folder), limits)
 
     def picture(self, width: int, height: int, *, seed: int = 0) -> tuple[TemporalPatch, ...]:
-        """A JPEG file, through the processor."""
+        """Return a JPEG file, processed."""
         image = decode_image(jpeg(width, height, seed), self.processor.limits.decode)
         return temporal_patches(data_item(self.processor.process_image(image)))
 
     def clip(self, data: bytes, knobs: VideoKnobs) -> tuple[TemporalPatch, ...]:
-        """A part of a video file, on the time grid at two frames a second."""
+        """Return a part of a video file on the time grid at two frames a second, processed."""
         return temporal_patches(data_item(self.processor.process_video(data, knobs)))
 
     def pool(
@@ -93,8 +92,11 @@ class Subject:
         max_patches: int,
         disk: DiskTier | None = None,
     ) -> closing[EncoderPool]:
-        """A pool, closed afterwards. device_bytes, host_bytes: of rows that stay when nobody holds them. backend: this
-        thread by default. max_patches: in a batch."""
+        """Return an encoder pool that its context closes.
+
+        `device_bytes` and `host_bytes` are room for rows that are not in use. Without a backend this thread computes.
+        A batch has `max_patches` at the most.
+        """
         return closing(
             EncoderPool(
                 backend or InlineBackend(self.runner),
@@ -108,12 +110,14 @@ class Subject:
 
 
 def grid_thw(medium: Sequence[TemporalPatch]) -> Grid:
-    """Patches in time, height and width."""
+    """Return the patches of a medium in time, height and width."""
     return len(medium), *medium[0].grid
 
 
-def turns_on(device: torch.device, rounds: int, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, Timing]:
-    """`in_turns`, each until the device has computed it."""
+def turns_on(
+    device: torch.device, rounds: int, alternatives: Mapping[str, Callable[[], object]]
+) -> dict[str, TurnTimes]:
+    """Time alternatives as `in_turns` does, each until the device is done."""
 
     def finished(run: Callable[[], object]) -> None:
         run()
@@ -123,13 +127,13 @@ def turns_on(device: torch.device, rounds: int, alternatives: Mapping[str, Calla
 
 
 def finish(device: torch.device) -> None:
-    """Wait for what the device still computes."""
+    """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch.Tensor]:
-    """The rows of temporal patches as a request gets them: held, waited for, taken and released."""
+    """Return the rows of temporal patches as a request gets them: held, waited for, taken and released."""
     keys = pool.submit(patches, order=0)
     while not all(map(pool.is_ready, keys)):
         if not pool.advance() and not pool.work(math.inf):
@@ -143,7 +147,7 @@ def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch
 
 
 def settle(pool: EncoderPool) -> None:
-    """Wait until nothing is under way, such as rows on their way to the disk."""
+    """Wait until the pool is idle, so that all rows are on the disk."""
     while pool.busy:
         if not pool.advance() and not pool.work(math.inf):
             wait(pool.wait_handles())

@@ -1,4 +1,4 @@
-"""What failed, a line of JSON each, for people and for whoever mends it."""
+"""The file of failed items, one line of JSON each, for people and programs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FIELDS = {"id", "message", "code"}
 
 
 class ErrorsFile:
-    """Holds what failed and still stands: made of the journal's failures when a run begins and when it ends, and
-    appended to in between. path: None only logs the first few; what is no regular file is only appended to.
+    """Holds the failures that still stand. It is made of the journal's failures when a run begins and ends.
 
-    Raises SettingsError for a file that holds something else, OSError for one that cannot be written.
+    In between, failures are appended. path: None logs the first few instead. A pipe or device is only appended to.
+    Raises SettingsError for a file with other content, OSError for one that cannot be written.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = None if path is None else path.resolve()  # what a link leads to, not the link, is replaced
+        self._path = None if path is None else path.resolve()  # a link's target is replaced, not the link
         self._file: TextIO | None = None
         self._logged = 0
         if self._path is None:
@@ -37,13 +37,13 @@ class ErrorsFile:
         self._path.open("a").close()
 
     def begin(self, standing: Iterable[Failed]) -> None:
-        """Open it with these. OSError."""
+        """Open the file with these failures. OSError."""
         if self._path is not None:
             self.write_anew(standing)
             self._file = self._path.open("a", encoding="utf-8", errors="replace")
 
     def write_anew(self, standing: Iterable[Failed]) -> None:
-        """Have exactly these in it."""
+        """Replace the content by these failures."""
         if self._path is None or not self._path.is_file():
             return
         with (
@@ -65,7 +65,7 @@ class ErrorsFile:
             raise SettingsError(f"--errors is {str(path)!r}, which holds something else: name another file")
 
     def add(self, failed: Sequence[Failed]) -> None:
-        """These failed just now."""
+        """Append new failures."""
         for failure in failed if self._file is None else ():
             self._logged += 1
             if self._logged <= _MOST_LOGGED:
@@ -77,7 +77,7 @@ class ErrorsFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None

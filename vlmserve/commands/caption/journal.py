@@ -1,10 +1,10 @@
-"""What a run has finished, for itself and the next one: an SQLite file beside the output.
+"""The journal: an SQLite file beside the output, with the finished items of all runs.
 
-SQLite sees to what is hard: a transaction is on disk as a whole or not at all, whatever ends the process; a look-up
-takes no memory to speak of, however many items there are; the file is locked while it is open.
+SQLite does the hard parts. A transaction is on disk completely or not at all, whatever ends the process. A look-up
+takes little memory, however many items there are. The file is locked while it is open.
 
-Order of a write: the output's bytes are on disk -> one transaction names the items and how long the output is. What
-an output holds beyond that was under way when a run ended, and is cut off by the next.
+Order of a write: the output's bytes are on disk -> one transaction names the items and the length of the output. Bytes
+beyond that length were not finished when a run ended, and the next run cuts them off.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ CREATE INDEX failed_id ON failed (id);
 
 
 class JournalError(SettingsError):
-    """A journal cannot be used: another run has it, other settings made it, or the file is none."""
+    """A journal cannot be used: another run has it, other settings made it, or the file is no journal."""
 
 
-class Journal:
-    """Thread-safe. Nobody else can open it until it is closed. `begin` comes before everything but `state` and
-    `targets`. Raises JournalError, and OSError where the file cannot be written.
+class CaptionJournal:
+    """The open journal, locked for this process. Thread-safe. Only `state` and `targets` may come before `begin`.
+
+    Raises JournalError, and OSError if the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.run = 0
         self._lock = threading.Lock()
-        path.touch()  # whose error says more than SQLite's
+        path.touch()  # its error says more than SQLite's
         self._db = sqlite3.connect(path, timeout=0, check_same_thread=False, isolation_level=None)
         try:
             with _explained(path), self._db:
@@ -64,22 +65,24 @@ class Journal:
             raise
 
     def begin(self, settings: Mapping[str, Any]) -> None:
-        """A run begins. settings: what makes captions other ones, by name; JournalError if the last run had others."""
+        """Begin a run. settings: influences on captions, by name. JournalError if the last run's settings differ."""
         with self._changing():
             self._check_settings(settings)
             self._put("settings", settings)
             self.run = (self._get("run") or 0) + 1
             self._put("run", self.run)
-            self._db.execute("DELETE FROM failed WHERE key IS NULL")  # inputs are read anew, and told anew
+            self._db.execute(
+                "DELETE FROM failed WHERE key IS NULL"
+            )  # inputs are read again, and their failures reported again
 
     def forget(self) -> None:
-        """Begin from nothing."""
+        """Delete everything."""
         with self._changing():
             for table in ("about", "done", "failed"):
                 self._db.execute(f"DELETE FROM {table}")
 
     def _prepare(self) -> None:
-        self._db.execute("BEGIN EXCLUSIVE")  # with locking_mode: nobody else from here on
+        self._db.execute("BEGIN EXCLUSIVE")  # with locking_mode, this excludes other processes from here on
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             for statement in _SCHEMA.split(";"):
@@ -96,61 +99,61 @@ class Journal:
         if names:
             told = "; ".join(f"{name} was {_shown(before.get(name))}, is {_shown(now.get(name))}" for name in names)
             raise JournalError(
-                f"{self.path} is of a run with other settings: {told}. Name another --output, or --restart to delete "
-                "what that run wrote and begin anew"
+                f"{self.path} is of a run with other settings: {told}. Name another --output, or give --restart to "
+                "delete that run's output and begin again"
             )
 
     # ---------------------------------------------------------------- look-ups
 
     def done_as(self, id_: str) -> tuple[bytes, bytes, int] | None:
-        """Of a finished item its key, its fingerprint and the number of the run that finished it."""
+        """Return the key, the fingerprint and the run number of a finished item."""
         return self._one("SELECT key, fingerprint, run FROM done WHERE id = ?", _plain(id_))
 
     def has_failed(self, id_: str, key: bytes) -> bool:
-        """Whether the item, asked in this way, failed before."""
+        """Return True if the item failed before with the same key."""
         return self._one("SELECT 1 FROM failed WHERE id = ? AND key = ?", _plain(id_), key) is not None
 
     def record(self, id_: str) -> dict[str, Any] | None:
-        """A finished item's record."""
+        """Return a finished item's record."""
         row = self._one("SELECT record FROM done WHERE id = ?", _plain(id_))
         return None if row is None else json.loads(row[0])
 
     def record_like(self, fingerprint: bytes) -> dict[str, Any] | None:
-        """The record of any finished item of this content, asked in this way."""
+        """Return the record of any finished item with this fingerprint."""
         row = self._one("SELECT record FROM done WHERE fingerprint = ? LIMIT 1", fingerprint)
         return None if row is None else json.loads(row[0])
 
     def owner(self, target: str) -> str | None:
-        """The id of the item whose caption a file holds."""
+        """Return the id of the item whose caption a file holds."""
         row = self._one("SELECT id FROM done WHERE target = ? LIMIT 1", os.fsencode(target))
         return None if row is None else row[0]
 
     def count(self) -> int:
-        """Of finished items."""
+        """Return the number of finished items."""
         return int(self._one("SELECT count(*) FROM done")[0])
 
     def failures(self) -> Iterator[Failed]:
-        """What failed and still stands, in order."""
+        """Yield failures that still stand, in order."""
         for row in self._rows("SELECT seq, id, key, message, code FROM failed"):
             yield Failed(id=row[1], key=row[2], message=row[3], code=row[4])
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Of all finished items, in the order in which they were."""
+        """Yield the records of all finished items, in the order of finishing."""
         for row in self._rows("SELECT seq, record FROM done"):
             yield json.loads(row[1])
 
     def left_over(self, limit: int) -> list[tuple[int, dict[str, Any]]]:
-        """The first finished items that no part holds yet: sequence numbers and records."""
+        """Return sequence numbers and records of the first finished items that are in no part yet."""
         rows = self._all("SELECT seq, record FROM done WHERE part IS NULL ORDER BY seq LIMIT ?", limit)
         return [(seq, json.loads(record)) for seq, record in rows]
 
     def state(self) -> dict[str, Any]:
-        """What an output said last; empty before."""
+        """Return the last state of the output; empty before the first."""
         with self._lock, _explained(self.path):
             return self._get("output") or {}
 
     def targets(self) -> Iterator[str]:
-        """The files of all finished items."""
+        """Yield the caption files of finished items."""
         for row in self._rows("SELECT seq, target FROM done"):
             if row[1] is not None:
                 yield os.fsdecode(row[1])
@@ -166,16 +169,16 @@ class Journal:
         touched: Sequence[tuple[str, bytes]] = (),
         undone: Sequence[str] = (),
     ) -> None:
-        """These are finished, and the output has come that far. A finished item's failures are forgotten.
+        """Note finished and failed items, and the state of the output. A finished item's failures are deleted.
 
-        touched: ids of finished items whose files look different, but are the same, and their new keys. undone: ids of
-        items that are not finished after all.
+        touched: ids and new keys of finished items whose files have a new date but the same content. undone: ids of
+        items whose captions could not be written after all.
         """
         with self._changing():
             for result in done:
-                id_, target = _plain(result.work.item.id), result.work.target
+                id_, target = _plain(result.task.item.id), result.task.target
                 self._db.execute("DELETE FROM failed WHERE id = ?", (id_,))
-                told = (id_, result.work.key, result.fingerprint, json.dumps(result.record))
+                told = (id_, result.task.key, result.fingerprint, json.dumps(result.record))
                 self._db.execute(
                     "INSERT OR REPLACE INTO done (id, key, fingerprint, record, target, run) VALUES (?, ?, ?, ?, ?, ?)",
                     (*told, None if target is None else os.fsencode(target), self.run),
@@ -193,13 +196,13 @@ class Journal:
             self._put("output", state)
 
     def set_part(self, last: int, part: int, state: Mapping[str, Any]) -> None:
-        """Finished items up to a sequence number, as far as none held them, are in this part now."""
+        """Assign finished items up to a sequence number, as far as they are in no part, to this part."""
         with self._changing():
             self._db.execute("UPDATE done SET part = ? WHERE part IS NULL AND seq <= ?", (part, last))
             self._put("output", state)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close and unlock the file."""
         with self._lock:
             self._db.close()
 
@@ -213,7 +216,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """One transaction."""
+        """Run the block in one transaction."""
         with self._lock, _explained(self.path), self._db:
             self._db.execute("BEGIN")
             yield
@@ -226,7 +229,7 @@ class Journal:
         return next(iter(self._all(statement, *values)), None)
 
     def _rows(self, statement: str) -> Iterator[Any]:
-        """Rows by their sequence number, a few hundred at a time: others may write in between."""
+        """Yield rows by sequence number, in pages: other threads may write in between."""
         last = 0
         while rows := self._all(f"{statement} WHERE seq > ? ORDER BY seq LIMIT 500", last):
             yield from rows
@@ -242,7 +245,7 @@ class Journal:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """SQLite's errors, as this program's own."""
+    """Turn SQLite's errors into our own."""
     try:
         yield
     except sqlite3.Error as error:
@@ -257,7 +260,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def _plain(text: str) -> str:
-    """What cannot be written as UTF-8 (names of files, halves of characters) with escapes."""
+    """Escape text that UTF-8 does not allow: odd file names, halves of surrogate pairs."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -1,4 +1,4 @@
-"""Captions by the engine, in this process."""
+"""Captions by the engine in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vlmserve.api.body import checked
 from vlmserve.api.convert import to_generate_request
 from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.commands.batch.item import ChatRequest
-from vlmserve.commands.caption.captioner import CaptionStopped
+from vlmserve.commands.caption.run import CaptionStopped
 from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
 from vlmserve.config.settings import ServerSettings
@@ -35,9 +35,9 @@ _NO_MESSAGES = [{"role": "user", "content": "-"}]
 
 
 class LocalCaptioner:
-    """See `Captioner`. concurrency: requests at a time. nothing_twice: see `CaptionCommand`. llm: the engine inside.
+    """A `Captioner` with an engine of its own, `llm`. concurrency: requests at a time.
 
-    Raises CheckpointError, EngineError or SettingsError.
+    nothing_twice: see `CaptionCommand`. Raises CheckpointError, EngineError or SettingsError.
     """
 
     def __init__(self, settings: ServerSettings, *, concurrency: int, nothing_twice: bool = False) -> None:
@@ -45,7 +45,7 @@ class LocalCaptioner:
         self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
         engine = settings.engine
         if nothing_twice and resolve_device(engine.device).type == "cpu":
-            # room for what is in work, which a CPU encodes a little of at a time, and not for what will not come again
+            # a CPU encodes little at a time, and no picture comes again: a small cache is enough
             engine = replace(engine, encoder_cache_mib=min(engine.encoder_cache_mib, _ENCODER_CACHE_MIB))
         self.llm = AsyncLLM(
             engine,
@@ -61,7 +61,7 @@ class LocalCaptioner:
         self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
 
     async def start(self) -> None:
-        """It is ready."""
+        """Do nothing: the engine is ready."""
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         body = {"model": self.model, **request.options, "messages": _NO_MESSAGES}
@@ -96,7 +96,7 @@ def _no_file(file_id: str) -> Any:
 
 
 def _weights_digest(folder: Path) -> str:
-    """Another one for other weights or another tokenizer: of all names and sizes, and of the ends of each file."""
+    """Return a digest of weights and tokenizer: of all names and sizes, and of both ends of each file."""
     digest = blake3.blake3()
     for path in sorted(folder.iterdir()):
         if path.suffix not in (".json", ".jinja", ".safetensors"):

@@ -1,4 +1,4 @@
-"""What is asked of a picture: templates, with what is known of it."""
+"""Prompts: templates, filled in with a picture's fields."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_tra
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A medium's texts, rendered. prompt: what is asked. prefix, suffix: what its captions are put between."""
+class RenderedPrompt:
+    """The rendered texts of one medium. prefix, suffix: stand around its captions."""
 
     prompt: str
     prefix: str
@@ -31,19 +31,19 @@ class Asked:
 
     @property
     def texts(self) -> list[str]:
-        """All of them."""
+        """All three texts."""
         return [self.prompt, self.prefix, self.suffix]
 
     def whole(self, caption: str) -> str:
-        """A caption as it is written."""
+        """Return a caption between prefix and suffix."""
         return f"{self.prefix}{caption}{self.suffix}"
 
 
 class Prompts:
-    """Thread-safe. prompt, prefix, suffix: Jinja2 templates. system: sent as it is, None for none.
+    """Renders prompts. Thread-safe. prompt, prefix, suffix: Jinja2 templates. system: sent unchanged; None for none.
 
-    An item's own prompt goes before prompt.txt in its folder (or one above it, up to the folder of the command line),
-    and that before `prompt`. SettingsError for a template that cannot be read.
+    An item's own prompt comes first, then prompt.txt in its folder (or the nearest one above it, up to the folder of
+    the command line), then `prompt`. SettingsError for a template with a mistake.
     """
 
     def __init__(self, prompt: str, *, system: str | None = None, prefix: str = "", suffix: str = "") -> None:
@@ -57,18 +57,18 @@ class Prompts:
             except TemplateError as error:
                 raise SettingsError(f"{name} {text!r} is no Jinja2 template: {error}") from None
 
-    def ask(self, item: MediumItem) -> Asked:
-        """Raises BadRequestError for a template that needs what is not known of the item, or is none."""
+    def ask(self, item: MediumItem) -> RenderedPrompt:
+        """Render the texts of an item. Raises BadRequestError for a missing field, or a template with a mistake."""
         text = item.prompt if item.prompt is not None else self._of_folder(item)
         prompt, prefix, suffix = (_render(each, item.fields) for each in (text, self._prefix, self._suffix))
         if not prompt.strip():
             raise BadRequestError("the prompt is empty", code="invalid_prompt")
-        return Asked(prompt=prompt, prefix=prefix, suffix=suffix)
+        return RenderedPrompt(prompt=prompt, prefix=prefix, suffix=suffix)
 
     def request(
         self, prompt: str, data: bytes, modality: Modality, *, knobs: Mapping[str, Any], options: Mapping[str, Any]
     ) -> ChatRequest:
-        """The chat request that asks it of a medium. knobs: fields of its part; options: of the request."""
+        """Make the chat request about a medium. knobs: fields of its part. options: fields of the request."""
         content: Sequence[Mapping[str, Any]] = [
             {**knobs, "type": modality.value, modality.value: data},
             {"type": "text", "text": prompt},
@@ -84,7 +84,7 @@ class Prompts:
 
 
 def _nearest_prompt(folder: Path, root: Path) -> str | None:
-    """The text of prompt.txt in a folder, or the nearest one above it, up to `root`."""
+    """Return the text of prompt.txt in a folder, or the nearest one above it, up to `root`."""
     path = folder / PROMPT_FILE
     try:
         with path.open("rb") as file:

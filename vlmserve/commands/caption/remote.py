@@ -1,4 +1,4 @@
-"""Captions by OpenAI-compatible servers: one, or several that share the work."""
+"""Captions by OpenAI-compatible servers: one, or several that share the requests."""
 
 from __future__ import annotations
 
@@ -16,32 +16,40 @@ from urllib.parse import urlsplit
 import httpx2
 
 from vlmserve.commands.batch.item import ChatRequest
-from vlmserve.commands.caption.captioner import CaptionStopped
-from vlmserve.commands.caption.server_answers import Answer, Away, Failed, Outcome, Unfit, judge_answer, judge_models
+from vlmserve.commands.caption.run import CaptionStopped
+from vlmserve.commands.caption.server_answers import (
+    Away,
+    GoodAnswer,
+    NoAnswer,
+    Unfit,
+    Verdict,
+    judge_answer,
+    judge_models,
+)
 from vlmserve.commands.caption.server_standing import ServerStanding, choose
-from vlmserve.commands.client.data_urls import with_data_urls
+from vlmserve.commands.client.chat_client import CONNECT_TIMEOUT_S
+from vlmserve.commands.client.chat_files import with_data_urls
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 3  # of a request that may itself be why a server fails
-_MOST_TIMES_AWAY = 100  # of one request, while servers answer others
+_TRIES = 3  # of a request that may itself make a server fail
+_MOST_TIMES_AWAY = 100  # refusals of one request, while servers answer other ones
 _RETRY_PAUSES_S = (0.5, 1.0)
-_CONNECT_TIMEOUT_S = 10.0
 _LOOK_TIMEOUT_S = 10.0
-_KEEPALIVE_S = 2.0  # less than servers have, which close connections just when they are used again
+_KEEPALIVE_S = 2.0  # less than servers have: a connection must not close just when it is used again
 _MOST_ANSWER_BYTES = 64 * 2**20
 _MOST_NAMES_SHOWN = 10
 _Looked = tuple[str, ...] | Away | Unfit
 
 
 class RemoteCaptioner:
-    """See `Captioner`; to be started first. Used in one event loop.
+    """A `Captioner` that asks servers, in one event loop. `start` comes first.
 
-    urls: http://host:port, with or without /v1. model: None where the servers have one in common.
-    request_timeout_s: for an answer. server_timeout_s: how long it is waited while no server answers at all.
-    clock, sleep: of seconds. Raises SettingsError.
+    urls: http://host:port, with or without /v1. model: None takes the one that all servers have. request_timeout_s:
+    limit for an answer. server_timeout_s: limit without any working server. clock, sleep: in seconds. Raises
+    SettingsError.
     """
 
     def __init__(
@@ -71,10 +79,10 @@ class RemoteCaptioner:
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Find out what the servers serve; sets `model` and `identity`. Raises CaptionStopped if none can be used."""
+        """Look at the servers' models; sets `model` and `identity`. Raises CaptionStopped if no server can be used."""
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S)
         self._client = httpx2.AsyncClient(
-            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S), limits=limits, follow_redirects=False
+            timeout=httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S), limits=limits, follow_redirects=False
         )
         looked = await asyncio.gather(*map(self._look, self._servers))
         self._choose_model({server.url: found for server, found in zip(self._servers, looked, strict=True)})
@@ -96,7 +104,7 @@ class RemoteCaptioner:
         while True:
             server = await self._next_server(tried)
             outcome = await self._try(server, number, body, wanted)
-            if isinstance(outcome, Answer):
+            if isinstance(outcome, GoodAnswer):
                 return outcome.content
             if isinstance(outcome, BadRequestError):
                 raise outcome
@@ -104,7 +112,7 @@ class RemoteCaptioner:
             times_away += isinstance(outcome, Away)
             if times_away == _MOST_TIMES_AWAY:
                 raise EngineError(f"no server takes this request, after {times_away} tries; {reason}")
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, NoAnswer):
                 tried.append(server)
                 reasons.append(reason)
                 if len(tried) == _TRIES:
@@ -139,7 +147,7 @@ class RemoteCaptioner:
                 return server
             await self._changed.wait()
 
-    async def _try(self, server: ServerStanding, number: int, body: bytes, wanted: int) -> Outcome:
+    async def _try(self, server: ServerStanding, number: int, body: bytes, wanted: int) -> Verdict:
         era, started = server.take(), self._clock()
         try:
             outcome = await self._post(server, body, wanted)
@@ -147,33 +155,33 @@ class RemoteCaptioner:
             server.release(era)
             self._tell()
         if isinstance(outcome, Unfit) and not outcome.for_good and server.answer_s is not None:
-            outcome = Failed(reason=outcome.reason)
+            outcome = NoAnswer(reason=outcome.reason)
         match outcome:
-            case Answer():
+            case GoodAnswer():
                 server.answered(era, self._clock() - started)
             case BadRequestError():
                 server.answered(era, None)
             case Away() if server.is_in and era == server.era:
                 self._leave_out(server, outcome.reason, at_least_s=outcome.retry_after_s, busy=outcome.busy)
-            case Failed() if server.failed(era, number):
+            case NoAnswer() if server.failed(era, number):
                 self._leave_out(server, outcome.reason)
             case Unfit():
                 self._give_up(server, outcome.reason)
-        if isinstance(outcome, Answer | BadRequestError) and self._ending is not None:
+        if isinstance(outcome, GoodAnswer | BadRequestError) and self._ending is not None:
             self._ending.cancel()
             self._ending = None
         self._watch()
         return outcome
 
-    async def _post(self, server: ServerStanding, body: bytes, wanted: int) -> Outcome:
+    async def _post(self, server: ServerStanding, body: bytes, wanted: int) -> Verdict:
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 answer = await self._exchange("POST", f"{server.url}/chat/completions", body)
         except TimeoutError:
-            return Failed(reason=f"no answer in {self._request_timeout_s:g} s (--request-timeout-s)")
+            return NoAnswer(reason=f"no answer in {self._request_timeout_s:g} s (--request-timeout-s)")
         except httpx2.HTTPError as error:
             is_away = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
-            return (Away if is_away else Failed)(reason=_words(error))
+            return (Away if is_away else NoAnswer)(reason=_words(error))
         return judge_answer(*answer, wanted=wanted)
 
     async def _exchange(self, method: str, url: str, body: bytes | None = None) -> tuple[int, Mapping[str, str], bytes]:
@@ -189,7 +197,7 @@ class RemoteCaptioner:
     # ---- servers that come and go
 
     async def _look(self, server: ServerStanding) -> _Looked:
-        """At what it serves."""
+        """Look at the list of models."""
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 return judge_models(*await self._exchange("GET", f"{server.url}/models"))
@@ -199,7 +207,7 @@ class RemoteCaptioner:
             return Away(reason=_words(error))
 
     def _choose_model(self, looked: Mapping[str, _Looked]) -> None:
-        """None was named: the one that all who answer have."""
+        """Choose the model that all answering servers have, if none was named."""
         lists = {url: found for url, found in looked.items() if isinstance(found, tuple)}
         if not self.model and lists:
             common = [name for name in next(iter(lists.values())) if all(name in names for names in lists.values())]
@@ -212,7 +220,7 @@ class RemoteCaptioner:
         self.identity = f"server model {self.model}"
 
     def _admit(self, server: ServerStanding, looked: _Looked) -> bool:
-        """Whether it can be used, by what it serves. Else its `reason` says why not."""
+        """Return True if the server has the model. Otherwise its `reason` says why it cannot be used."""
         if isinstance(looked, tuple):
             self._choose_model({server.url: looked})
             if self._stopped is not None:
@@ -249,7 +257,7 @@ class RemoteCaptioner:
             self._tell()
 
     def _watch(self) -> None:
-        """The run ends if there is nobody left to wait for, or it has been waited for long enough."""
+        """End the run if no server can ever answer, or none has answered for too long."""
         if all(server.is_unfit for server in self._servers):
             self._stop(f"no server can be used: {self._all_reasons()}")
         elif self._ending is None and not any(server.works for server in self._servers):
@@ -257,9 +265,9 @@ class RemoteCaptioner:
         self._tell()
 
     async def _end(self) -> None:
-        """Called off by an answer."""
+        """End the run after the limit. An answer cancels this."""
         await self._sleep(self._server_timeout_s)
-        while any(server.is_in for server in self._servers):  # on trial, and perhaps at work
+        while any(server.is_in for server in self._servers):  # on trial, perhaps with a request
             await self._changed.wait()
         waited = f"waited {self._server_timeout_s:g} s, --server-timeout-s"
         self._stop(f"no server answers ({waited}): {self._all_reasons()}")
@@ -272,13 +280,13 @@ class RemoteCaptioner:
         self._tell()
 
     def _tell(self) -> None:
-        """Whoever waits for a change looks again."""
+        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 def _base_url(url: str) -> str:
-    """With the version in it: /v1, unless there is another one. Raises SettingsError."""
+    """Return the URL with a version in it, by default /v1. Raises SettingsError."""
     try:
         parts = urlsplit(url.strip())
         ok = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -301,9 +309,9 @@ def _authorization(api_key: str | None) -> dict[str, str]:
 
 
 def _words(error: Exception) -> str:
-    """What went wrong, for a user: the cause has the words where the error has none."""
+    """Describe a connection error for users. Its cause has the words if the error has none."""
     if isinstance(error, httpx2.ConnectTimeout):
-        return f"no connection in {_CONNECT_TIMEOUT_S:g} s"
+        return f"no connection in {CONNECT_TIMEOUT_S:g} s"
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, BaseExceptionGroup):

@@ -1,4 +1,4 @@
-"""What became of an item, on its way to the output and the journal."""
+"""Tasks and results: an item on its way through a run, to the output and the journal."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from typing import Any, ClassVar, TypeAlias
 
 from processors.inputs import Modality
 from vlmserve.commands.batch.item import Failed, Item, MediumItem, RequestItem
-from vlmserve.commands.caption.prompts import Asked
+from vlmserve.commands.batch.progress import RunTally, phrases
+from vlmserve.commands.caption.prompts import RenderedPrompt
 
 _MOST_BYTES = 200  # of a name; a suffix follows, and file systems take 255
 _NO_NAME = re.compile(r"[\x00-\x1f\\:*?\"<>|\ud800-\udc7f\udd00-\udfff]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """An item to be captioned. asked: None for a request, which asks by itself. target: the file that its caption goes
-    to, where each has one. key: of the item and how it is asked, from what is known without reading it."""
+class CaptionTask:
+    """An item to caption. asked: the rendered prompt; None for a chat request, which has its own.
+
+    key: digest of the item and its prompt, without its content. target: the caption's own file, if it has one.
+    """
 
     item: Item
     key: bytes
-    asked: Asked | None = None
+    asked: RenderedPrompt | None = None
     target: str | None = None
 
     def failed(self, message: str, code: str | None) -> Failed:
-        """What to tell when it is."""
+        """Return the failure of this task."""
         return Failed(id=self.item.id, key=self.key, message=message, code=code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captioned:
-    """A finished item. fingerprint: as `Work.key`, but of the content, too. record: see `make_record`. data, modality:
-    of the medium, where there is one. usage: tokens that the answer took; None: it is another's."""
+    """A finished item. fingerprint: digest of content and prompt. record: see `make_record`.
 
-    work: Work
+    data, modality: the medium, if there is one. usage: tokens of the answer; None if it is another item's answer.
+    """
+
+    task: CaptionTask
     fingerprint: bytes
     record: Mapping[str, Any]
     data: bytes | None = None
@@ -48,30 +53,25 @@ class Captioned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Touched:
-    """A finished item whose file looks different, but is the same. trouble: its caption could not be put back."""
+    """A finished item whose file has a new date but the same content. trouble: why its caption cannot be restored."""
 
-    work: Work
+    task: CaptionTask
     trouble: str | None
 
 
 Result: TypeAlias = Captioned | Failed | Touched
 
 
-@dataclass
-class Tally:
-    """Of items. total: how many there are, as far as they have been counted; counted: whether that is all of them.
+@dataclass(kw_only=True)
+class CaptionTally(RunTally):
+    """The counts of a caption run, in items unless named otherwise.
 
-    done: captioned by the model. reused: the same as another item, whose caption they got. skipped: finished by a run
-    before. failed: in this run. failed_before: in one before, and not tried again. repeated: named twice.
-    prompt_tokens, completion_tokens: of answers. cached_tokens: of prompts, found in the prefix cache.
+    reused: items that got the caption of an equal item. failed_before: items that failed in an earlier run, and were
+    not tried again. repeated: items named twice. prompt_tokens, completion_tokens: of answers. cached_tokens: prompt
+    tokens found in the prefix cache.
     """
 
-    total: int = 0
-    counted: bool = False
-    done: int = 0
     reused: int = 0
-    skipped: int = 0
-    failed: int = 0
     failed_before: int = 0
     repeated: int = 0
     prompt_tokens: int = 0
@@ -81,26 +81,22 @@ class Tally:
 
     @property
     def hits(self) -> int:
-        """Captions that are another item's."""
         return self.reused
 
     @property
     def work(self) -> int:
-        """Tokens that were made."""
         return self.completion_tokens
 
     @property
     def passed(self) -> int:
-        """Items that need no more attention."""
-        return self.done + self.reused + self.skipped + self.failed + self.failed_before + self.repeated
+        return super().passed + self.failed_before + self.repeated
 
     @property
     def worked_on(self) -> int:
-        """Items that this run has finished, for better or worse."""
-        return self.done + self.reused + self.failed
+        return super().worked_on + self.reused
 
     def add(self, results: Iterable[Captioned]) -> None:
-        """These are finished, and on disk."""
+        """Count results that are on disk."""
         for result in results:
             if result.usage is None:
                 self.reused += 1
@@ -112,7 +108,7 @@ class Tally:
             self.cached_tokens += details.get("cached_tokens") or 0
 
     def summary(self, seconds: float, notes: Sequence[str], *, ended: str) -> dict[str, Any]:
-        """Return everything about a run, for JSON. ended: "finished", "interrupted" or "stopped"."""
+        """Return the summary for JSON. ended: "finished", "interrupted" or "stopped"."""
         return {**asdict(self), "seconds": round(seconds, 3), "ended": ended, "notes": list(notes)}
 
     def describe(self, seconds: float, *, ended: str) -> str:
@@ -120,23 +116,22 @@ class Tally:
         made = self.done + self.reused
         rate = made / seconds if seconds > 0 else 0.0
         parts = [f"{ended}: {made} captioned in {seconds:.1f} s ({rate:.1f} items/s, {self.completion_tokens} tokens)"]
-        told = (
+        parts += phrases(
             (self.reused, "of them the same as others"),
             (self.skipped, "finished before"),
             (self.failed, "failed"),
             (self.failed_before, "failed before (--retry-failed tries them again)"),
             (self.repeated, "named twice"),
         )
-        return ", ".join([*parts, *(f"{count} {what}" for count, what in told if count)])
+        return ", ".join(parts)
 
 
 def make_record(
     item: Item, answer: Mapping[str, Any], captions: Sequence[str], *, digest: str | None, prompt: str | None
 ) -> dict[str, Any]:
-    """What outputs say of an item, in JSON's types.
+    """Make the record of an item for outputs, in JSON's types.
 
-    answer: the chat.completion. captions: its texts, as they are to be written. digest: of the medium, in hex.
-    prompt: what was asked.
+    answer: the chat.completion. captions: its texts, with prefix and suffix. digest: of the medium, in hex.
     """
     finishes = [choice.get("finish_reason") for choice in answer["choices"]]
     usage = answer.get("usage") or {}
@@ -158,7 +153,7 @@ def make_record(
 
 
 def like_another(record: Mapping[str, Any], item: Item) -> dict[str, Any]:
-    """The record of an item that is the same, but for its name and fields, as one with this record."""
+    """Return the record of an item that is equal to one with this record, except for its name and fields."""
     taken = {name: value for name, value in record.items() if name not in ("custom_id", "fields")}
     return _writable({**taken, "id": item.id, **_named_by(item)})
 
@@ -170,7 +165,7 @@ def _named_by(item: Item) -> dict[str, Any]:
 
 
 def _writable(record: dict[str, Any]) -> dict[str, Any]:
-    """Without halves of characters, which scraped texts have and UTF-8 cannot."""
+    """Replace halves of surrogate pairs, which scraped texts have and UTF-8 does not allow."""
     text = json.dumps(record, ensure_ascii=False)
     try:
         text.encode()
@@ -180,7 +175,7 @@ def _writable(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_line(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as a line of JSON has it: what came in OpenAI's batch form goes out in it."""
+    """Return the line of JSON for a record. Requests in OpenAI's batch form are answered in it."""
     if "custom_id" in record:
         answer = record["response"]
         return {
@@ -193,18 +188,18 @@ def output_line(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts(record: Mapping[str, Any]) -> list[str]:
-    """A record's captions, one at least."""
+    """Return a record's captions, at least one."""
     return list(record.get("captions") or [record["caption"]])
 
 
 def as_text(record: Mapping[str, Any]) -> str:
-    """The captions as a text file has them: several on a line each, their own line breaks made blanks."""
+    """Return the captions for a text file. Several stand on one line each, with blanks for their line breaks."""
     found = texts(record)
     return (found[0] if len(found) == 1 else "\n".join(" ".join(text.split()) for text in found)) + "\n"
 
 
 def file_name(item: Item) -> str:
-    """Where an item belongs in a folder, without a suffix: parts with "/" between them, none of which leads outside."""
+    """Return the path of an item below an output folder, without a suffix. It never leads outside."""
     inside: str | Path = item.id.split("://", 1)[-1]
     if isinstance(item, MediumItem) and item.path is not None:
         inside = item.path.relative_to(item.root) if item.root is not None else item.path.name

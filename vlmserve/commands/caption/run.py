@@ -1,7 +1,7 @@
-"""A run: items in, as many at a time as there is room for; what became of them to the output and the journal.
+"""A caption run: items are read and asked, a few at a time, and the results go to the output and the journal.
 
-Three kinds of threads besides the event loop's: one pulls items, some read files, one writes. The writer takes all that
-is finished at once, so that disks are waited for once for many; what it has written counts from then on.
+Besides the event loop's thread, one thread pulls items, some read files, and one writes. The writer takes all finished
+results at once, so one wait for the disk covers many. Results count once they are written.
 """
 
 from __future__ import annotations
@@ -9,37 +9,94 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import blake3
 
 from processors.inputs import Modality
 from vlmserve.commands.batch.item import ChatRequest, Failed, RequestItem, digest_of
-from vlmserve.commands.caption.budget import ByteBudget
-from vlmserve.commands.caption.captioner import Captioner, CaptionStopped
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.result import Captioned, Result, Touched, Work, like_another, make_record
+from vlmserve.commands.caption.result import Captioned, CaptionTask, Result, Touched, like_another, make_record
 from vlmserve.commands.client.chat_files import told_modality
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 logger = logging.getLogger(__name__)
 
 _UNKNOWN_BYTES = 1 << 20
-_READERS = 16  # which mostly wait, for disks or other hosts
+_READERS = 16  # they mostly wait for disks or other hosts
 _MOST_AT_ONCE = 256
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSettings:
-    """concurrency: items in work at a time. bytes_in_memory: of their files, together.
+class CaptionStopped(VlmserveError):
+    """No engine or server can answer any more. The run ends, and finished captions stay."""
 
-    options: fields of every request but those that have their own; picture_knobs, video_knobs: of the part that
-    brings a medium. fingerprint: of everything that makes captions other ones. seed: of sampling.
+
+class Captioner(Protocol):
+    """The engine in this process, or servers, that answer requests. model: the name in answers.
+
+    identity: text that differs when the same request may have another answer: weights and dtype, or a server's model.
+    """
+
+    model: str
+    identity: str
+
+    async def start(self) -> None:
+        """Get ready, and set `model` and `identity`. Raises CaptionStopped."""
+        ...
+
+    async def ask(self, request: ChatRequest) -> dict[str, Any]:
+        """Return OpenAI's chat.completion object, with `warnings` if there are any. Cancelling ends the request.
+
+        BadRequestError and EngineError concern this request, CaptionStopped all requests.
+        """
+        ...
+
+    def notes(self) -> list[str]:
+        """Return sentences for the user at the end of the run."""
+        ...
+
+    async def close(self) -> None:
+        """Cancel all requests and free everything."""
+        ...
+
+
+class ByteBudget:
+    """Bytes of memory for files, first come, first served. A file above the total goes alone. For one event loop."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._held = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def hold(self, size: int) -> AsyncIterator[None]:
+        """Wait until `size` bytes are free, and hold them inside the context."""
+        size = min(size, self._total)
+        async with self._turn:
+            while self._held + size > self._total:
+                self._freed.clear()
+                await self._freed.wait()
+            self._held += size
+        try:
+            yield
+        finally:
+            self._held -= size
+            self._freed.set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptionSettings:
+    """Settings of a run. concurrency: items at a time. bytes_in_memory: limit of their files together.
+
+    options: default fields of requests. picture_knobs, video_knobs: default fields of the part with a medium.
+    fingerprint: digest of everything that influences captions. seed: of sampling.
     """
 
     concurrency: int
@@ -52,8 +109,8 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Opened:
-    """An item with its bytes. known: the record of an item like it."""
+class _OpenedItem:
+    """An item after reading. known: the record of an equal item, if there is one."""
 
     fingerprint: bytes
     request: ChatRequest
@@ -64,41 +121,37 @@ class _Opened:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Outcome:
-    """What became of an item. work: None for what failed before it was any. written: set when it is on disk."""
+class _TaskOutcome:
+    """The result of an item. task: None if it failed before it became one. written: set when the result is on disk."""
 
     result: Result
-    work: Work | None = None
+    task: CaptionTask | None = None
     written: asyncio.Event | None = None
 
 
 class CaptionRun:
-    """One run."""
+    """Captions the items of a feed."""
 
-    def __init__(self, feed: Feed, captioner: Captioner, settings: RunSettings, shared: Shared) -> None:
+    def __init__(self, feed: Feed, captioner: Captioner, settings: CaptionSettings, shared: Shared) -> None:
         self._feed = feed
         self._captioner = captioner
         self._settings = settings
-        self._prompts = shared.prompts
-        self._journal = shared.journal
-        self._output = shared.output
-        self._errors = shared.errors
-        self._tally = shared.tally
+        self._shared = shared
         self._budget = ByteBudget(settings.bytes_in_memory)
-        self._outcomes: asyncio.Queue[_Outcome] = asyncio.Queue(settings.concurrency)
-        # Records by fingerprints: of what is in work, and of what went to the journal last.
+        self._outcomes: asyncio.Queue[_TaskOutcome] = asyncio.Queue(settings.concurrency)
+        # Records by fingerprint: of current items, and of the last ones in the journal.
         self._records: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
         self._last_written: deque[bytes] = deque()
-        self.in_order = False  # the run has ended, and has written all that was finished
+        self.in_order = False  # the run has ended, and all finished results are written
         self._pulling = asyncio.Lock()
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="caption-feed")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="caption-read")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="caption-write")
 
     async def run(self) -> None:
-        """Until all items are finished. Cancelled, it calls off what is in work and writes what is finished.
+        """Caption all items. Cancelling ends current requests, and writes the finished ones.
 
-        Raises CaptionStopped when nobody answers any more, OSError when nothing can be written any more.
+        Raises CaptionStopped if nothing answers any more, OSError if nothing can be written any more.
         """
         writing = asyncio.create_task(self._write_outcomes())
         workers = [asyncio.create_task(self._work()) for _ in range(self._settings.concurrency)]
@@ -116,7 +169,7 @@ class CaptionRun:
             self.in_order = True
 
     def close(self) -> None:
-        """After `run`, however it ended: nobody writes any more when this returns."""
+        """End the threads after `run`. Nothing is written after this returns."""
         for executor in (self._puller, self._readers):
             executor.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=True, cancel_futures=True)
@@ -126,57 +179,57 @@ class CaptionRun:
     async def _work(self) -> None:
         while True:
             async with self._pulling:
-                work = await self._in(self._puller, self._feed.next)
-            if work is None:
+                task = await self._in(self._puller, self._feed.next)
+            if task is None:
                 return
-            if isinstance(work, Failed):
-                await self._outcomes.put(_Outcome(result=work))
+            if isinstance(task, Failed):
+                await self._outcomes.put(_TaskOutcome(result=task))
                 continue
             try:
-                await self._caption(work)
-            except (CaptionStopped, OSError):  # an item's own are told by `_read`
+                await self._caption(task)
+            except (CaptionStopped, OSError):  # `_read` converts those of one item
                 raise
             except BadRequestError as error:
-                await self._fail(work, error.message, error.code)
+                await self._fail(task, error.message, error.code)
             except EngineError as error:
-                await self._fail(work, str(error), "engine_error")
+                await self._fail(task, str(error), "engine_error")
             except VlmserveError:
-                raise  # the journal's
+                raise  # an error of the journal
             except Exception as error:
-                logger.exception("%s failed unexpectedly", work.item.id)
-                await self._fail(work, f"{type(error).__name__}: {error}", "internal_error")
+                logger.exception("%s failed unexpectedly", task.item.id)
+                await self._fail(task, f"{type(error).__name__}: {error}", "internal_error")
 
-    async def _fail(self, work: Work, message: str, code: str | None) -> None:
-        await self._outcomes.put(_Outcome(result=work.failed(message, code), work=work))
+    async def _fail(self, task: CaptionTask, message: str, code: str | None) -> None:
+        await self._outcomes.put(_TaskOutcome(result=task.failed(message, code), task=task))
 
-    async def _caption(self, work: Work) -> None:
-        async with self._budget.hold(work.item.size or _UNKNOWN_BYTES):
-            opened = await self._in(self._readers, self._open, work)
+    async def _caption(self, task: CaptionTask) -> None:
+        async with self._budget.hold(task.item.size or _UNKNOWN_BYTES):
+            opened = await self._in(self._readers, self._open, task)
             if isinstance(opened, Touched):
-                await self._outcomes.put(_Outcome(result=opened, work=work))
+                await self._outcomes.put(_TaskOutcome(result=opened, task=task))
                 return
-            record, usage = await self._record(work, opened)
-            keep = self._output.needs_media
+            record, usage = await self._record(task, opened)
+            keep = self._shared.output.needs_media
             result = Captioned(
-                work=work,
+                task=task,
                 fingerprint=opened.fingerprint,
                 record=record,
                 usage=usage,
                 data=opened.data if keep else None,
                 modality=opened.modality,
             )
-            written = asyncio.Event() if keep else None  # its bytes count until then
-            await self._outcomes.put(_Outcome(result=result, work=work, written=written))
+            written = asyncio.Event() if keep else None  # its bytes stay in the budget until then
+            await self._outcomes.put(_TaskOutcome(result=result, task=task, written=written))
             if written is not None:
                 await written.wait()
 
-    async def _record(self, work: Work, opened: _Opened) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-        """What is known of an item like this one, or what the captioner says, and what that took."""
+    async def _record(self, task: CaptionTask, opened: _OpenedItem) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+        """Return the record of an equal item, or the captioner's answer with its usage."""
         if opened.known is not None:
-            return like_another(opened.known, work.item), None
-        other = self._records.get(opened.fingerprint)  # in work, or written since it was opened
+            return like_another(opened.known, task.item), None
+        other = self._records.get(opened.fingerprint)  # current, or written since this one was opened
         if other is not None:
-            return like_another(await asyncio.shield(other), work.item), None
+            return like_another(await asyncio.shield(other), task.item), None
         future = self._records[opened.fingerprint] = asyncio.get_running_loop().create_future()
         try:
             answer = await self._captioner.ask(opened.request)
@@ -186,12 +239,12 @@ class CaptionRun:
                 future.cancel()
             else:
                 future.set_exception(error)
-                future.exception()  # nobody need have waited
+                future.exception()  # there may be no waiter
             raise
-        asked = work.asked
+        asked = task.asked
         said = [choice["message"]["content"] or "" for choice in answer["choices"]]
         record = make_record(
-            work.item,
+            task.item,
             answer,
             said if asked is None else [asked.whole(text) for text in said],
             digest=opened.digest,
@@ -200,9 +253,9 @@ class CaptionRun:
         future.set_result(record)
         return record, answer.get("usage") or {}
 
-    def _open(self, work: Work) -> _Opened | Touched:
-        """Read an item; in a thread."""
-        item, settings = work.item, self._settings
+    def _open(self, task: CaptionTask) -> _OpenedItem | Touched:
+        """Read an item. Runs in a thread."""
+        item, settings = task.item, self._settings
         options = {**settings.options}
         data = modality = digest = None
         if isinstance(item, RequestItem):
@@ -211,7 +264,7 @@ class CaptionRun:
             request = replace(request, options=options)
             content = digest_of(request.messages)
         else:
-            assert work.asked is not None
+            assert task.asked is not None
             data = _read(item.read)
             modality = told_modality(data)
             digest = blake3.blake3(data).hexdigest()
@@ -220,24 +273,24 @@ class CaptionRun:
             own = options.get("mm_processor_kwargs") or {}
             knobs = settings.video_knobs if modality is Modality.VIDEO else settings.picture_knobs
             knobs = {name: value for name, value in knobs.items() if name not in own}
-            request = self._prompts.request(work.asked.prompt, data, modality, knobs=knobs, options=options)
-        around = [] if work.asked is None else work.asked.texts
+            request = self._shared.prompts.request(task.asked.prompt, data, modality, knobs=knobs, options=options)
+        around = [] if task.asked is None else task.asked.texts
         fingerprint = blake3.blake3(settings.fingerprint + content + digest_of([options, around])).digest()
-        before = self._journal.done_as(item.id)
+        before = self._shared.journal.done_as(item.id)
         if before is not None and before[1] == fingerprint:
-            return Touched(work=work, trouble=self._output.check(item))
-        if "seed" not in options:  # the same for the same item, whatever is in work beside it
+            return Touched(task=task, trouble=self._shared.output.check(item))
+        if "seed" not in options:  # equal items have equal seeds
             seed = (int.from_bytes(fingerprint[:7], "little") + settings.seed) % 2**63
             request = replace(request, options={**options, "seed": seed})
-        known = self._journal.record_like(fingerprint)
-        return _Opened(
+        known = self._shared.journal.record_like(fingerprint)
+        return _OpenedItem(
             fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest, known=known
         )
 
     # ---------------------------------------------------------------- outcomes
 
     async def _write_outcomes(self) -> None:
-        """Until cancelled, or all workers have ended and all is written."""
+        """Write outcomes until cancelled."""
         while True:
             batch = [await self._outcomes.get()]
             while not self._outcomes.empty() and len(batch) < _MOST_AT_ONCE:
@@ -250,7 +303,7 @@ class CaptionRun:
                     self._outcomes.task_done()
 
     async def _end_writing(self, writing: asyncio.Task[None]) -> None:
-        """All workers have ended: write what they have left."""
+        """Write the remaining outcomes, after all workers have ended."""
         if not writing.done():
             joined = asyncio.create_task(self._outcomes.join())
             await asyncio.wait([joined, writing], return_when=asyncio.FIRST_COMPLETED)
@@ -261,31 +314,33 @@ class CaptionRun:
             raise result
 
     def _commit(self, results: Sequence[Result]) -> None:
-        """In the writer's thread."""
+        """Write results. Runs in the writer's thread."""
         done = [result for result in results if isinstance(result, Captioned)]
         failed = [result for result in results if isinstance(result, Failed)]
         touched = [result for result in results if isinstance(result, Touched)]
         failed += _no_place(touched)
-        seen = [(each.work.item.id, each.work.key) for each in touched if not each.trouble]
+        seen = [(each.task.item.id, each.task.key) for each in touched if not each.trouble]
         while done or failed or seen:
-            room = self._output.room()
+            room = self._shared.output.room()
             now, done = done[:room], done[room:] if room is not None else []
-            state = self._output.write(now) if now else self._journal.state()
-            self._journal.add(now, failed, state, touched=seen)
-            homeless = _no_place(self._output.written(now))
+            state = self._shared.output.write(now) if now else self._shared.journal.state()
+            self._shared.journal.add(now, failed, state, touched=seen)
+            homeless = _no_place(self._shared.output.written(now))
             if homeless:
-                self._journal.add((), homeless, self._journal.state(), undone=[each.id for each in homeless])
-            self._errors.add([*failed, *homeless])
+                self._shared.journal.add(
+                    (), homeless, self._shared.journal.state(), undone=[each.id for each in homeless]
+                )
+            self._shared.errors.add([*failed, *homeless])
             lost = {each.id for each in homeless}
-            self._tally.add([result for result in now if result.work.item.id not in lost])
-            self._tally.failed += len(failed) + len(homeless)
-            self._tally.skipped += len(seen)
+            self._shared.tally.add([result for result in now if result.task.item.id not in lost])
+            self._shared.tally.failed += len(failed) + len(homeless)
+            self._shared.tally.skipped += len(seen)
             failed, seen = [], []
 
-    def _forget(self, outcome: _Outcome) -> None:
+    def _forget(self, outcome: _TaskOutcome) -> None:
         result = outcome.result
-        if outcome.work is not None:
-            self._feed.finished(outcome.work)
+        if outcome.task is not None:
+            self._feed.finished(outcome.task)
         if isinstance(result, Captioned) and result.usage is not None:
             self._last_written.append(result.fingerprint)
             if len(self._last_written) > _MOST_AT_ONCE + self._settings.concurrency:
@@ -298,11 +353,11 @@ class CaptionRun:
 
 
 def _no_place(touched: Sequence[Touched]) -> list[Failed]:
-    return [each.work.failed(each.trouble, "no_place") for each in touched if each.trouble]
+    return [each.task.failed(each.trouble, "no_place") for each in touched if each.trouble]
 
 
 def _read(read: Callable[[], _T]) -> _T:
-    """Errors of reading are the item's."""
+    """Read, and turn an OSError into the item's own error."""
     try:
         return read()
     except OSError as error:

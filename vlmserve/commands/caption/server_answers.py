@@ -1,4 +1,4 @@
-"""What a server's answer means: a caption, the request's fault, the server's, or that somebody else should be asked.
+"""Judges the answers of servers: a caption, a bad request, a failing server, or a reason to ask another one.
 
 Servers are vlmserve, vLLM, SGLang, llama.cpp, OpenAI's own, and the proxies in front of them.
 """
@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vlmserve.commands.client.chat_client import error_in, json_or_none
 from vlmserve_common.errors import BadRequestError
 
 _SHOWN_CHARS = 300
-_BROKEN_OFF = ("abort", "error")  # finish reasons: what text there is, is not what the model would have said
+_BROKEN_OFF = ("abort", "error")  # finish reasons after which the text is incomplete
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """content: a chat.completion. Every choice has a message with text, and a finish_reason, which may be None."""
+class GoodAnswer:
+    """A caption. content: a chat.completion whose choices all have text, and a finish_reason that may be None."""
 
     content: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Away:
-    """The server takes no requests at the moment; nothing is known about this one.
+    """The server takes no requests at the moment. This says nothing about the request.
 
-    retry_after_s: how long it says to wait. busy: it works, but has too much to do.
+    retry_after_s: the wait that it asks for. busy: it works, but has too many requests.
     """
 
     reason: str
@@ -39,28 +39,28 @@ class Away:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failed:
-    """No caption; the server or the request is the cause."""
+class NoAnswer:
+    """There is no caption, because of the server or the request."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unfit:
-    """The server refuses the API key, or does not have what is wanted. for_good: waiting would not help."""
+    """The server refuses the API key, or lacks the model. for_good: waiting would not help."""
 
     reason: str
     for_good: bool = False
 
 
-Outcome: TypeAlias = Answer | BadRequestError | Away | Failed | Unfit
+Verdict: TypeAlias = GoodAnswer | BadRequestError | Away | NoAnswer | Unfit
 
 
-def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wanted: int) -> Outcome:
-    """Of POST /chat/completions. wanted: choices asked for."""
-    body = _json(content)
+def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wanted: int) -> Verdict:
+    """Judge an answer to POST /chat/completions. wanted: number of choices in the request."""
+    body = json_or_none(content)
     reason = _reason(status, headers, body, content)
-    error = _error(body)
+    error = error_in(body)
     match status:
         case 200:
             return _completion(body, content, wanted)
@@ -72,18 +72,18 @@ def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wan
             return Away(reason=reason, retry_after_s=_retry_after_s(headers))
         case 429:
             return Away(reason=reason, retry_after_s=_retry_after_s(headers), busy=True)
-        case 404 if _text(error.get("param")).startswith("messages"):
+        case 404 if error.get("param", "").startswith("messages"):
             return _bad_request(status, error, reason)  # an uploaded file
         case 404 if error:
             return Unfit(reason=reason)
         case _ if status in (400, 413, 422) or (400 <= status < 500 and status != 408 and error):
             return _bad_request(status, error, reason)
-    return Failed(reason=reason)
+    return NoAnswer(reason=reason)
 
 
 def judge_models(status: int, headers: Mapping[str, str], content: bytes) -> tuple[str, ...] | Away | Unfit:
-    """Of GET /models: the names of what is served."""
-    body = _json(content)
+    """Judge an answer to GET /models; returns the names of the served models."""
+    body = json_or_none(content)
     reason = _reason(status, headers, body, content)
     if status in (401, 403):
         return Unfit(reason=f"it refuses the API key, {reason}; set --api-key", for_good=True)
@@ -97,30 +97,30 @@ def judge_models(status: int, headers: Mapping[str, str], content: bytes) -> tup
     return Away(reason=f"its list of models is not as in OpenAI's API: {_beginning(content) or 'nothing'}")
 
 
-def _completion(body: Any, content: bytes, wanted: int) -> Answer | Failed:
+def _completion(body: Any, content: bytes, wanted: int) -> GoodAnswer | NoAnswer:
     if not isinstance(body, dict):
-        return Failed(reason=f"an answer that is not a JSON object: {_beginning(content) or 'nothing'}")
-    if not body.get("choices") and _error(body):
-        return Failed(reason=f"HTTP 200 with an error: {_text(_error(body).get('message'))[:_SHOWN_CHARS]}")
+        return NoAnswer(reason=f"an answer that is not a JSON object: {_beginning(content) or 'nothing'}")
+    if not body.get("choices") and error_in(body):
+        return NoAnswer(reason=f"HTTP 200 with an error: {error_in(body).get('message', '')[:_SHOWN_CHARS]}")
     try:
         choices = [_choice(index, choice) for index, choice in enumerate(body["choices"])]
     except (TypeError, KeyError, ValueError, AttributeError):
         choices = []
     if not choices:
-        return Failed(reason=f"an answer that is no chat completion: {_beginning(content)}")
+        return NoAnswer(reason=f"an answer that is no chat completion: {_beginning(content)}")
     broken_off = next((choice for choice in choices if choice["finish_reason"] in _BROKEN_OFF), None)
     if broken_off is not None:
-        return Failed(reason=f"the answer was broken off (finish_reason {broken_off['finish_reason']!r})")
+        return NoAnswer(reason=f"the answer was broken off (finish_reason {broken_off['finish_reason']!r})")
     answer = {**body, "choices": choices, "usage": _usage(body.get("usage"))}
     if len(choices) < wanted:
         given = body.get("warnings")
         too_few = f"the server gave {len(choices)} of {wanted} answers that were asked for (n)"
         answer["warnings"] = [*(given if isinstance(given, list) else []), too_few]
-    return Answer(content=answer)
+    return GoodAnswer(content=answer)
 
 
 def _usage(given: Any) -> dict[str, Any]:
-    """Its numbers, and what details there are of them."""
+    """Return the numbers of a usage object, and of the objects in it."""
     if not isinstance(given, Mapping):
         return {}
     return {
@@ -144,46 +144,25 @@ def _choice(index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bad_request(status: int, error: Mapping[str, Any], reason: str) -> BadRequestError:
-    message = _text(error.get("message")) or reason
-    code = _text(error.get("code")) or _text(error.get("type")) or None
-    return BadRequestError(message, param=_text(error.get("param")) or None, code=code, status=status)
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _error(body: Any) -> Mapping[str, Any]:
-    """OpenAI's error object; also where it is the whole body, or mere text. Empty if there is none."""
-    if not isinstance(body, dict):
-        return {}
-    found = body.get("error", body.get("detail", body if "message" in body else None))
-    if isinstance(found, dict):
-        return found
-    return {"message": found if isinstance(found, str) else json.dumps(found)} if found else {}
+    message = error.get("message") or reason
+    code = error.get("code") or error.get("type") or None
+    return BadRequestError(message, param=error.get("param") or None, code=code, status=status)
 
 
 def _reason(status: int, headers: Mapping[str, str], body: Any, content: bytes) -> str:
-    told = _text(_error(body).get("message"))[:_SHOWN_CHARS] or _beginning(content)
+    told = error_in(body).get("message", "")[:_SHOWN_CHARS] or _beginning(content)
     if 300 <= status < 400:
         told = f"a redirect to {headers.get('location', 'nowhere')[:_SHOWN_CHARS]}, which is not followed"
     return f"HTTP {status}: {told}" if told else f"HTTP {status}"
 
 
 def _beginning(content: bytes) -> str:
-    """What a user may know it by: a proxy's page, say."""
+    """Return the first words of an unknown answer, such as a proxy's page."""
     return " ".join(content[:_SHOWN_CHARS].decode(errors="replace").split())[:80]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Of a number of seconds or a date; 0.0 if neither is there."""
+    """Return the seconds of a Retry-After header; 0.0 without one."""
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.replace(".", "", 1).isdecimal():
         return float(value[:12])

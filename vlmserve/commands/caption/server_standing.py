@@ -1,25 +1,25 @@
-"""Whether a server gets requests, and how many: decided by what became of those it got."""
+"""The standing of servers: each one's results decide whether it gets requests, and how many."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-_MOST_FAILURES = 3  # requests in a row
+_MOST_FAILURES = 3  # failed requests in a row
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-_NEWEST_SHARE = 0.1  # of the newest answer in the mean time that answers take
-_ANSWERS_FOR_ROOM = 4  # for each request that a busy server may have at a time, until it gets one more
+_NEWEST_SHARE = 0.1  # weight of the newest answer in the mean duration
+_ANSWERS_FOR_ROOM = 4  # answers per allowed request, until a busy server may have one more
 
 
 class ServerStanding:
-    """A server that fails again and again is left out for a pause, which grows from time to time.
+    """The standing of one server. After several failures in a row it is left out for a pause, which grows each time.
 
-    It comes back on trial: with one request at a time, until it has answered one. What becomes of requests from before
-    says nothing about it then. A busy one is left out as well, and gets half as many at a time afterwards, then slowly
-    more.
-    Requests are known by numbers. is_in: it may get requests. is_unfit: it will never get any. fitted: its list of
-    models was seen, with the right one in it. answer_s: the seconds that an answer takes of late.
+    It returns on trial, with one request at a time until it has answered one. Results of requests from before its
+    return do not count. A busy server is left out as well. Afterwards it gets half as many requests at a time, and then
+    slowly more.
+    is_in: it may get requests. is_unfit: it will never get any. fitted: its list of models has the right one.
+    answer_s: mean seconds of recent answers.
     """
 
     def __init__(self, url: str) -> None:
@@ -34,7 +34,7 @@ class ServerStanding:
         self.era = 0
         self.outstanding = 0
         self.answer_s: float | None = None
-        self._alive_since = 0  # an era; requests from before are not outstanding any more
+        self._alive_since = 0  # an era; earlier requests are not counted as outstanding
         self._on_trial = False
         self._one_at_a_time = False
         self._limit = math.inf  # requests at a time; a number once it was busy
@@ -43,26 +43,26 @@ class ServerStanding:
 
     @property
     def works(self) -> bool:
-        """It gets requests and, as far as is known, answers them."""
+        """True if it gets requests and probably answers them."""
         return self.is_in and not self._on_trial
 
     @property
     def has_room(self) -> bool:
-        """It may get a request now."""
+        """True if it may get a request now."""
         return self.is_in and self.outstanding < (1 if self._one_at_a_time else self._limit)
 
     def take(self) -> int:
-        """It gets a request. Returns the era, for what becomes of the request: eras end when it is left out."""
+        """Count a new request. Returns the era for its result. An era ends when the server is left out."""
         self.outstanding += 1
         return self.era
 
     def release(self, era: int) -> None:
-        """The request is over, in whatever way."""
+        """Count a request as over, whatever its result."""
         if era >= self._alive_since:
             self.outstanding -= 1
 
     def answered(self, era: int, seconds: float | None) -> None:
-        """It works. seconds: that a caption took; None where it refused the request, which it does quickly."""
+        """Note an answer. seconds: of a caption; None for a refused request, which takes no time."""
         if seconds is not None:
             mean = seconds if self.answer_s is None else self.answer_s
             self.answer_s = mean + _NEWEST_SHARE * (seconds - mean)
@@ -74,16 +74,16 @@ class ServerStanding:
         self._failed.clear()
 
     def failed(self, era: int, request: int) -> bool:
-        """It failed with a request. Whether it is to be left out: one request that always fails tells nothing."""
+        """Note a failure. Returns True if the server is to be left out. Failures of one request count once."""
         if era != self.era or not self.is_in:
             return False
         if self._on_trial and request in self._failed:
-            self._setbacks -= 1  # the same one again: the pause stays as it is
+            self._setbacks -= 1  # the same request again: the pause does not grow
         self._failed.add(request)
         return self._on_trial or len(self._failed) >= _MOST_FAILURES
 
     def leave_out(self, reason: str, *, at_least_s: float = 0.0, busy: bool = False) -> float:
-        """Returns for how many seconds."""
+        """Leave the server out. Returns the seconds of the pause."""
         self.reason = reason
         self.is_in = False
         self._on_trial = True
@@ -99,21 +99,21 @@ class ServerStanding:
         return self.next_pause_s(at_least_s)
 
     def next_pause_s(self, at_least_s: float = 0.0) -> float:
-        """Longer from time to time, until it has answered a request."""
+        """Return the next pause. Pauses grow until the server has answered a request."""
         self._setbacks += 1
         return max(at_least_s, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._setbacks - 1, 30)))
 
     def come_back(self) -> None:
-        """It may get requests again."""
+        """Let the server have requests again."""
         self.is_in = True
 
     def give_up(self, reason: str) -> None:
-        """It cannot be used, for good."""
+        """Never use the server again."""
         self.reason = reason
         self.is_in, self.is_unfit = False, True
 
     def note(self) -> str | None:
-        """What the user should know of it at the end, if anything."""
+        """Return a sentence for the user at the end of the run, if there is anything to report."""
         if self.is_unfit:
             told = f"was not used: {self.reason}"
         elif self.times_left_out:
@@ -127,9 +127,10 @@ class ServerStanding:
 
 
 def choose(servers: Sequence[ServerStanding], tried: Sequence[ServerStanding]) -> ServerStanding | None:
-    """Who gets the next request: one that has not tried it yet, and of these who is soonest through with its work.
+    """Choose the server of the next request, preferring servers that have not tried it yet.
 
-    That is outstanding requests times the time that each takes: a slower server gets fewer, an idle one always some.
+    The one with the least work is chosen: outstanding requests times the mean duration. So a slower server gets fewer
+    requests, and an idle one always some.
     """
     free = [server for server in servers if server.has_room]
     free = [server for server in free if server not in tried] or free

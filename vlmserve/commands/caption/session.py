@@ -1,6 +1,6 @@
-"""A run put together: inputs, captioner, journal, output, display. Its end is told, never raised, once it has begun.
+"""Puts a run together: inputs, captioner, journal, output, display. Once begun, a run ends with a summary.
 
-Order of the beginning: inputs and output are checked, the journal is locked, the output gone on with, and only then a
+Order of the beginning: inputs and output are checked, the journal is locked, the output is continued, and only then a
 model is loaded or servers are asked.
 """
 
@@ -19,30 +19,27 @@ from typing import BinaryIO, TextIO
 
 import blake3
 
-from processors.fetch.blocking import BlockingFetcher
+from vlmserve.commands.batch.command_line import make_fetcher
 from vlmserve.commands.batch.inputs import Inputs, open_inputs
-from vlmserve.commands.batch.progress import Progress
-from vlmserve.commands.caption.arguments import CaptionCommand
-from vlmserve.commands.caption.bounds import named_folder, refuse_inputs_as_outputs, words_to_open
-from vlmserve.commands.caption.captioner import Captioner, CaptionStopped
+from vlmserve.commands.batch.progress import RunProgress
+from vlmserve.commands.caption.command import CaptionCommand, named_folder, refuse_inputs_as_outputs, words_to_open
 from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.result import Tally
-from vlmserve.commands.caption.run import CaptionRun
+from vlmserve.commands.caption.result import CaptionTally
+from vlmserve.commands.caption.run import Captioner, CaptionRun, CaptionStopped
 from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
-from vlmserve.frontend.stage import stage_limits
 from vlmserve_common.errors import VlmserveError
 
 _FLAGS = {"response_format": "--json-schema"}
-"""Of options that have another name there."""
+"""The flags of options with another name."""
 
 
 class Ended(enum.Enum):
-    """How a run did."""
+    """The ways in which a run ends."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
@@ -51,28 +48,26 @@ class Ended(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """told: the summary, as the command line wants it. troubles: why it stopped, if it did."""
+class CaptionEnd:
+    """The end of a run. summary: text or JSON for the user. troubles: the reasons why it stopped, if it did."""
 
     how: Ended
-    tally: Tally
-    told: str
+    tally: CaptionTally
+    summary: str
     troubles: Sequence[str]
 
 
-def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner: Captioner | None = None) -> Outcome:
-    """Run it. captioner: one that is there already, and stays its owner's to close; None: as the command says.
+def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner: Captioner | None = None) -> CaptionEnd:
+    """Run the command. captioner: an existing one, which its owner closes; None makes the command's own.
 
-    Raises SettingsError, VlmserveError or OSError when it cannot begin.
+    Raises SettingsError, VlmserveError or OSError if the run cannot begin.
     """
-    tally = Tally()
+    tally = CaptionTally()
     prompts = Prompts(command.prompt, system=command.system, prefix=command.prefix, suffix=command.suffix)
     output = choose_output(command.output)
     words = words_to_open(command)
-    # Local files are read wherever they are: the user has named them.
-    fetch = replace(stage_limits(command.settings).fetch, allowed_local_media_path="/")
     with contextlib.ExitStack() as stack:
-        fetcher = BlockingFetcher(fetch)
+        fetcher = make_fetcher(command.settings)
         stack.callback(fetcher.close)
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
@@ -88,33 +83,33 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         stack.callback(output.close)
         output.begin(journal)
         shared = Shared(prompts=prompts, journal=journal, output=output, errors=errors, tally=tally)
-        progress = Progress("caption", tally, out)
-        return _Session(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
+        progress = RunProgress("caption", tally, out)
+        return _CaptionSession(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
 
 
-def _open_journal(command: CaptionCommand, words: Sequence[str]) -> Journal:
+def _open_journal(command: CaptionCommand, words: Sequence[str]) -> CaptionJournal:
     path = command.journal
     if path is None:
         path = choose_journal(command.output.output, [named_folder(word) for word in words], command.shard)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return Journal(path)
+    return CaptionJournal(path)
 
 
 @dataclass(kw_only=True)
-class _Session:
-    """What `caption` has put together, at work. given: see there."""
+class _CaptionSession:
+    """A run at work. given: the captioner of `caption`'s caller."""
 
     command: CaptionCommand
     inputs: Inputs
     shared: Shared
-    progress: Progress
+    progress: RunProgress
     given: Captioner | None
     running: CaptionRun | None = None
     terminated: bool = False
     broken: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def run(self) -> Outcome:
+    def run(self) -> CaptionEnd:
         shared = self.shared
         troubles: list[str] = []
         how = Ended.FINISHED
@@ -130,7 +125,7 @@ class _Session:
             if self.running is not None:
                 self.running.close()
             shared.errors.close()
-        # not after an end that was broken off, nor where nothing can be written
+        # not if the end was broken off, or if nothing can be written
         if self.running is not None and self.running.in_order and not self.broken:
             try:
                 shared.output.finish()
@@ -140,13 +135,13 @@ class _Session:
         with contextlib.suppress(OSError):
             shared.errors.write_anew(shared.journal.failures())
         if how is not Ended.FINISHED:
-            self.notes.append("what is finished is on disk: the same command goes on from here")
+            self.notes.append("finished captions are on disk: the same command continues from here")
         told = shared.tally.summary(self.progress.seconds, self.notes, ended=how.value)
         text = shared.tally.describe(self.progress.seconds, ended=how.value)
-        return Outcome(
+        return CaptionEnd(
             how=how,
             tally=shared.tally,
-            told=json.dumps(told, indent=2) if self.command.json else "\n".join([text, *self.notes]),
+            summary=json.dumps(told, indent=2) if self.command.json else "\n".join([text, *self.notes]),
             troubles=troubles,
         )
 
@@ -177,13 +172,13 @@ class _Session:
                 try:
                     await run.run()
                 except OSError:
-                    self.broken = True  # nothing can be written: not the end of a part, either
+                    self.broken = True  # nothing can be written, not even the end of a part
                     raise
                 finally:
                     showing.cancel()
 
     def _made(self) -> Captioner:
-        """The engine in this process, or the servers that do the work."""
+        """Make the captioner: the engine in this process, or servers."""
         command = self.command
         if command.base_urls:
             from vlmserve.commands.caption.remote import RemoteCaptioner
@@ -202,7 +197,7 @@ class _Session:
         )
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
-        """What makes captions other ones, under the names of flags."""
+        """Return everything that influences captions, under the names of flags."""
         command = self.command
         return {
             "the model": captioner.identity,
@@ -219,12 +214,12 @@ class _Session:
 
 
 @contextlib.contextmanager
-def _counting(inputs: Inputs, tally: Tally, command: CaptionCommand) -> Iterator[None]:
-    """Count ahead, in a thread of its own, for the display."""
+def _counting(inputs: Inputs, tally: CaptionTally, command: CaptionCommand) -> Iterator[None]:
+    """Count the items for the display, in a thread of its own."""
     stopped = threading.Event()
 
     def count() -> None:
-        with contextlib.suppress(VlmserveError, OSError):  # which the run itself meets, and tells
+        with contextlib.suppress(VlmserveError, OSError):  # the run itself meets and reports them
             for number in inputs.count():
                 if number is None or stopped.is_set():
                     return

@@ -1,1 +1,1 @@
-"""`vlmserve chat`: a conversation in the terminal, or one question of a script. A client of the HTTP API."""
+"""`vlmserve chat`: a conversation in the terminal, or one question from a script. A client of the HTTP API."""

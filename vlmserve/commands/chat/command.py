@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import signal
@@ -12,14 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vlmserve.commands.chat.asking import ask
-from vlmserve.commands.chat.session import Session, Talker
+from vlmserve.commands.chat.session import ChatSession, ask
 from vlmserve.commands.chat.terminal import Terminal, history_file, printable, shown_while
-from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.client.conversation import Question, chat_body, chat_messages
+from vlmserve.commands.client.conversation import (
+    OPTIONS,
+    ChatQuestion,
+    OptionError,
+    chat_body,
+    chat_messages,
+    parse_assignment,
+    parse_option,
+)
 from vlmserve.commands.client.media import Medium, ending_modality, is_web_address, medium_of_bytes, open_medium
-from vlmserve.commands.client.options import OPTIONS, OptionError, parse_assignment, parse_option
-from vlmserve.commands.client.own_server import own_model
+from vlmserve.commands.client.own_server import ChatTarget, model_at, own_model
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, add_settings
@@ -28,19 +32,19 @@ from vlmserve.config.settings import ENV_PREFIX, iter_settings, load_settings
 from vlmserve_common.errors import CheckpointError
 
 _API_KEY = ENV_PREFIX + "API_KEY"
-# What only a server that others use needs; --api-key is the chat's own flag.
+# Settings that only a public server needs; --api-key is the chat's own flag.
 _NOT_HERE = frozenset(("host", "port", "port_file", "api_key"))
-# Sent inline, again with each question; who else would send as much to a server with a key that nobody knows?
+# All media are sent inline, again with each question, and nobody else can reach the server.
 _BODY_MIB = 4096
 _ABOUT = """\
 Chat with a model in the terminal, about pictures and videos too.
 
-Without --url the model is served for the chat, by a `vlmserve serve` that ends with it. All options of that may be
-given (`vlmserve serve --help` lists them). Without a MODEL it is the small built-in one.
+Without --url, a `vlmserve serve` of the chat's own serves the model, and ends with the chat. It takes all options that
+`vlmserve serve --help` lists. Without a MODEL, it serves the small built-in one.
 
 FILEs are pictures and videos (or their web addresses) for the first question; - is standard input. In the chat, name
-them anywhere in a question, or drop them on the terminal; /help lists the commands. With --ask, or with a question on
-standard input, the answer is printed and nothing else, and the exit status says whether there is one.
+files anywhere in a question, or drop them on the terminal; /help lists the commands. With --ask, or with a question on
+standard input, only the answer is printed, and the exit status is 0 if there is one.
 """
 _EPILOG = """\
 examples:
@@ -54,20 +58,20 @@ examples:
 def main(argv: Sequence[str]) -> int:
     """Chat until the user leaves, or answer one question; returns the exit status.
 
-    Raises VlmserveError or OSError, with a message fit for the user, if there is no answer or no server.
+    Raises VlmserveError or OSError, with a message for the user, if there is no answer or no server.
     """
     args = _read(argv)
-    # a terminal window that is closed: what was made is to be cleared away
-    with contextlib.suppress(ValueError):  # in another thread than the main one, where signals are not ours
+    # when the terminal's window is closed, the server must end and its files go
+    with contextlib.suppress(ValueError):  # not in the main thread, where alone signals can be set
         signal.signal(signal.SIGHUP, _exit)
     media = _open_all(args.files)
     if args.ask is not None or not sys.stdin.isatty():
         return _answer_one(args, media)
 
-    with _talker(args) as talker:
+    with _served(args) as served:
         terminal = Terminal(history=None if args.no_history else history_file())
-        session = Session(talker, terminal, system=args.system, options=args.options, media=media)
-        terminal.line(f"{talker.model}: ask away. /help lists the commands, Ctrl-D leaves.")
+        session = ChatSession(served, terminal, system=args.system, options=args.options, media=media)
+        terminal.line(f"{served.model}: ask away. /help lists the commands, Ctrl-D leaves.")
         session.run()
     return 0
 
@@ -76,13 +80,13 @@ def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
     text = args.ask if args.ask is not None else sys.stdin.read().strip()
     if not text:
         _complain("there is no question: give one with --ask, or on standard input")
-    question = Question(text=text, media=tuple(media))
-    with _talker(args) as talker:
+    question = ChatQuestion(text=text, media=tuple(media))
+    with _served(args) as served:
         messages = chat_messages(args.system, (), question, lambda medium: medium.part(args.options))
         try:
-            answer, stopped = ask(talker.client, chat_body(talker.model, messages, args.options), _write)
+            answer, stopped = ask(served.client, chat_body(served.model, messages, args.options), _write)
             _write("\n")
-        except BrokenPipeError:  # who read the answer has enough of it
+        except BrokenPipeError:  # the reader of the answer has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
     if stopped:
@@ -93,27 +97,25 @@ def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
 
 
 @contextlib.contextmanager
-def _talker(args: argparse.Namespace) -> Iterator[Talker]:
-    """The server that there is, or one of our own."""
+def _served(args: argparse.Namespace) -> Iterator[ChatTarget]:
+    """Find the model of a running server, or start one for the chat."""
     if args.url is not None:
-        client = ChatClient(args.url, api_key=args.api_key)
-        yield Talker(client=client, model=args.served_name or asyncio.run(client.model()))
+        yield model_at(args.url, api_key=args.api_key, name=args.served_name)
         return
     words = ["--max-body-mib", str(_BODY_MIB), *_words(args.serve), *(["--config", args.config] if args.config else [])]
     if args.model:
-        folder = resolve_model(args.model)  # fetched here, if need be, where its progress can be seen
+        folder = resolve_model(args.model)  # a download shows its progress here
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{args.model!r} has no config.json: it is no model (name pictures one by one)")
         words += ["--model", str(folder), "--served-model-name", args.served_name or args.model]
     with contextlib.ExitStack() as stack:
         with shown_while(f"Starting a server for {args.model or 'the small built-in model'}", sys.stderr):
-            server, client, model = stack.enter_context(own_model(words))
-        yield Talker(client=client, model=model, server=server)
+            served = stack.enter_context(own_model(words))
+        yield served
 
 
 def _read(argv: Sequence[str]) -> argparse.Namespace:
-    """What was given: serve are an own server's settings, model of these ("": the built-in one), options the requests',
-    files the FILEs."""
+    """Read the command line. serve: the own server's settings. model: "" is the built-in one. options: of requests."""
     args = _parser().parse_intermixed_args(argv)
     args.serve = {name: value for name, value in vars(args).items() if name in _servers_own()}
     args.files = list(args.words)
@@ -126,7 +128,7 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
         args.api_key = args.api_key or os.environ.get(_API_KEY) or None
         return args
     if args.api_key is not None:
-        _complain("--api-key goes with --url; a server of the chat's own takes nobody else's requests")
+        _complain("--api-key goes with --url; the chat's own server has a key of its own")
     if args.files and "model" not in args.serve and _is_model(args.files[0]):
         args.serve["model"] = args.files.pop(0)
     try:
@@ -146,13 +148,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--url",
         metavar="URL",
-        help="use the server at http://host:port/v1 (--model NAME: that one of its models)",
+        help="use the server at http://host:port/v1 (--model NAME chooses one of its models)",
     )
-    parser.add_argument("--api-key", metavar="KEY", help=f"of that server [env: {_API_KEY}]")
-    parser.add_argument("--ask", metavar="TEXT", help="ask this, print the answer, and end")
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key of that server [env: {_API_KEY}]")
+    parser.add_argument("--ask", metavar="TEXT", help="ask TEXT, print the answer, and end")
     parser.add_argument("--system", metavar="TEXT", help="a system prompt")
-    parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="as /set; may be repeated")
-    parser.add_argument("--no-history", action="store_true", help="remember no lines from chat to chat")
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="an option of the requests, as with /set; may be repeated",
+    )
+    parser.add_argument("--no-history", action="store_true", help="do not keep a history of lines")
     options = parser.add_argument_group("options of the requests (/set changes them)")
     for name, option in OPTIONS.items():
         if name not in _servers_own():
@@ -161,12 +169,12 @@ def _parser() -> argparse.ArgumentParser:
     add_settings(parser, _servers_own())
     for action in parser._actions:
         if action not in shown:
-            action.help = argparse.SUPPRESS  # there are a hundred of them
+            action.help = argparse.SUPPRESS  # `vlmserve serve --help` shows them
     return parser
 
 
 def _servers_own() -> set[str]:
-    """The settings that an own server may be given."""
+    """Return the settings that the chat's own server takes."""
     return {setting.name for setting in iter_settings()} - _NOT_HERE
 
 
@@ -180,7 +188,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _is_model(word: str) -> bool:
-    """Whether the first word names a model rather than a file; both may have a slash in them."""
+    """Return True if the first word names a model, not a file. Both may have a slash."""
     if is_web_address(word) or word == "-":
         return False
     path = Path(word).expanduser()
@@ -214,7 +222,7 @@ def _exit(number: int, frame: object) -> NoReturn:
 
 
 def _complain(message: str) -> NoReturn:
-    """End the command: it was called wrongly."""
+    """End the command because of a wrong command line."""
     for line in message.splitlines():
         print(f"vlmserve chat: error: {line}", file=sys.stderr)
     sys.exit(2)

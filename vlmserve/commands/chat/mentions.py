@@ -1,4 +1,4 @@
-"""Finds the pictures and videos that a line names, written as terminals do when a file is dropped on them.
+"""Finds the pictures and videos that a line names, also in the forms in which terminals paste dropped files.
 
 Quoted ('/a b.png'), with backslashes (/a\\ b.png), as a URI (file:///a%20b.png), with `~`, or bare, spaces and all.
 """
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from urllib.parse import urlsplit
 
-from vlmserve.commands.client.conversation import Question, Turn
-from vlmserve.commands.client.media import Medium, ending_modality, is_web_address, local_path
-from vlmserve.commands.client.media_names import begins_as_medium
+from vlmserve.commands.client.conversation import ChatQuestion, ChatTurn
+from vlmserve.commands.client.media import Medium, begins_as_medium, ending_modality, is_web_address, local_path
 
 _SHELL_WORD = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""")
 _BARE_WORD = re.compile(r"(?:[^\s\\]|\\.|\\$)+")
@@ -28,7 +27,7 @@ _MOST_SPACES = 20  # in a path that is not quoted
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mention:
-    """A place of the line, from start to end, and the path or address that stands there, without quotes."""
+    """The place of a path or address in a line. word: the path or address without quotes."""
 
     start: int
     end: int
@@ -36,7 +35,7 @@ class Mention:
 
 
 def find_mentions(line: str) -> list[Mention]:
-    """All of them, in order; also files that are not there, if only pictures and videos are called so."""
+    """Find all mentions, in order; also missing files with endings of pictures and videos."""
     mentions = []
     place = 0
     while found := _NOT_BLANK.search(line, place):
@@ -59,19 +58,19 @@ def make_question(
     mentions: Sequence[Mention],
     named: Sequence[Medium],
     waiting: Sequence[Medium],
-    turns: Sequence[Turn[Medium]],
-) -> Question[Medium]:
-    """The question of a line, with the media that it names and those that waited for one."""
+    turns: Sequence[ChatTurn[Medium]],
+) -> ChatQuestion[Medium]:
+    """Make the question of a line, with the media that it names and those that waited for it."""
     all_media = [*(medium for turn in turns for medium in turn.question.media), *waiting, *named]
     labels = [_label(all_media, len(all_media) - len(named) + number) for number in range(len(named))]
-    return Question(text=question_text(line, mentions, labels), media=(*waiting, *named))
+    return ChatQuestion(text=question_text(line, mentions, labels), media=(*waiting, *named))
 
 
 def question_text(line: str, mentions: Sequence[Mention], labels: Sequence[str]) -> str:
-    """The line without the mentions: what the model is asked.
+    """Return the line without its mentions: the text for the model.
 
-    Those before and behind all text are left out. For those inside, which the sentence needs, their labels stand; and
-    then also behind it ("compare a.png with b.png").
+    Mentions before and after all text are left out. Mentions inside a sentence become labels, and then those after it
+    do, too ("compare a.png with b.png").
     """
     count = len(mentions)
     ends = [0, *(mention.end for mention in mentions)]
@@ -87,7 +86,7 @@ def question_text(line: str, mentions: Sequence[Mention], labels: Sequence[str])
 
 
 def split_words(text: str) -> list[str]:
-    """The paths and addresses of a /image line: one with spaces if there is such a file, else as a shell splits."""
+    """Split the rest of a /image line: one path with spaces if there is such a file, otherwise as a shell does."""
     if os.path.isfile(local_path(text)):
         return [text]
     try:
@@ -111,7 +110,7 @@ def _mention_at(line: str, place: int) -> Mention | None:
 
 
 def _candidates(line: str, place: int) -> Iterator[tuple[int, str, bool]]:
-    """Where each ends, its word, and whether it can hardly be meant as anything but a path."""
+    """Yield candidates: the end, the word, and True if it can hardly be anything but a path."""
     for pattern in (_SHELL_WORD, _BARE_WORD):
         found = pattern.match(line, place)
         if found is None:
@@ -137,7 +136,7 @@ def _unquoted(text: str) -> str:
 
 
 def _label(media: Sequence[Medium], place: int) -> str:
-    """What a text calls the medium at a place of the conversation."""
+    """Return the label of a medium in the text. place: its number in the conversation."""
     medium = media[place]
     alike = [other for other, one in enumerate(media) if one.modality is medium.modality]
     return f"the {medium.kind}" if len(alike) == 1 else f"{medium.kind} {1 + alike.index(place)}"

@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from processors.inputs import Modality
-from vlmserve.commands.chat.asking import ask, stats_line
 from vlmserve.commands.chat.mentions import find_mentions, make_question, split_words
 from vlmserve.commands.chat.terminal import Terminal
-from vlmserve.commands.client.chat_client import ChatClient, ServerError
-from vlmserve.commands.client.conversation import Question, Turn, chat_body, chat_messages
+from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError, Stats
+from vlmserve.commands.client.conversation import (
+    OPTIONS,
+    ChatQuestion,
+    ChatTurn,
+    OptionError,
+    chat_body,
+    chat_messages,
+    option_named,
+    parse_option,
+)
 from vlmserve.commands.client.media import KINDS, Medium, MediumError, open_medium
-from vlmserve.commands.client.options import OPTIONS, OptionError, option_named, parse_option
-from vlmserve.commands.client.own_server import OwnServer
+from vlmserve.commands.client.own_server import ChatTarget
 from vlmserve.config.spelling import did_you_mean
+
+
+def ask(client: ChatClient, body: Mapping[str, Any], write: Callable[[str], None]) -> tuple[ChatAnswer, bool]:
+    """Ask a question. Returns the answer, as far as it came, and True if Ctrl-C stopped it. Raises ServerError.
+
+    Call it in the main thread, where Ctrl-C arrives. write: takes each piece of text.
+    """
+    answer = ChatAnswer(text="")
+
+    async def read() -> None:
+        nonlocal answer
+        async with aclosing(client.ask(body)) as answers:
+            async for now in answers:
+                piece, answer = now.text[len(answer.text) :], now
+                if piece:
+                    write(piece)
+
+    try:
+        asyncio.run(read())
+    except KeyboardInterrupt:
+        return answer, True
+    return answer, False
+
+
+def stats_line(stats: Stats) -> str:
+    """Return the times and tokens of an answer as a line for people."""
+    words = [f"first token after {stats.ttft_s:.2f} s"]
+    rate = stats.tokens_per_s()
+    if rate is not None:
+        words.append(f"{rate:.1f} tokens/s")
+    words.append(f"prompt {stats.prompt_tokens} tokens ({stats.cached_tokens} cached)")
+    words.append(f"answer {stats.completion_tokens} tokens")
+    return " · ".join(words)
+
 
 HELP = """\
 Type a question; name pictures and videos in it by path or web address, or drop them on the terminal.
@@ -28,11 +70,11 @@ Type a question; name pictures and videos in it by path or web address, or drop 
   /video FILE ...        videos for the next question
   /retry                 ask the last question again
   /new, /clear           forget the conversation
-  /system TEXT           a system prompt, from the next question on; /system off: none
-  /set NAME VALUE        an option of the requests; /set NAME default; /set: list them
+  /system TEXT           use a system prompt from the next question on; /system off: none
+  /set NAME VALUE        set an option of the requests; /set NAME default; /set lists all
   /stats on|off          show tokens and times of each answer
   /save FILE             write the conversation: FILE.json as messages of the API, any other as text
-  /help                  this
+  /help                  show this
   /exit, /quit           leave, as Ctrl-D does
 Ctrl-C stops an answer; at the prompt, twice leaves."""
 _NOT_SENT = 'Nothing was sent. The up arrow brings the line back; text between """ is taken as it is.'
@@ -40,34 +82,25 @@ _BLOCK = '"""'
 _LOOKS_LIKE_COMMAND = re.compile(r"/\w*(?:\s|$)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Talker:
-    """Whom the session talks to. server: the chat's own, if it is that."""
-
-    client: ChatClient
-    model: str
-    server: OwnServer | None = None
-
-
-class Session:
-    """options: as after `/set`. media: for the first question."""
+class ChatSession:
+    """A conversation with a served model. options: of requests. media: for the first question."""
 
     def __init__(
         self,
-        talker: Talker,
+        served: ChatTarget,
         terminal: Terminal,
         *,
         system: str | None = None,
         options: Mapping[str, Any],
         media: Sequence[Medium] = (),
     ) -> None:
-        self._talker = talker
+        self._served = served
         self._terminal = terminal
         self._system = system
         self._options = dict(options)
-        self._turns: list[Turn[Medium]] = []
+        self._turns: list[ChatTurn[Medium]] = []
         self._waiting = list(media)
-        self._last: Question[Medium] | None = None
+        self._last: ChatQuestion[Medium] | None = None
         self._stats = True
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
@@ -87,7 +120,7 @@ class Session:
         terminal.complete(list(self._commands))
 
     def run(self) -> None:
-        """Until the user leaves."""
+        """Read lines and answer them until the user leaves."""
         interrupted = False
         while True:
             try:
@@ -107,7 +140,7 @@ class Session:
                 self._terminal.error(str(error))
 
     def _read(self) -> tuple[str, bool]:
-        """A message, and whether it is to be taken as it is."""
+        """Read a message. Returns True with it if the text is to be used verbatim."""
         line = self._terminal.read_line("> ")
         if not line.lstrip().startswith(_BLOCK):
             return line, False
@@ -144,15 +177,15 @@ class Session:
         self._waiting = []
         self._ask(question, self._turns)
 
-    def _ask(self, question: Question[Medium], before: Sequence[Turn[Medium]]) -> None:
-        """A question that is answered becomes a turn behind `before`; else all stays as it is."""
+    def _ask(self, question: ChatQuestion[Medium], before: Sequence[ChatTurn[Medium]]) -> None:
+        """Ask a question. If it is answered, it becomes a turn after `before`."""
         self._last = question
         messages = self._messages(before, question)
-        body = chat_body(self._talker.model, messages, self._options)
+        body = chat_body(self._served.model, messages, self._options)
         try:
-            answer, stopped = ask(self._talker.client, body, self._terminal.piece)
+            answer, stopped = ask(self._served.client, body, self._terminal.piece)
         except ServerError as error:
-            ended = self._talker.server and self._talker.server.status
+            ended = self._served.server and self._served.server.status
             gone = f"the model's server has ended with status {ended}; /save still works, then start the chat anew"
             self._terminal.error(str(error) if ended is None else gone)
             self._terminal.note("The question does not count; /retry asks it again.")
@@ -166,9 +199,11 @@ class Session:
         if answer.stats is not None and self._stats:
             self._terminal.note(f"({stats_line(answer.stats)})")
         if answer.text or not stopped:
-            self._turns = [*before, Turn(question=question, answer=answer.text)]
+            self._turns = [*before, ChatTurn(question=question, answer=answer.text)]
 
-    def _messages(self, turns: Sequence[Turn[Medium]], question: Question[Medium] | None) -> list[dict[str, Any]]:
+    def _messages(
+        self, turns: Sequence[ChatTurn[Medium]], question: ChatQuestion[Medium] | None
+    ) -> list[dict[str, Any]]:
         return chat_messages(self._system, turns, question, lambda medium: medium.part(self._options))
 
     def _wait_with(self, media: Sequence[Medium]) -> None:
@@ -222,7 +257,7 @@ class Session:
         path = Path(os.path.expanduser(rest)).absolute()
         if path.suffix.lower() == ".json":
             messages = self._messages(self._turns, None)
-            text = json.dumps({"model": self._talker.model, "messages": messages}, indent=2, ensure_ascii=False) + "\n"
+            text = json.dumps({"model": self._served.model, "messages": messages}, indent=2, ensure_ascii=False) + "\n"
         else:
             text = _as_text(self._system, self._turns)
         try:
@@ -242,7 +277,7 @@ def _list(media: Sequence[Medium]) -> str:
     return ", ".join(f"{medium.kind} {os.path.basename(medium.name)}" for medium in media)
 
 
-def _as_text(system: str | None, turns: Sequence[Turn[Medium]]) -> str:
+def _as_text(system: str | None, turns: Sequence[ChatTurn[Medium]]) -> str:
     paragraphs = [] if system is None else [f"System: {system}"]
     for turn in turns:
         paragraphs += [f"[{medium.kind}: {medium.name}]" for medium in turn.question.media]

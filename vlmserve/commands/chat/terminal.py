@@ -1,4 +1,4 @@
-"""The terminal: lines are edited and remembered, answers shown as they come, nothing obeys what a model prints."""
+"""The terminal: lines are edited and remembered, answers are shown as they come, and no output controls it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from typing import TextIO
 readline: ModuleType | None
 try:
     import readline
-except ImportError:  # a Python built without it: lines come as the terminal gives them
+except ImportError:  # a Python without readline: lines cannot be edited
     readline = None
 
 _MOST_HISTORY = 1000
-# Escape sequences begin with one of these: what a model or a server says must not move the cursor or set the title.
+# Escape sequences begin with one of these: a model's text must not move the cursor or set the title.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _RED, _PLAIN = "\x1b[2m", "\x1b[31m", "\x1b[0m"
 
 
 class Terminal:
-    """history: the file that lines are remembered in; None remembers them until the end only."""
+    """Reads lines and shows text. history: file of earlier lines; None keeps none after the end."""
 
     def __init__(self, *, history: Path | None) -> None:
         self._history = history
@@ -37,12 +37,12 @@ class Terminal:
             self._history = None
 
     def complete(self, commands: Sequence[str]) -> None:
-        """From here on Tab completes these at a line's start, and paths elsewhere."""
+        """Let Tab complete these commands at a line's start, and paths elsewhere."""
         if readline is not None:
             _complete(readline, commands)
 
     def read_line(self, prompt: str) -> str:
-        """A line without its end. EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
+        """Read a line. EOFError for Ctrl-D, KeyboardInterrupt for Ctrl-C."""
         before = readline.get_current_history_length() if readline is not None else 0
         line = input(prompt)
         if readline is not None and self._history is not None:
@@ -52,20 +52,20 @@ class Terminal:
         return line
 
     def piece(self, text: str) -> None:
-        """A part of an answer; what follows by another method begins a new line."""
+        """Show a part of an answer. Other methods begin a new line after it."""
         print(printable(text), end="", flush=True)
         self._in_a_line = not text.endswith("\n")
 
     def line(self, text: str) -> None:
-        """Something that was asked for."""
+        """Show a reply to a command."""
         self._print(printable(text))
 
     def note(self, text: str) -> None:
-        """Something that may be overlooked."""
+        """Show a remark, dimmed."""
         self._print(self._in(_DIM, text))
 
     def error(self, text: str) -> None:
-        """Something that went wrong."""
+        """Show an error, in red."""
         self._print(self._in(_RED, text))
 
     def end_line(self) -> None:
@@ -83,12 +83,12 @@ class Terminal:
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would take for an order."""
+    """Return the text without control characters."""
     return _CONTROLS.sub("", text)
 
 
 def history_file() -> Path:
-    """Where the lines of earlier chats are: in the user's folder for state (XDG)."""
+    """Return the history file, in the user's folder for state (XDG)."""
     state = os.environ.get("XDG_STATE_HOME", "")
     base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return base / "vlmserve" / "chat_history"
@@ -96,7 +96,7 @@ def history_file() -> Path:
 
 @contextlib.contextmanager
 def shown_while(doing: str, stream: TextIO) -> Iterator[None]:
-    """Say what is being done, and for how long, while it is done; nothing where `stream` is no terminal."""
+    """Show the activity and its seconds during the block; nothing if `stream` is no terminal."""
     if not stream.isatty():
         yield
         return
@@ -119,7 +119,7 @@ def shown_while(doing: str, stream: TextIO) -> Iterator[None]:
 
 
 def _load_history(lines: ModuleType, history: Path) -> bool:
-    """Whether there is such a file now, for this user alone."""
+    """Load or create the history, for this user alone. Returns False if that fails."""
     try:
         history.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(history, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))

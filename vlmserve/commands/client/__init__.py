@@ -1,1 +1,1 @@
-"""The HTTP API as our own clients use it: `vlmserve demo`, `vlmserve chat`."""
+"""The HTTP API as our own commands use it: `vlmserve chat`, `demo`, `caption`, `warmup` and `bench`."""

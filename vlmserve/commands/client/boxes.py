@@ -5,8 +5,8 @@
     for box in marks.to_source(answer.mm_report["media"][0]).boxes:
         draw.rectangle((box.x1, box.y1, box.x2, box.y2))
 
-Nothing but the standard library is needed. What a model writes never raises: what is whole is given, and what is not is
-named in `problems`.
+The module needs the standard library only. No text of a model raises an error: complete boxes and points are returned,
+and `problems` names the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABELS = ("label", "text_content")
 _CLAIM = re.compile(r"""["'](?:bbox_2d|point_2d)\b""")
 _OBJECT = re.compile(r"""\{(?=\s*["}])""")
 _STEP = re.compile(r"""[^{}\[\]"]*+(?:([{\[])|([}\]])|"(?:[^"\\]++|\\.)*+")""", re.DOTALL)
-_DEEPEST = 16  # an answer has two or three levels; the work on a text grows with them
+_DEEPEST = 16  # an answer has two or three levels; the work grows with them
 _MARKED = re.compile(
     r"<\|object_ref_start\|>(?P<label>[^<]*)<\|object_ref_end\|>|<\|box_start\|>(?P<box>[^<]*)(?P<end><\|box_end\|>)?"
 )
@@ -33,7 +33,7 @@ _CUT_CORNERS = re.compile(rf"(?:{_PAIR.pattern}\s*,\s*)?\([-0-9.,\s]*\Z")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Box:
-    """Two opposite corners, as the model counts or, after `to_source`, in pixels of the picture that was sent."""
+    """A box by two opposite corners: in the model's coordinates or, after `to_source`, in pixels of the picture."""
 
     x1: float
     y1: float
@@ -44,7 +44,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One place, counted as a `Box` is."""
+    """One place, in the coordinates that a `Box` has."""
 
     x: float
     y: float
@@ -53,9 +53,9 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """boxes, points: what is whole in an answer, each in the order of the text. problems: what is not, a sentence each.
+    """The boxes and points of an answer, in the order of its text.
 
-    An answer that was cut off has at least one problem.
+    problems: a sentence for each one that is incomplete. An answer that was cut off has at least one.
     """
 
     boxes: tuple[Box, ...] = ()
@@ -63,9 +63,9 @@ class Marks:
     problems: tuple[str, ...] = ()
 
     def to_source(self, medium: Mapping[str, Any]) -> Marks:
-        """The same in pixels of the upright source; medium: the picture's entry in the answer's `mm_report`.
+        """Return the marks in pixels of the upright source. medium: the picture's entry in the answer's `mm_report`.
 
-        Raises ValueError for an entry that does not say how to count.
+        Raises ValueError for an entry that does not name its coordinates.
         """
         x, y = _factors(medium)
         boxes = (replace(box, x1=box.x1 * x, y1=box.y1 * y, x2=box.x2 * x, y2=box.y2 * y) for box in self.boxes)
@@ -74,10 +74,10 @@ class Marks:
 
 
 def parse_boxes(text: str | None) -> Marks:
-    """The boxes and points in an answer, in the model's own count.
+    """Find the boxes and points in an answer, in the model's own coordinates.
 
-    Forms: Qwen2.5-VL's and Qwen3-VL's JSON objects with bbox_2d or point_2d, fenced or not; Qwen2-VL's
-    <|box_start|>(x1,y1),(x2,y2)<|box_end|>, and the same without its special tokens, as answers have it by default.
+    Forms: Qwen2.5-VL's and Qwen3-VL's JSON objects with bbox_2d or point_2d, fenced or not. Qwen2-VL's
+    <|box_start|>(x1,y1),(x2,y2)<|box_end|>, also without its special tokens, which answers leave out by default.
     """
     text = text or ""
     if _CLAIM.search(text):
@@ -96,7 +96,7 @@ def _from_json(text: str) -> Marks:
     depth, read = 0, 0  # lists that are open, and characters accounted for
 
     def pass_over(end: int) -> None:
-        """Text between objects that could be read."""
+        """Look through the text between objects that were read."""
         nonlocal depth
         claims = _CLAIM.finditer(text, read, end)
         problems.extend(f"the {c.group()[1:]} at character {c.start()} is cut off or not valid JSON" for c in claims)
@@ -137,7 +137,7 @@ def _from_tokens(text: str) -> Marks:
         if match["label"] is not None:
             label, label_end = match["label"].strip(), match.end()
             continue
-        if text[label_end : match.start()].strip():  # the label was of something else
+        if text[label_end : match.start()].strip():  # the label belonged to another object
             label = None
         label_end = match.end()
         rows = [tuple(map(float, pair)) for pair in _PAIR.findall(match["box"])]
@@ -151,7 +151,7 @@ def _from_tokens(text: str) -> Marks:
 
 
 def _end_of_object(text: str, start: int) -> int:
-    """Where the object that starts there has as many ends as beginnings; `start` where it has not."""
+    """Return where the object ends that starts there; `start` if it does not end."""
     depth, place = 0, start
     while depth <= _DEEPEST and (step := _STEP.match(text, place)):
         depth += (step[1] is not None) - (step[2] is not None)
@@ -162,7 +162,7 @@ def _end_of_object(text: str, start: int) -> int:
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All JSON objects in a value, itself included, in the order of the text."""
+    """Yield all JSON objects in a value, itself included, in the order of the text."""
     todo = [value]
     while todo:
         value = todo.pop()
@@ -174,7 +174,7 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _rows(value: Any, count: int) -> list[tuple[float, ...]] | None:
-    """`count` numbers, or a list of such; None for anything else."""
+    """Read `count` numbers, or a list of such rows; None for anything else."""
     if not isinstance(value, list):
         return None
     rows = value if all(isinstance(row, list) for row in value) else [value]
@@ -199,7 +199,7 @@ def _fence_problems(text: str) -> list[str]:
 
 
 def _factors(medium: Mapping[str, Any]) -> tuple[float, float]:
-    """What the model's x and y are multiplied with to be pixels of the source."""
+    """Return the factors from the model's x and y to pixels of the source."""
     try:
         if medium["coordinates"] == "absolute":
             return medium["scale"]["x"], medium["scale"]["y"]

@@ -1,4 +1,4 @@
-"""A server in processes of its own, for a command that needs one while it runs."""
+"""Servers that commands talk to: one that runs already, or one of the command's own in processes of its own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -25,10 +26,10 @@ from vlmserve_common.process.child import die_with_parent
 class OwnServer:
     """`vlmserve serve` on a port of 127.0.0.1 that the system chooses; `base_url` is http://127.0.0.1:PORT.
 
-    A context manager. Make it in a thread that outlives it: the server ends with that thread, also when this process is
-    killed. words: of the command line, a MODEL too. environment: variables beside those of this process.
-    startup_timeout_s: the server has a limit of its own, too. command: the module and first words that `words` follow.
-    Raises EngineError if it does not start.
+    A context manager. Make it in a thread that outlives it: the server ends with that thread, even if this process is
+    killed. words: the command line, which may have a MODEL. environment: variables beside those of this process.
+    startup_timeout_s: a limit beside the server's own. command: the module and first words, before `words`. Raises
+    EngineError if the server does not start.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class OwnServer:
             whole,
             env={**os.environ, **(environment or {})},
             preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
-            process_group=0,  # a terminal's Ctrl-C is its owner's affair, who need not want to end
+            process_group=0,  # a terminal's Ctrl-C reaches the command alone, which may go on
         )
         self.pid = self._process.pid
         deadline = time.monotonic() + startup_timeout_s
@@ -56,7 +57,7 @@ class OwnServer:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     what = f"the server did not start (its last lines say why): vlmserve serve {' '.join(words)}"
                     raise EngineError(what)
-                time.sleep(0.1)  # waiting for another process, not synchronising with it
+                time.sleep(0.1)  # it is another process
         except BaseException:
             self.close()
             raise
@@ -89,11 +90,26 @@ class OwnServer:
         self.close()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatTarget:
+    """A model on a server. server: the command's own server; None if it runs without the command."""
+
+    client: ChatClient
+    model: str
+    server: OwnServer | None = None
+
+
+def model_at(url: str, *, api_key: str | None, name: str | None = None) -> ChatTarget:
+    """Return a model of a running server. name: None takes the first that it lists. Raises ServerError."""
+    client = ChatClient(url, api_key=api_key)
+    return ChatTarget(client=client, model=name or asyncio.run(client.model()))
+
+
 @contextlib.contextmanager
-def own_model(words: Sequence[str]) -> Iterator[tuple[OwnServer, ChatClient, str]]:
-    """An own server that nobody else can use, a client of it, and its model's name. words: as of `OwnServer`."""
+def own_model(words: Sequence[str]) -> Iterator[ChatTarget]:
+    """Serve a model for this command alone, with a random API key. words: see `OwnServer`."""
     key = secrets.token_urlsafe()
     quiet = ("--log-level", "warning", "--shutdown-timeout-s", "0")
     with OwnServer([*quiet, *words], {ENV_PREFIX + "API_KEY": key}) as server:
         client = ChatClient(server.base_url, api_key=key)
-        yield server, client, asyncio.run(client.model())
+        yield ChatTarget(client=client, model=asyncio.run(client.model()), server=server)

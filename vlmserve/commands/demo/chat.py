@@ -1,4 +1,4 @@
-"""One question put to the server, as the page goes through it: what to show after each step."""
+"""One question to the server, with a view for the page after each step."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmserve.commands.client.answer import Answer, Stats
-from vlmserve.commands.client.chat_client import ChatClient, ServerError
-from vlmserve.commands.client.options import OptionError
+from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError, Stats
+from vlmserve.commands.client.conversation import OptionError
 from vlmserve.commands.demo.conversation import (
     Message,
     Question,
     answer_message,
     answered_turns,
+    demo_body,
     error_message,
+    files_of,
     question_message,
+    read_settings,
 )
 from vlmserve.commands.demo.drawing import Drawing, draw_marks
-from vlmserve.commands.demo.request import chat_body, files_of, read_settings
-from vlmserve.commands.demo.seen import Medium, see
+from vlmserve.commands.demo.seen import SeenMedium, see
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What there is to say about a whole answer. num_media: of its prompt; media: the last of them, as the model saw
-    them. notes: what the user should know, in sentences. drawing: of the answer's boxes and points."""
+class AnswerDetails:
+    """The details of a complete answer. num_media: of its prompt. media: the last of them, as the model saw them.
+
+    notes: sentences for the user. drawing: the answer's boxes and points.
+    """
 
     stats: Stats
     num_media: int
-    media: tuple[Medium, ...]
+    media: tuple[SeenMedium, ...]
     notes: tuple[str, ...]
     drawing: Drawing | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What the page shows. messages: the conversation. outcome: once the answer is whole."""
+    """A state of the page. messages: the conversation. outcome: None until the answer is complete."""
 
     messages: Sequence[Message]
-    outcome: Outcome | None = None
+    outcome: AnswerDetails | None = None
 
 
 class Chat:
-    """A model on a server, to ask. Holds no conversation: each one is its page's."""
+    """Asks a model on a server. It holds no conversation: the page has it."""
 
     def __init__(self, client: ChatClient, model: str) -> None:
         self._client = client
@@ -54,16 +57,16 @@ class Chat:
     async def ask(
         self, messages: Sequence[Message], question: Question, form: Mapping[str, str | None]
     ) -> AsyncGenerator[View, None]:
-        """Views from the question on; whatever goes wrong is in the last one. Closing it ends the request.
+        """Yield views from the question on. The last one has the error if there is one. Closing ends the request.
 
-        messages: what was said before. form: see `read_settings`.
+        messages: the conversation before. form: see `read_settings`.
         """
         shown = [*messages, question_message(question)]
         yield View(messages=shown)
         turns = answered_turns(messages)
-        answer = Answer(text="")
+        answer = ChatAnswer(text="")
         try:
-            body = await asyncio.to_thread(chat_body, self.model, turns, question, read_settings(form))
+            body = await asyncio.to_thread(demo_body, self.model, turns, question, read_settings(form))
             async with aclosing(self._client.ask(body)) as answers:
                 async for answer in answers:
                     yield View(messages=[*shown, answer_message(answer.text)])
@@ -75,11 +78,11 @@ class Chat:
         yield View(messages=[*shown, answer_message(answer.text)], outcome=outcome)
 
 
-def _outcome(answer: Answer, files: Sequence[Path]) -> Outcome | None:
+def _outcome(answer: ChatAnswer, files: Sequence[Path]) -> AnswerDetails | None:
     if answer.stats is None:
         return None
     drawing = draw_marks(answer.text, answer.media, files)
-    return Outcome(
+    return AnswerDetails(
         stats=answer.stats,
         num_media=len(answer.media),
         media=see(answer.media, files),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import importlib
 import importlib.util
 import os
@@ -24,8 +23,7 @@ from vlmserve_common.errors import EngineError, VlmserveError
 from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 
 if TYPE_CHECKING:
-    from vlmserve.commands.client.own_server import OwnServer
-    from vlmserve.commands.demo.chat import Chat
+    from vlmserve.commands.client.own_server import ChatTarget
 
 USAGE_ERROR = 2
 _SMALL = "It is the small built-in model: it knows drawn shapes, and little else."
@@ -33,8 +31,8 @@ _API_KEY = ENV_PREFIX + "API_KEY"
 _ABOUT = """\
 A page to chat with a model about pictures and videos.
 
-Without --url, the model is served for it here, by a `vlmserve serve` that ends with this command. MODEL and all other
-options go to that (`vlmserve serve --help` lists them); without a MODEL it is the small built-in one.
+Without --url, a `vlmserve serve` of the demo's own serves the model, and ends with this command. MODEL and all other
+options go to that server (`vlmserve serve --help` lists them). Without a MODEL, it serves the small built-in one.
 """
 _EPILOG = """\
 examples:
@@ -45,13 +43,13 @@ examples:
 
 
 class DemoError(VlmserveError):
-    """The demo cannot run; the message says what to do."""
+    """The demo cannot run. The message says what to do."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Serve the page until SIGINT or SIGTERM; returns the exit status.
 
-    Raises VlmserveError or OSError, with a message fit for the user, if it cannot be, or if the model's server ends.
+    Raises VlmserveError or OSError, with a message for the user, if that fails or the model's server ends.
     """
     args = _read(argv)
     if importlib.util.find_spec("gradio") is None:
@@ -63,12 +61,12 @@ def main(argv: Sequence[str]) -> int:
         except StopRequested:
             return 0
         finally:
-            ignore_stop_signals()  # from here on everything is short, and must be done
+            ignore_stop_signals()  # the rest is short, and must not be interrupted
     return 0
 
 
 def _run(args: argparse.Namespace, stack: ExitStack) -> None:
-    """Never returns. What it starts, the stack ends."""
+    """Serve the page; never returns. The stack ends everything that is started here."""
     listener = listen(args.host, args.port)  # a taken port is known before a model is loaded
     port = listener.getsockname()[1]
     doing = "Starting the model's server" if args.url is None else f"Asking {args.url} for its model"
@@ -76,59 +74,61 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"{doing} and loading the page: http://{host}:{port}/ is there already", file=sys.stderr, flush=True)
         keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
-        chat, server = _connect(args, stack)
-        waiting.doing = f"{chat.model} is there; loading the page ..."
+        served = _connect(args, stack)
+        waiting.doing = f"{served.model} is there; loading the page ..."
 
-        from vlmserve.commands.demo.page import Page
+        from vlmserve.commands.demo.chat import Chat
+        from vlmserve.commands.demo.page import DemoPage
         from vlmserve.commands.demo.samples import FOLDER, load_samples
 
-        page = Page(chat, load_samples(), _SMALL if chat.model == DEFAULT_MODEL_NAME else "")
+        page = DemoPage(
+            Chat(served.client, served.model), load_samples(), _SMALL if served.model == DEFAULT_MODEL_NAME else ""
+        )
     stack.callback(page.close)
     url = page.launch(args.host, port, share=args.share, allowed_paths=[FOLDER])
-    print(f"vlmserve demo: {chat.model} at {url}", flush=True)
-    while server is None:
+    print(f"vlmserve demo: {served.model} at {url}", flush=True)
+    while served.server is None:
         signal.pause()
-    raise EngineError(f"the model's server ended with status {server.wait()}")
+    raise EngineError(f"the model's server ended with status {served.server.wait()}")
 
 
-def _connect(args: argparse.Namespace, stack: ExitStack) -> tuple[Chat, OwnServer | None]:
-    """The chat with a model that is there, and the server, if it is the demo's own."""
-    from vlmserve.commands.client.chat_client import ChatClient
-    from vlmserve.commands.client.own_server import own_model
-    from vlmserve.commands.demo.chat import Chat
+def _connect(args: argparse.Namespace, stack: ExitStack) -> ChatTarget:
+    """Find the model of a running server, or start one for the demo."""
+    from vlmserve.commands.client.own_server import model_at, own_model
 
     if args.url is not None:
-        client = ChatClient(args.url, api_key=args.api_key)
-        return Chat(client, asyncio.run(client.model())), None
+        return model_at(args.url, api_key=args.api_key)
     loading = threading.Thread(target=_load_page, daemon=True)
     loading.start()  # Gradio takes seconds, and this thread is about to wait for the server
-    server, client, model = stack.enter_context(own_model(args.serve))
+    served = stack.enter_context(own_model(args.serve))
     loading.join()
-    return Chat(client, model), server
+    return served
 
 
 def _load_page() -> None:
-    with suppress(Exception):  # the import that follows in the main thread tells what is wrong
+    with suppress(Exception):  # the import in the main thread raises it again
         importlib.import_module("vlmserve.commands.demo.page")
 
 
 def _read(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags of the demo's own, and as `serve` the words that go to its server."""
+    """Read the demo's own flags. serve: the words that go to its server."""
     parser = CommandParser(prog="vlmserve demo", usage="%(prog)s [MODEL] [options]", description=_ABOUT, epilog=_EPILOG)
     parser.add_argument("--url", metavar="URL", help="use the server at http://host:port/v1, and load no model")
-    parser.add_argument("--api-key", metavar="KEY", help=f"of that server [env: {_API_KEY}]")
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key of that server [env: {_API_KEY}]")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address of the page; 0.0.0.0 for all: whoever reaches it may ask"
+        "--host",
+        default="127.0.0.1",
+        help="address of the page; 0.0.0.0 opens it to everybody who can reach this machine",
     )
     parser.add_argument(
         "--port", type=int, default=7860, help="port of the page; 0 lets the system choose [default: 7860]"
     )
-    parser.add_argument("--share", action="store_true", help="have Gradio make a public address for the page")
+    parser.add_argument("--share", action="store_true", help="let Gradio make a public address for the page")
     args, rest = parser.parse_known_args(argv)
     if args.url is not None and rest:
         parser.error(f"with --url, the server's own model and settings are used: {rest[0]!r} has no place here")
     if args.url is None and args.api_key is not None:
-        parser.error("--api-key goes with --url; a server of the demo's own takes nobody else's requests")
+        parser.error("--api-key goes with --url; the demo's own server has a key of its own")
     if not 0 <= args.port <= 65535:
         parser.error(f"--port is {args.port}; it must be between 0 and 65535")
     args.serve = rest
@@ -137,7 +137,7 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def keep_gradio_to_itself(folder: str, set_variable: Callable[[str, str], None] = os.environ.__setitem__) -> None:
-    """Before Gradio is imported: keep its files in `folder`, its reports unsent, its way to this machine direct."""
+    """Keep Gradio's files in `folder`, send no reports, and use no proxy to this machine. Call it before the import."""
     set_variable("GRADIO_ANALYTICS_ENABLED", "False")
     set_variable("GRADIO_TEMP_DIR", folder)
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")

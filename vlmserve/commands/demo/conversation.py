@@ -1,7 +1,7 @@
-"""A chat as the page keeps it: messages in Gradio's form, which are plain dictionaries, and what they say.
+"""The page's conversation: messages in Gradio's form, and the requests that are made of them.
 
-The messages shown are the only memory there is. A question without an answer (it failed, or was stopped before a word
-came) stays on the page and is left out of what the model is told: it would make every later request fail, too.
+The shown messages are the only memory. A question without an answer, because it failed or was stopped early, stays on
+the page. The model is not told of it, since it would make every later request fail, too.
 """
 
 from __future__ import annotations
@@ -11,16 +11,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from processors.formats import HEAD_BYTES, modality_of
+from processors.inputs import Modality
 from vlmserve.commands.client import conversation
+from vlmserve.commands.client.chat_files import data_url
+from vlmserve.commands.client.conversation import OptionError, chat_messages, media_part, parse_option
 
 Message: TypeAlias = Mapping[str, Any]
-Question = conversation.Question[Path]
-Turn = conversation.Turn[Path]
+Question = conversation.ChatQuestion[Path]
+Turn = conversation.ChatTurn[Path]
 ERROR_TITLE = "Error"
 
 
 def question_message(question: Question) -> dict[str, Any]:
-    """A question as the page shows it."""
+    """Return a question in the page's form."""
     content = [_file(path) for path in question.media]
     if question.text:
         content.append(_text(question.text))
@@ -28,17 +32,17 @@ def question_message(question: Question) -> dict[str, Any]:
 
 
 def answer_message(text: str) -> dict[str, Any]:
-    """An answer, or its beginning, as the page shows it."""
+    """Return an answer, or its beginning, in the page's form."""
     return {"role": "assistant", "content": [_text(text)]}
 
 
 def error_message(text: str) -> dict[str, Any]:
-    """An error in an answer's place."""
+    """Return an error that stands in place of an answer."""
     return {**answer_message(text), "metadata": {"title": ERROR_TITLE}}
 
 
 def answered_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
-    """The questions that were answered, and their answers, in order."""
+    """Return the answered questions with their answers, in order."""
     turns: list[Turn] = []
     asked: Question | None = None
     answers: list[Message] = []
@@ -54,7 +58,7 @@ def answered_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
 
 
 def last_question(messages: Sequence[Message]) -> tuple[Sequence[Message], Question] | None:
-    """The last question and the messages before it; None where there is none."""
+    """Return the last question and the messages before it; None if there is none."""
     for place in reversed(range(len(messages))):
         if messages[place]["role"] == "user":
             return messages[:place], _question(messages[place])
@@ -76,9 +80,45 @@ def _is_error(message: Message) -> bool:
 
 
 def _file(path: Path) -> dict[str, Any]:
-    """The type, guessed from the name, says only how the page shows the file."""
+    """Return the part of a file. The guessed type matters for display only."""
     return {"type": "file", "file": {"path": str(path), "mime_type": mimetypes.guess_type(path.name)[0]}}
 
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
+
+
+FIELDS = ("max_tokens", "temperature", "top_p", "seed", "detail", "min_pixels", "max_pixels", "fps")
+"""The options in the page's form. min_pixels, max_pixels: of each picture."""
+
+
+def read_settings(texts: Mapping[str, str | None]) -> dict[str, Any]:
+    """Read the fields of a form. An empty field leaves the value to the server.
+
+    Raises OptionError for anything but numbers. The server checks their range.
+    """
+    given = {name: text.strip() for name, text in texts.items() if text is not None and text.strip()}
+    try:
+        return {name: parse_option(name, text) for name, text in given.items()}
+    except OptionError as error:
+        raise OptionError(f"{error}, or empty to leave it to the server") from None
+
+
+def demo_body(model: str, turns: Sequence[Turn], question: Question, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a streamed request of the whole conversation, with media as data: URLs. Reads the files: OSError."""
+
+    def part(path: Path) -> dict[str, Any]:
+        """Make the part of a file. An unknown file goes as a picture, so that the server reports its mistake."""
+        data = path.read_bytes()
+        if modality_of(data[:HEAD_BYTES]) is Modality.VIDEO:
+            of_clips = {name: value for name, value in settings.items() if name == "fps"}
+            return media_part(Modality.VIDEO, data_url(data), of_clips)
+        return media_part(Modality.IMAGE, data_url(data), settings)
+
+    messages = chat_messages(None, turns, question, part)
+    return {**conversation.chat_body(model, messages, settings), "return_mm_report": True}
+
+
+def files_of(turns: Sequence[Turn], question: Question) -> list[Path]:
+    """Return all media of the conversation, in the order of the prompt."""
+    return [path for asked in (*(turn.question for turn in turns), question) for path in asked.media]

@@ -1,4 +1,4 @@
-"""Boxes and points of an answer, drawn on the picture that they are about."""
+"""Draws the boxes and points of an answer on their picture."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """rows: number in the picture, label, and x1, y1, x2, y2 in pixels of the picture as it was sent (a point's two
-    places are one). problems: marks of the answer that could not be read, a sentence each."""
+    """A picture with marks. rows: number, label, and x1, y1, x2, y2 in pixels of the sent picture.
+
+    A point has equal corners. problems: a sentence for each mark that could not be read.
+    """
 
     image: Image.Image
     rows: tuple[tuple[int, str, int, int, int, int], ...]
@@ -28,7 +30,7 @@ class Drawing:
 
 
 def draw_marks(text: str, media: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> Drawing | None:
-    """The answer's marks on the last picture of the conversation; None where either is missing.
+    """Draw the answer's marks on the last picture of the conversation; None without marks or picture.
 
     media: the server's report. files: the same media, in the same order. Raises OSError for a file that is gone.
     """
@@ -40,7 +42,7 @@ def draw_marks(text: str, media: Sequence[Mapping[str, Any]], files: Sequence[Pa
     try:
         picture = decode_image(path.read_bytes(), DecodeLimits())
         marks = marks.to_source(medium)
-    except (BadRequestError, ValueError):  # larger than is allowed here, or counted in a way that is not known here
+    except (BadRequestError, ValueError):  # too large for this process, or in unknown coordinates
         return None
     rows = tuple(_rows(marks))
     return Drawing(image=_draw(picture, rows), rows=rows, problems=marks.problems)
@@ -56,7 +58,7 @@ def _rows(marks: Marks) -> list[tuple[int, str, int, int, int, int]]:
 
 
 def _draw(picture: Image.Image, rows: Sequence[tuple[int, str, int, int, int, int]]) -> Image.Image:
-    """Numbers rather than labels stand in the picture: its one font has few of the world's letters."""
+    """Draw marks with numbers. The one font at hand lacks most letters of labels."""
     scale = min(1.0, _LONGEST_SIDE / max(picture.size))
     if scale < 1:
         picture = picture.resize((max(1, round(picture.width * scale)), max(1, round(picture.height * scale))))

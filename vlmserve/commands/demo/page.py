@@ -1,4 +1,4 @@
-"""The page: Gradio's components and which function each event calls. Everything it does is done elsewhere."""
+"""The page: Gradio's components, and the function that each event calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import gradio as gr
 from gradio.components.chatbot import FileMessage, TextMessage
 
 from vlmserve.commands.demo import panels
-from vlmserve.commands.demo.chat import Chat, Outcome, View
-from vlmserve.commands.demo.conversation import Message, Question, last_question
-from vlmserve.commands.demo.request import FIELDS
+from vlmserve.commands.demo.chat import AnswerDetails, Chat, View
+from vlmserve.commands.demo.conversation import FIELDS, Message, Question, last_question
 from vlmserve.commands.demo.samples import make_thumbnails
 
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
 _STYLE = Path(__file__).parent / "page.css"
-# A click on a sample; the conversation may be out of sight then.
+# A click on a sample also scrolls to the conversation.
 _SAMPLE_CLICKS = """
 element.addEventListener('click', (event) => {
   const sample = event.target.closest('[data-sample]');
@@ -29,8 +28,8 @@ element.addEventListener('click', (event) => {
 """
 
 
-class Page:
-    """A page to chat with one model. samples: questions offered to begin with. note: a sentence on the model."""
+class DemoPage:
+    """A page to chat with one model. samples: questions to begin with. note: a sentence on the model."""
 
     def __init__(self, chat: Chat, samples: Sequence[Question], note: str = "") -> None:
         self._chat = chat
@@ -39,9 +38,9 @@ class Page:
         self._blocks = self._build()
 
     def launch(self, host: str, port: int, *, share: bool, allowed_paths: Sequence[Path]) -> str:
-        """Serve the page from threads of its own; returns its address. allowed_paths: of the samples' files.
+        """Serve the page in threads of its own; returns its address. allowed_paths: of the samples' files.
 
-        Raises OSError where the port is taken.
+        Raises OSError if the port is taken.
         """
         _, url, shared = self._blocks.launch(
             server_name=host,
@@ -63,7 +62,7 @@ class Page:
         return shared or url
 
     def close(self) -> None:
-        """Stop serving; answers under way are broken off."""
+        """Stop serving, and end current answers."""
         self._blocks.close(verbose=False)
 
     def _build(self) -> gr.Blocks:
@@ -143,7 +142,7 @@ class Page:
         max_pixels: str | None = None,
         fps: str | None = None,
     ) -> AsyncIterator[list[Any]]:
-        """Ask about pictures and videos. (This is the text of the page's own API; so are the names.)"""
+        """Ask about pictures and videos. (The page's own API shows this text and the names.)"""
         settings = (max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps)
         question = Question(text=message["text"], media=tuple(map(Path, message["files"])))
         async for update in self._updates(history, question, settings):
@@ -162,7 +161,7 @@ class Page:
     async def _updates(
         self, history: Sequence[Message], question: Question, settings: Sequence[Any]
     ) -> AsyncIterator[list[Any]]:
-        """Values of the outputs, in their order, after each step."""
+        """Yield the values of all outputs after each step."""
         form = dict(zip(FIELDS, settings, strict=True))
         view = View(messages=history)
         box, aside = _busy(), _waiting()
@@ -170,13 +169,16 @@ class Page:
             async for view in views:
                 yield [box, view.messages, *aside]
                 box, aside = gr.skip(), [gr.skip()] * 4
-        # The messages again: who calls the page's API gets what came last.
+        # The messages again: a caller of the page's API gets the last update.
         yield [_ready(), view.messages, *_panels(view.outcome)]
 
 
 def _take_back_little(chatbot: gr.Chatbot) -> None:
-    """Have it take texts and uploaded files back from the page. Other things that a caller may put into the history
-    would be made of what the caller says, local files too. (Gradio writes a file beside the code for a subclass.)"""
+    """Let the chatbot accept only texts and uploaded files from the page.
+
+    Gradio would build other components from a caller's history, even with local files. (It writes a file beside the
+    code of a subclass, so this replaces a method.)
+    """
     preprocess = chatbot._preprocess_content
 
     def check(message: Any) -> Any:
@@ -188,9 +190,10 @@ def _take_back_little(chatbot: gr.Chatbot) -> None:
 
 
 def _settings_inputs() -> list[Any]:
-    """An input for each of FIELDS, in their order.
+    """Make an input for each of FIELDS, in their order.
 
-    Numbers are asked for as texts: Gradio's own field for them makes 0 of an empty one as soon as it is shown."""
+    Numbers have text fields: Gradio's number field turns an empty value into 0 when it is shown.
+    """
 
     def field(label: str, empty: str = "as the server has it") -> gr.Textbox:
         return gr.Textbox(None, label=label, placeholder=empty, max_lines=1, min_width=140)
@@ -206,14 +209,16 @@ def _settings_inputs() -> list[Any]:
 
 
 def _waiting() -> list[Any]:
-    """What the panels are while there is no answer: as many as there were, with nothing of the last one."""
+    """Return the panels while an answer is computed: the same ones as before, but empty."""
     hidden = gr.update(value=None, visible=False)
     return [gr.skip(), hidden, hidden, panels.WAITING]
 
 
-def _panels(outcome: Outcome | None) -> list[Any]:
-    """What column, picture, rows and saw show: nothing where there is no outcome. (Gradio empties what it is given: it
-    is made anew each time.)"""
+def _panels(outcome: AnswerDetails | None) -> list[Any]:
+    """Return the values of column, picture, rows and saw; empty without an outcome.
+
+    They are made anew each time, since Gradio empties them.
+    """
     drawing = None if outcome is None else outcome.drawing
     image, rows = (None, None) if drawing is None else (drawing.image, [list(row) for row in drawing.rows])
     saw = "" if outcome is None else panels.saw(outcome.media, outcome.num_media, outcome.stats, outcome.notes)

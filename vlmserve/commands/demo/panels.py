@@ -1,4 +1,4 @@
-"""HTML of the page's own parts: its head, the gallery of samples, and the panel on what the model saw."""
+"""HTML of the page's own parts: its head, the gallery of samples, and the panel \"What the model saw\"."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from PIL import Image
 
-from vlmserve.commands.client.answer import Stats
+from vlmserve.commands.client.chat_client import Stats
 from vlmserve.commands.demo.samples import Thumbnail
-from vlmserve.commands.demo.seen import Frame, Medium
+from vlmserve.commands.demo.seen import Frame, SeenMedium
 
 _KINDS = {"image": "pictures", "video": "clips"}
 WAITING = '<p class="saw-waiting">The model is at work …</p>'
 
 
 def head(model: str, note: str) -> str:
-    """The title, a sentence of what this is, and maybe another one."""
+    """Return the title, a sentence about the page, and the note."""
     about = (
         f"Ask <b>{html.escape(model)}</b> about pictures and video clips: add them to a question, or try an example."
     )
@@ -26,12 +26,12 @@ def head(model: str, note: str) -> str:
 
 
 def gallery(thumbnails: Iterable[Thumbnail]) -> str:
-    """A button for each sample, which has its number in `data-sample`."""
+    """Return a button for each sample, with its number in `data-sample`."""
     return f'<h2>Examples</h2><div class="samples">{"".join(map(_sample, range(10**6), thumbnails))}</div>'
 
 
-def saw(media: Sequence[Medium], num_media: int, stats: Stats, notes: Iterable[str]) -> str:
-    """The panel. num_media: of the whole prompt, of which `media` are the last."""
+def saw(media: Sequence[SeenMedium], num_media: int, stats: Stats, notes: Iterable[str]) -> str:
+    """Return the panel. num_media: of the whole prompt, whose last ones are `media`."""
     hidden = num_media - len(media)
     earlier = f'<p class="saw-more">and {hidden} earlier: not shown, and seen all the same</p>' if hidden else ""
     told = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
@@ -57,7 +57,7 @@ def _sample(number: int, thumbnail: Thumbnail) -> str:
     )
 
 
-def _medium(medium: Medium) -> str:
+def _medium(medium: SeenMedium) -> str:
     if medium.problem is not None:
         shown = f'<p class="saw-more">cannot be shown here: {html.escape(medium.problem)}</p>'
     else:
@@ -72,12 +72,12 @@ def _medium(medium: Medium) -> str:
 def _frame(frame: Frame, grid: str) -> str:
     time = "" if frame.seconds is None else f"<small>{frame.seconds:.2f} s</small>"
     image = f'<img src="{_data_url(frame.image)}" alt="">'
-    widest = f"max-width:{60 * frame.image.width / frame.image.height:.1f}vh"  # a tall one is to fit the screen
+    widest = f"max-width:{60 * frame.image.width / frame.image.height:.1f}vh"  # tall pictures fit the screen
     return f'<div class="saw-frame"><div class="saw-image" style="{widest}">{image}{grid}</div>{time}</div>'
 
 
-def _grid(medium: Medium) -> str:
-    """Lines between patches, and stronger ones between tokens, over a picture of any size on the screen."""
+def _grid(medium: SeenMedium) -> str:
+    """Return lines between patches, and stronger ones between tokens, that scale with the picture."""
     width, height = medium.patches
     side = medium.patches_of_a_token
 
@@ -91,7 +91,7 @@ def _grid(medium: Medium) -> str:
     )
 
 
-def _facts(medium: Medium) -> Iterator[str]:
+def _facts(medium: SeenMedium) -> Iterator[str]:
     report = medium.report
     source, final = (f"{report[key]['width']}×{report[key]['height']}" for key in ("source_size", "final_size"))
     video = report.get("video")
@@ -120,7 +120,7 @@ def _tokens(stats: Stats) -> str:
     rows = [
         ("Prompt", _count(stats.prompt_tokens, "token"), ", ".join(parts)),
         ("Cached", _count(stats.cached_tokens, "token"), cached),
-        ("Answer", _count(stats.completion_tokens, "token"), "" if rate is None else f"{rate:.0f} a second"),
+        ("ChatAnswer", _count(stats.completion_tokens, "token"), "" if rate is None else f"{rate:.0f} a second"),
     ]
     cells = "".join(f"<tr><th>{name}</th><td>{number}</td><td>{more}</td></tr>" for name, number, more in rows)
     return f'<table class="saw-tokens-table"><tbody>{cells}</tbody></table>'

@@ -1,4 +1,4 @@
-"""The sample pictures and clips, with questions that the default model answers right."""
+"""The sample pictures and clips, with questions that the default model answers correctly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from processors.fetch.sniffing import HEAD_BYTES, modality_of
+from processors.formats import HEAD_BYTES, modality_of
 from processors.image.decoding import DecodeLimits, decode_image
 from processors.inputs import Modality
 from processors.video.decoding import Clip
@@ -17,14 +17,14 @@ from processors.video.options import VideoLimits
 from vlmserve.commands.demo.conversation import Question
 
 FOLDER = (Path(__file__).parent / "samples").resolve()
-"""They come with the package."""
+"""The folder of samples in the package."""
 
 _SIDE = 160  # of a thumbnail, in pixels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Thumbnail:
-    """A sample to click on. images: small ones, of each of its media."""
+    """A sample to click on. images: a small one for each of its media."""
 
     question: str
     images: tuple[Image.Image, ...]
@@ -32,7 +32,7 @@ class Thumbnail:
 
 
 def load_samples(folder: Path = FOLDER) -> tuple[Question, ...]:
-    """Those questions that the page offers. Raises OSError where the files are not."""
+    """Return the questions that the page offers. Raises OSError if files are missing."""
     samples = json.loads((folder / "samples.json").read_text(encoding="utf-8"))
     return tuple(
         Question(text=sample["question"], media=tuple(folder / name for name in sample["media"]))
@@ -42,7 +42,7 @@ def load_samples(folder: Path = FOLDER) -> tuple[Question, ...]:
 
 
 def make_thumbnails(samples: Sequence[Question]) -> tuple[Thumbnail, ...]:
-    """One for each, a clip's of its first frame. Raises OSError and BadRequestError for files that cannot be read."""
+    """Make the thumbnails. A clip shows its first frame. Raises OSError and BadRequestError for unreadable files."""
     return tuple(map(_thumbnail, samples))
 
 

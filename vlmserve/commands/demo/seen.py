@@ -1,4 +1,4 @@
-"""What the model saw: the media of a prompt at the sizes it was given them in, a clip as the frames that were used."""
+"""The media of a prompt as the model saw them: at their final sizes, and a clip as its used frames."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _CLIP_LIMITS = VideoLimits(max_decode_s=20.0, decode_threads=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """One picture, maybe shown smaller than the model saw it. seconds: where it is in its clip."""
+    """One picture, possibly smaller than the model saw it. seconds: its time in a clip."""
 
     image: Image.Image
     seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Medium:
-    """A picture, which is one step of one frame, or a clip: some steps in time, each of one or more frames.
+class SeenMedium:
+    """A medium as the model saw it. A clip has several steps in time, each of one or more frames. A picture has one.
 
-    number: its place in the prompt, from 1. report: the server's. problem: why there is nothing to show.
+    number: its place in the prompt, from 1. report: the server's. problem: the reason if it cannot be shown.
     """
 
     number: int
@@ -43,17 +43,17 @@ class Medium:
 
     @property
     def patches(self) -> tuple[int, int]:
-        """In width and height."""
+        """The number of patches in width and height."""
         return self.report["grid_thw"][2], self.report["grid_thw"][1]
 
     @property
     def patches_of_a_token(self) -> int:
-        """On each side of the square that is one token."""
+        """The number of patches on each side of a token's square."""
         return max(1, round(math.sqrt(math.prod(self.report["grid_thw"]) / max(1, self.report["tokens"]))))
 
 
-def see(media: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> tuple[Medium, ...]:
-    """The last few media of a prompt, in order.
+def see(media: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> tuple[SeenMedium, ...]:
+    """Return the last few media of a prompt, in order.
 
     media: the server's report. files: the same media, in the same order.
     """
@@ -61,13 +61,13 @@ def see(media: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> tuple[Medi
     return tuple(_see(number, path, report) for number, (path, report) in pairs)
 
 
-def _see(number: int, path: Path, report: Mapping[str, Any]) -> Medium:
+def _see(number: int, path: Path, report: Mapping[str, Any]) -> SeenMedium:
     try:
         data = path.read_bytes()
         steps = tuple(_steps(data, report) if report.get("video") else _picture(data, report))
-    except (BadRequestError, OSError) as error:  # the server read it: other limits, or the file is gone since
-        return Medium(number=number, report=report, problem=str(error))
-    return Medium(number=number, report=report, steps=steps)
+    except (BadRequestError, OSError) as error:  # other limits than the server's, or the file is gone since
+        return SeenMedium(number=number, report=report, problem=str(error))
+    return SeenMedium(number=number, report=report, steps=steps)
 
 
 def _picture(data: bytes, report: Mapping[str, Any]) -> Iterator[tuple[Frame, ...]]:
@@ -75,7 +75,7 @@ def _picture(data: bytes, report: Mapping[str, Any]) -> Iterator[tuple[Frame, ..
 
 
 def _steps(data: bytes, report: Mapping[str, Any]) -> Iterator[tuple[Frame, ...]]:
-    """Some of a clip's steps, evenly chosen, the first and the last among them."""
+    """Yield evenly chosen steps of a clip, with the first and the last."""
     video = report["video"]
     indices, times = video["frame_indices"], video["timestamps"]
     depth = math.ceil(len(indices) / max(1, report["grid_thw"][0]))
@@ -94,7 +94,7 @@ def _some(of: Sequence[int], most: int) -> list[int]:
 
 
 def _resized(picture: Image.Image, report: Mapping[str, Any], longest: int) -> Image.Image:
-    """As the model sees it, to the eye: resized to its size there, and from that only where it is too large to show."""
+    """Resize to the model's size, and then to the largest size to show."""
     size = report["final_size"]["width"], report["final_size"]["height"]
     resized = picture.resize(size, Image.Resampling.BICUBIC)
     resized.thumbnail((longest, longest))

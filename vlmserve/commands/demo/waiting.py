@@ -1,4 +1,4 @@
-"""What stands at the page's address while the model and the page itself are being loaded."""
+"""The page that stands at the demo's address while the model and the real page are loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# The page that follows does not have this; so a browser knows when to load it.
+# The real page lacks this header, so the browser knows when to load it.
 _MARK = "X-Vlmserve-Starting"
 _PAGE = """\
 <!doctype html>
@@ -23,7 +23,7 @@ _PAGE = """\
 <h1>vlmserve</h1>
 <p id="doing">{doing} ({seconds:.0f} s so far)</p>
 <progress></progress>
-<p>The page appears here by itself. What goes wrong, if anything, is told on the terminal.</p>
+<p>The page appears here by itself. Errors are shown on the terminal.</p>
 <script>
   let silent = 0;
   async function look() {{
@@ -46,9 +46,9 @@ _PAGE = """\
 
 
 class WaitingPage(ThreadingHTTPServer):
-    """Answers every request with a page that says what is being done. listener: bound; it is closed in the end.
+    """Answers every request with a page that shows the current activity. A context manager.
 
-    A context manager; leave it before others are to listen at the address.
+    listener: a bound socket. It is closed at the end, and the address is free then.
     """
 
     daemon_threads = True
@@ -64,12 +64,12 @@ class WaitingPage(ThreadingHTTPServer):
         self._thread.start()
 
     def text(self) -> str:
-        """The page."""
+        """Return the page."""
         seconds = time.monotonic() - self._started
         return _PAGE.format(doing=html.escape(self.doing), seconds=seconds, mark=_MARK)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that is gone is no news."""
+        """Ignore browsers that close the connection."""
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
@@ -93,4 +93,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: it is no log of the page."""
+        """Log nothing."""

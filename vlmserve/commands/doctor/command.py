@@ -1,4 +1,4 @@
-"""The command: checks everything, prints what was found, and says by its exit status whether all is well."""
+"""`vlmserve doctor`: checks everything, prints the findings, and exits with 1 if there is a problem."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
-from vlmserve.commands.doctor.attention import attention_findings
-from vlmserve.commands.doctor.finding import Finding, Status
-from vlmserve.commands.doctor.gpu import ask_nvidia, gpu_findings
+from vlmserve.commands.doctor.finding import Finding, Status, run_probes
+from vlmserve.commands.doctor.gpu import ask_nvidia, attention_findings, gpu_findings
 from vlmserve.commands.doctor.machine import machine_findings
 from vlmserve.commands.doctor.media import PROBES, media_findings
 from vlmserve.commands.doctor.model import files_finding, model_findings, model_folder
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
-from vlmserve.commands.doctor.probing import run_probes
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve_common.version import __version__
 
 _ABOUT = """\
-Tell what this machine and installation have, and lack: versions, GPU, memory, media libraries, optional extras, the
-built-in model. With a MODEL: whether its files are whole, and whether it fits. Nothing is downloaded or changed, but
-kernels for a GPU that are not built yet are built, which takes minutes, and kept.
+Check this machine and installation: versions, GPU, memory, media libraries, optional extras, the built-in model. With
+a MODEL: whether its files are whole, and whether it fits. Nothing is downloaded or changed, with one exception: missing
+kernels for a GPU are built, which takes minutes, and kept.
 
 Each line is ok, a note, or a problem with what to do about it. The exit status is 1 if there is a problem.
 """
@@ -35,7 +33,7 @@ _COLOURS = {Status.OK: "32", Status.NOTE: "33", Status.PROBLEM: "31"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0, or 1 when there is a problem."""
+    """Print the findings, and return 1 if there is a problem."""
     parser = CommandParser(prog="vlmserve doctor", usage="%(prog)s [MODEL] [--json]", description=_ABOUT)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint folder, or a Hugging Face hub id")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(model: str | None) -> dict[str, list[Finding]]:
-    """Everything, by section. Libraries are imported in two child processes at a time; in this one, none is."""
+    """Return all findings by section. Two child processes import the libraries; this one imports none."""
     needed, extras = read_requirements()
     folder = None if model is None else model_folder(model)
     modules = [one.module for one in needed if one.installed is not None and one.module not in (None, "torch")]

@@ -1,17 +1,16 @@
-"""GPUs: what the system has, what its driver tells, and what the installed PyTorch can do with them."""
+"""GPUs: those of the system, the driver's word, the abilities of the installed PyTorch, and the attention they get."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
-import typing
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from vlmserve.commands.doctor.finding import Finding, Status
+from vlmserve.commands.doctor.finding import Finding, Probed, Status
 from vlmserve.commands.doctor.packages import pip_install
-from vlmserve.commands.doctor.probing import Probed
 from vlmserve_common.compute.memory import show_gib
 
 _QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -21,8 +20,10 @@ _PYPI = "https://pypi.org/simple"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nvidia:
-    """gpus: name, memory and driver of each, as the driver tells. in_machine: whether there is one, driver or not.
-    trouble: what nvidia-smi complains of."""
+    """The GPUs of NVIDIA. gpus: name, memory and driver of each, as the driver tells. in_machine: True if there is one.
+
+    trouble: the complaint of nvidia-smi.
+    """
 
     gpus: tuple[str, ...]
     in_machine: bool
@@ -30,7 +31,7 @@ class Nvidia:
 
 
 def ask_nvidia(pci: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
-    """Without PyTorch."""
+    """Ask the system and nvidia-smi, without PyTorch."""
     in_machine = any(_is_nvidia(device) for device in pci.glob("*")) or Path("/dev/nvidia0").exists()
     try:
         done = subprocess.run(_QUERY, capture_output=True, text=True, timeout=20, check=False)
@@ -46,7 +47,7 @@ def ask_nvidia(pci: Path = Path("/sys/bus/pci/devices")) -> Nvidia:
 
 
 def gpu_findings(nvidia: Nvidia, torch: Probed) -> Iterator[Finding]:
-    """torch: the probe's; what fails to be imported is told elsewhere."""
+    """Yield the findings. torch: the probe of that name. Failed imports are told elsewhere."""
     yield _driver(nvidia)
     if torch.result is not None:
         yield _build(nvidia, torch.result)
@@ -66,7 +67,7 @@ def _driver(nvidia: Nvidia) -> Finding:
     return Finding(name="driver", text=text, status=Status.NOTE, remedy=remedy, data=data)
 
 
-def _gpu(device: str, gpu: dict[str, typing.Any], torch_version: str) -> Finding:
+def _gpu(device: str, gpu: dict[str, Any], torch_version: str) -> Finding:
     major, minor = gpu["capability"]
     room = f"{show_gib(gpu['total_bytes'])}, {show_gib(gpu['free_bytes'])} free"
     text = f"{gpu['name']}, compute capability {major}.{minor}: {room}"
@@ -80,7 +81,7 @@ def _gpu(device: str, gpu: dict[str, typing.Any], torch_version: str) -> Finding
     return Finding(name=device, text=text, status=status, remedy=remedy, data=gpu)
 
 
-def _build(nvidia: Nvidia, torch: dict[str, typing.Any]) -> Finding:
+def _build(nvidia: Nvidia, torch: dict[str, Any]) -> Finding:
     version, cuda = torch["version"], torch["cuda"]
     data = {name: torch[name] for name in ("version", "cuda", "hip", "cuda_available")}
     built = f"CUDA {cuda}" if cuda else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
@@ -96,7 +97,7 @@ def _build(nvidia: Nvidia, torch: dict[str, typing.Any]) -> Finding:
 
 
 def _cuda_build(version: str) -> str:
-    """PyPI's builds for x86-64 Linux have CUDA; a version that ends with +cpu is not from there."""
+    """Return the command that installs a CUDA build: PyPI has these for x86-64 Linux, and none that end with +cpu."""
     if platform.machine() != "x86_64":
         return "install a PyTorch with CUDA as https://pytorch.org/get-started/locally says"
     return pip_install("--force-reinstall", "--index-url", _PYPI, f"torch=={version.partition('+')[0]}")
@@ -108,3 +109,49 @@ def _is_nvidia(device: Path) -> bool:
     except OSError:
         return False
     return vendor == _NVIDIA and kind.startswith(_DISPLAY)
+
+
+def attention_findings(probed: Probed) -> Iterator[Finding]:
+    """Yield the findings of a probe by `engine_probes.examine_attention`. Failed imports are told elsewhere."""
+    facts = probed.result
+    if facts is None:
+        if not probed.lacks_module:
+            yield Finding(name="attention", text=f"its trial failed: {probed.error}", status=Status.PROBLEM)
+        return
+    if facts["device"] is None:
+        text = "on the CPU: our own operators where the CPU has them, else torch's"
+        yield Finding(name="attention", text=text, data=facts)
+        return
+    yield _compiler(facts["compiler"])
+    for name, why_not in facts["why_not"].items():
+        version = facts["versions"][name]
+        yield Finding(
+            name=name,
+            text=f"{version or 'not installed'}: {'its trial passes' if why_not is None else why_not}",
+            status=Status.OK if why_not is None else Status.NOTE,
+            data={"version": version, "why_not": why_not},
+        )
+    yield _attention(facts)
+
+
+def _compiler(path: str | None) -> Finding:
+    if path is not None:
+        return Finding(name="C compiler", text=f"{path}, which Triton's kernels need", data={"path": path})
+    return Finding(
+        name="C compiler",
+        text="there is none, and Triton's kernels need one at every first start",
+        status=Status.NOTE,
+        remedy="apt-get install gcc, or set CC",
+        data={"path": None},
+    )
+
+
+def _attention(facts: dict[str, Any]) -> Finding:
+    backend, slow = facts["backend"], facts["backend"] == "torch"
+    text = f"{backend}, by --attention-backend auto, tried with {facts['heads']}"
+    return Finding(
+        name="attention",
+        text=text + ("; it is slow on a GPU" if slow else ""),
+        status=Status.NOTE if slow else Status.OK,
+        data=facts,
+    )

@@ -1,4 +1,4 @@
-"""The machine, as far as serving feels it: system, CPU, memory, shared memory, open files."""
+"""The machine: system, CPU, memory, shared memory, open files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vlmserve_common.kernels.build import (
     find,
 )
 
-# What matrix products go by, as the kernel calls them.
+# The instructions that matter to matrix products, by the kernel's names.
 _ON_X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
 _ON_ARM = ("asimd", "sve", "bf16", "i8mm")
 _X86, _BFLOAT16_ON_X86 = "fpu", {"avx512_bf16", "amx_bf16"}
@@ -33,7 +33,7 @@ _FEW_FILES = 1024
 
 
 def machine_findings() -> Iterator[Finding]:
-    """All of them."""
+    """Yield all findings about the machine."""
     yield system()
     yield cpu()
     yield operators()
@@ -43,7 +43,7 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def system() -> Finding:
-    """The operating system, and the Python that runs this."""
+    """Look at the operating system."""
     name, kernel, kind, distribution = platform.system(), platform.release(), platform.machine(), ""
     with contextlib.suppress(OSError):
         distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "")
@@ -59,7 +59,7 @@ def system() -> Finding:
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
-    """Cores, and instructions for matrix products."""
+    """Look at the cores, and their instructions for matrix products."""
     usable, there = available_cpus(), os.cpu_count() or 1
     model, flags = cpu_name(cpuinfo), cpu_words(cpuinfo)
     instructions = [name for name in (*_ON_X86, *_ON_ARM) if name in flags]
@@ -78,7 +78,7 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
 
 
 def operators(cpuinfo: Path = Path("/proc/cpuinfo"), cache: Path | None = None) -> Finding:
-    """What computes on this CPU, and why nothing faster does."""
+    """Tell what computes on this CPU, and why nothing faster does."""
     words, cache = cpu_words(cpuinfo), cache or cache_folder()
     level, text, remedy = None, "", None
     try:
@@ -104,7 +104,7 @@ def operators(cpuinfo: Path = Path("/proc/cpuinfo"), cache: Path | None = None) 
 
 
 def memory() -> Finding:
-    """Of the machine, and what limits leave of it."""
+    """Look at the memory of the machine, and what limits leave of it."""
     available = available_host_memory()
     total, limit = total_host_memory()
     limited = "" if limit is None else f", of which the control group (container) allows {show_gib(limit)}"
@@ -119,7 +119,7 @@ def memory() -> Finding:
 
 
 def shared_memory(folder: Path) -> Finding:
-    """Where the patches of pictures and videos lie on their way between processes."""
+    """Look at the room for patches of pictures and videos on their way between processes."""
     room = os.statvfs(folder)
     total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
     text, status, remedy = f"{folder}: {show_gib(total)}, {show_gib(free)} free", Status.OK, None
@@ -137,7 +137,7 @@ def shared_memory(folder: Path) -> Finding:
 
 
 def open_files() -> Finding:
-    """The limit, which connections and media files count towards."""
+    """Look at the limit of open files, which connections count towards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < _FEW_FILES
     return Finding(

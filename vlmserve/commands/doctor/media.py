@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from vlmserve.commands.doctor.finding import Finding, Status
+from vlmserve.commands.doctor.finding import Finding, Probed, Status
 from vlmserve.commands.doctor.packages import pip_install
-from vlmserve.commands.doctor.probing import Probed
 
 _PICTURES = ("PNG", "JPEG", "WEBP", "AVIF")
 _OPTIONAL = ("AVIF",)  # Pillow may be built without it
@@ -16,7 +15,7 @@ PROBES = (*(f"picture:{kind}" for kind in _PICTURES), *(f"sample:{name}" for nam
 
 
 def media_findings(probed: Mapping[str, Probed]) -> Iterator[Finding]:
-    """probed: by the names of PROBES."""
+    """Yield the findings of probes by the names of PROBES."""
     readable = [kind for kind in _PICTURES if probed[f"picture:{kind}"].error is None]
     if readable:
         yield Finding(name="pictures", text=f"{', '.join(readable)} can be read", data={"formats": readable})

@@ -6,8 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from vlmserve.commands.doctor.finding import Finding, Status
-from vlmserve.commands.doctor.probing import Probed
+from vlmserve.commands.doctor.finding import Finding, Probed, Status
 from vlmserve.config.model_path import DEFAULT_MODEL, NotDownloadedError, resolve_model
 from vlmserve_common.compute.memory import show_gib
 from vlmserve_common.errors import CheckpointError
@@ -16,7 +15,7 @@ _SUMS = "SHA256SUMS"
 
 
 def model_folder(model: str) -> Path | Finding:
-    """Where a checkpoint is on this machine; nothing is downloaded for it."""
+    """Return the folder of a checkpoint on this machine. Nothing is downloaded for it."""
     try:
         return resolve_model(model, download=False)
     except NotDownloadedError as error:
@@ -29,7 +28,7 @@ def model_folder(model: str) -> Path | Finding:
 
 
 def files_finding(folder: Path = DEFAULT_MODEL) -> Finding:
-    """Of the built-in model, whose files' checksums are known."""
+    """Compare the files of the built-in model with their checksums."""
     try:
         sums = [line.split(maxsplit=1) for line in (folder / _SUMS).read_text(encoding="ascii").splitlines()]
         wrong = [name for digest, name in sums if _digest(folder / name) != digest]
@@ -45,7 +44,7 @@ def files_finding(folder: Path = DEFAULT_MODEL) -> Finding:
 
 
 def model_findings(name: str, probed: Probed) -> Iterator[Finding]:
-    """name: for people. probed: by `model_probe.examine`."""
+    """Yield the findings of a probe by `engine_probes.examine_model`. name: for people."""
     facts = probed.result
     if facts is None:
         yield Finding(

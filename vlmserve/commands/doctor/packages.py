@@ -1,4 +1,4 @@
-"""The packages that vlmserve needs and can use, beside those that are installed."""
+"""The packages that vlmserve needs and can use, beside the installed ones."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.doctor.finding import Finding, Status
-from vlmserve.commands.doctor.probing import Probed
+from vlmserve.commands.doctor.finding import Finding, Probed, Status
 
 NAME = "vlmserve"
 ROOT = Path(__file__).resolve().parents[3]
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*([^;]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _MODULES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
-# Of interest to nobody who does not work on vlmserve.
+# Extras for the development of vlmserve.
 _EXTRAS_LEFT_OUT = ("dev",)
-# Beside whose modules others must be installed that we do without.
+# Packages whose import needs packages that we do without.
 _NOT_IMPORTED = ("qwen-vl-utils",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requirement:
-    """text: as pip takes it. bounds: of its version, "" for any. installed: the version that is, if one is."""
+    """A requirement. text: as pip takes it. bounds: of its version, "" for any. installed: its version, if any."""
 
     text: str
     name: str
@@ -38,13 +37,13 @@ class Requirement:
 
     @property
     def module(self) -> str | None:
-        """What to import to see whether it works, if that tells."""
+        """The module whose import shows that the package works; None if no import does."""
         name = self.name.lower()
         return None if name in _NOT_IMPORTED else _MODULES.get(name, name.replace("-", "_"))
 
     @property
     def lacks(self) -> str | None:
-        """What is wrong with it, as far as that can be known without importing it."""
+        """The fault of the package that shows without importing it; None if there is none."""
         if self.installed is None:
             return f"is not installed, and {self.bounds or 'any version'} is needed"
         if _outside(self.installed, self.bounds):
@@ -53,9 +52,9 @@ class Requirement:
 
 
 def read_requirements(folder: Path = ROOT) -> tuple[list[Requirement], dict[str, list[Requirement]]]:
-    """What is always needed, and what each extra needs: of the checkout if this is one, else of the installed package.
+    """Return the requirements of vlmserve, and those of each extra, from a checkout or else from the installed package.
 
-    A checkout's metadata are those of the day when it was installed.
+    The installed metadata of a checkout may be old: they are those of the day when it was installed.
     """
     project = _project(folder)
     if project is not None:
@@ -70,7 +69,7 @@ def read_requirements(folder: Path = ROOT) -> tuple[list[Requirement], dict[str,
 
 
 def needed_findings(needed: Sequence[Requirement], imports: Mapping[str, Probed]) -> Iterator[Finding]:
-    """For each package that is always needed. imports: module -> whether it can be imported."""
+    """Yield a finding for each package that is always needed. imports: the probe of each module."""
     for requirement in needed:
         error = None
         if requirement.installed is not None and requirement.module is not None:
@@ -92,7 +91,7 @@ def needed_findings(needed: Sequence[Requirement], imports: Mapping[str, Probed]
 
 
 def extra_findings(extras: Mapping[str, Sequence[Requirement]]) -> Iterator[Finding]:
-    """For each extra: whether all of it is there."""
+    """Yield a finding for each extra."""
     for extra, requirements in extras.items():
         lacking = [f"{requirement.name} {requirement.lacks}" for requirement in requirements if requirement.lacks]
         there = ", ".join(f"{requirement.name} {requirement.installed}" for requirement in requirements)
@@ -106,7 +105,7 @@ def extra_findings(extras: Mapping[str, Sequence[Requirement]]) -> Iterator[Find
 
 
 def install(extra: str | None = None) -> str:
-    """The command that installs vlmserve, or an extra of it too, into this Python."""
+    """Return the command that installs vlmserve, with an extra or without, into this Python."""
     brackets = f"[{extra}]" if extra else ""
     if _project(ROOT) is None:
         return pip_install(NAME + brackets)
@@ -114,7 +113,7 @@ def install(extra: str | None = None) -> str:
 
 
 def pip_install(*words: str) -> str:
-    """A command for a shell. (uv makes environments without pip.)"""
+    """Return a command for a shell. uv makes environments without pip: there it is one of uv."""
     if importlib.util.find_spec("pip") is None:
         words = tuple("--reinstall" if word == "--force-reinstall" else word for word in words)
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *words])
@@ -122,7 +121,7 @@ def pip_install(*words: str) -> str:
 
 
 def _project(folder: Path) -> dict[str, Any] | None:
-    """What a checkout's pyproject.toml says; None where this is an installed package, whoever's file may lie there."""
+    """Return the project of a checkout's pyproject.toml; None for an installed package, even beside such a file."""
     file = folder / "pyproject.toml"
     if not file.is_file():
         return None
@@ -142,7 +141,7 @@ def _requirement(line: str) -> Requirement:
 
 
 def _outside(version: str, bounds: str) -> bool:
-    """Whether a version is not within bounds; False where nothing is there to tell."""
+    """Return True if a version is outside of the bounds; False also if `packaging` is not there to tell."""
     try:
         from packaging.specifiers import SpecifierSet
     except ImportError:

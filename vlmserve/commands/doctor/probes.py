@@ -1,6 +1,6 @@
-"""What can only be known by importing libraries, which may be missing, broken, or crash: done in a child process.
+"""Probes that import libraries, which may be missing, broken, or crash: they run in a child process.
 
-`python -m vlmserve.commands.doctor.probes NAME...` prints a line of JSON with what it found for each.
+`python -m vlmserve.commands.doctor.probes NAME...` prints a line of JSON for each probe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SAMPLES = Path(__file__).resolve().parents[1] / "demo" / "samples"
 
 
 def main(names: Sequence[str]) -> int:
-    """Always 0: what goes wrong is a result, too."""
+    """Run the probes, and return 0: a failure is a result, too."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries that print must not be taken for us
     for name in names:
@@ -69,7 +69,7 @@ def _torch(_: str) -> dict[str, Any]:
 
 
 def _picture(kind: str) -> dict[str, Any]:
-    """Writes a small picture, and reads it as the server does."""
+    """Write a small picture, and read it as the server does."""
     import io
 
     from PIL import Image
@@ -80,7 +80,7 @@ def _picture(kind: str) -> dict[str, Any]:
 
 
 def _sample(name: str) -> dict[str, Any]:
-    """Reads a sample picture, or counts the frames of a sample clip."""
+    """Read a sample picture, or count the frames of a sample clip."""
     path = SAMPLES / name
     if path.suffix != ".mp4":
         return _decoded(path.read_bytes())
@@ -97,15 +97,15 @@ def _decoded(picture: bytes) -> dict[str, Any]:
 
 
 def _model(name: str) -> dict[str, Any]:
-    from vlmserve.commands.doctor.model_probe import examine
+    from vlmserve.commands.doctor.engine_probes import examine_model
 
-    return examine(name)
+    return examine_model(name)
 
 
 def _attention(_: str) -> dict[str, Any]:
-    from vlmserve.commands.doctor.attention_probe import examine
+    from vlmserve.commands.doctor.engine_probes import examine_attention
 
-    return examine()
+    return examine_attention()
 
 
 _PROBES: dict[str, Callable[[str], dict[str, Any]]] = {

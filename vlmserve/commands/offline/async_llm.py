@@ -73,7 +73,7 @@ class AsyncLLM:
         self.args, self.info = self._engine.args, self._engine.info
         self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
         self._control = EngineControl(
-            self._engine.scheduler, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
+            self._engine.loop, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
         )
         self._asked: set[asyncio.Future[ControlResult]] = set()
         self._unfinished: dict[str, TextOutput] | None = {} if joined else None
@@ -175,12 +175,12 @@ class AsyncLLM:
 
     def _run(self) -> None:
         torch.set_num_threads(self._torch_threads)  # each thread has its own
-        scheduler, busy = self._engine.scheduler, False
+        engine, busy = self._engine.loop, False
         try:
             while True:
                 if not busy:
                     # paused, the encoder's results wait with the requests
-                    handles = [] if self._control.paused else scheduler.wait_handles()
+                    handles = [] if self._control.paused else engine.wait_handles()
                     wait([self._wake_up.fd, *handles])
                 if not self._take_messages():
                     return
@@ -191,7 +191,7 @@ class AsyncLLM:
 
     def _take_messages(self) -> bool:
         """Hand what has come to the scheduler; False when it is time to stop."""
-        scheduler = self._engine.scheduler
+        engine = self._engine.loop
         self._wake_up.take()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -202,11 +202,11 @@ class AsyncLLM:
                     self._tell(_settle, message.answer, self._control.handle(message.question))
                 elif isinstance(message, BatchTokenizedGenerateReqInput):
                     for request in message.requests:
-                        scheduler.handle(request)
+                        engine.handle(request)
                 elif isinstance(message, GetStatsReq):
-                    self._tell(self._manager.handle, scheduler.stats())
+                    self._tell(self._manager.handle, engine.stats())
                 elif not isinstance(message, RequestsLost):  # which only processes can lose
-                    scheduler.handle(message)  # type: ignore[arg-type]
+                    engine.handle(message)  # type: ignore[arg-type]
         return True
 
     def _fail(self, reason: str) -> None:
@@ -222,7 +222,7 @@ class AsyncLLM:
             return
         texts, aborts = self._detokenizer.process(batch)
         for abort in aborts:
-            self._engine.scheduler.handle(abort)
+            self._engine.loop.handle(abort)
         outputs = texts.outputs if self._unfinished is None else self._join(texts.outputs, self._unfinished)
         if outputs:
             self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))

@@ -14,14 +14,13 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.build import EngineInfo, build_engine_scheduler, build_runner
-from vlmserve.engine.lockstep import EngineScheduler
+from vlmserve.engine.build import EngineInfo, build_loop, build_runner
+from vlmserve.engine.loop import EventLoop
+from vlmserve.engine.step import GroupsWorker, ModelWorker
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.frontend.stage import StageLimits, TokenizerStage, make_tokenizer_stage
 from vlmserve.ipc.messages import SchedulerOutput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
-from vlmserve.scheduler.rounds import RoundWorker
-from vlmserve.scheduler.step import ModelWorker
 from vlmserve_common.errors import EngineError, RankLostError
 
 if TYPE_CHECKING:
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class OfflineEngine:
-    """args: with the model's folder. stack: closes the scheduler and its encoders; `stage.media` is closed before.
+    """args: with the model's folder. stack: closes the loop and its encoders; `stage.media` is closed before.
     ranks: who has the other parts of the model, if there are any."""
 
     args: EngineArgs
     runner: ModelRunner
     info: EngineInfo
-    scheduler: EngineScheduler
+    loop: EventLoop
     stage: TokenizerStage
     stack: ExitStack
     ranks: Ranks | None = None
@@ -62,8 +61,8 @@ def build_offline_engine(
         processes = args.num_encoders + args.media_processes
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
         start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
-        scheduler = build_engine_scheduler(args, runner, info, send, start=start, worker=worker)
-        stack.callback(scheduler.close)
+        loop = build_loop(args, runner, info, send, start=start, worker=worker)
+        stack.callback(loop.close)
         stage = make_tokenizer_stage(
             args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
         )
@@ -71,7 +70,7 @@ def build_offline_engine(
             args=args,
             runner=runner,
             info=info,
-            scheduler=scheduler,
+            loop=loop,
             stage=stage,
             stack=stack.pop_all(),
             ranks=ranks,
@@ -80,7 +79,7 @@ def build_offline_engine(
 
 def _runner(
     args: EngineArgs, stack: ExitStack, log_level: str
-) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | RoundWorker | None, Ranks | None]:
+) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | GroupsWorker | None, Ranks | None]:
     """This process's part of the model, and what computes steps where others have theirs. stack: ends these."""
     if args.world_size == 1:
         return args, *build_runner(args), None, None

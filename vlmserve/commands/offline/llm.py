@@ -14,7 +14,7 @@ import numpy as np
 
 from processors.families.base import ProcessedMedium
 from processors.families.report import MediumReport, report_json
-from processors.fetch.settings import FetchSettings
+from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import Conversation, SamplingOptions, conversation, read_settings, sampling_of
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
@@ -98,7 +98,7 @@ class LLM(AbstractContextManager["LLM"]):
         limits = StageLimits(fetch=fetch or FetchSettings(), counts=counts)
         engine = self.engine = build_offline_engine(args, limits, self._take)
         self.args, self.info, self._runner = engine.args, engine.info, engine.runner
-        self._scheduler, self._stack = engine.scheduler, engine.stack
+        self._engine_loop, self._stack = engine.loop, engine.stack
         self._media, self.builder = engine.stage.media, engine.stage.builder
         self._loop = LoopThread("media")
         self._stack.callback(self._loop.close)
@@ -205,11 +205,11 @@ class LLM(AbstractContextManager["LLM"]):
 
     def stats(self) -> SchedulerStats:
         """Plain figures of the engine."""
-        return self._scheduler.stats()
+        return self._engine_loop.stats()
 
     def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many tokens these had."""
-        return self._scheduler.flush_cache()
+        return self._engine_loop.flush_cache()
 
     def close(self) -> None:
         """End the media threads and the encoder's workers. The model goes with the object."""
@@ -247,26 +247,26 @@ class LLM(AbstractContextManager["LLM"]):
             with closing(self._loading(requests)) as loadings:
                 for loading in loadings:
                     # the engine goes on meanwhile
-                    while not loading.media.done() and not self._scheduler.is_idle():
-                        self._scheduler.step_or_wait()
+                    while not loading.media.done() and not self._engine_loop.is_idle():
+                        self._engine_loop.step_or_wait()
                     messages, media, said = self._build(loading)
                     choices.append([message.rid for message in messages])
                     for message in messages:
                         # only so many wait at a time, pictures and all
-                        while self._scheduler.num_waiting >= self._max_waiting:
-                            self._scheduler.step_or_wait()
+                        while self._engine_loop.num_waiting >= self._max_waiting:
+                            self._engine_loop.step_or_wait()
                         reports[message.rid], warnings[message.rid] = media, said
                         self._answers[message.rid] = None
-                        self._scheduler.handle(message)
-            while not self._scheduler.is_idle():
-                self._scheduler.step_or_wait()
-            self._scheduler.step()  # the checks of an idle engine
+                        self._engine_loop.handle(message)
+            while not self._engine_loop.is_idle():
+                self._engine_loop.step_or_wait()
+            self._engine_loop.step()  # the checks of an idle engine
             return [[_completion(self._answers[rid], reports[rid], warnings[rid]) for rid in rids] for rids in choices]
         finally:
             for rid in reports:
                 answer = self._answers.pop(rid)
                 if answer is None or answer.finish_reason is None:  # an exception came first
-                    self._scheduler.handle(AbortReq(rid=rid))
+                    self._engine_loop.handle(AbortReq(rid=rid))
 
     def _loading(self, requests: Iterable[GenerateReqInput]) -> Generator[_Loading, None, None]:
         """The requests in order, while the media of those that come next are being loaded already."""
@@ -304,7 +304,7 @@ class LLM(AbstractContextManager["LLM"]):
         assert isinstance(batch, BatchTokenOutput)
         texts, aborts = self._detokenizer.process(batch)
         for abort in aborts:
-            self._scheduler.handle(abort)
+            self._engine_loop.handle(abort)
         for output in texts.outputs:
             if output.rid in self._answers:  # else given up
                 self._answers[output.rid] = join_outputs(self._answers[output.rid], output)

@@ -1,4 +1,4 @@
-"""The command: reads config.json, and prints what each GPU would hold and what steps would take at the least."""
+"""`vlmserve plan`: reads config.json, and prints what each GPU would hold and the least times of steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from vlmserve.commands.plan.gpus import GPUS
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.flags import CommandParser, add_settings
 from vlmserve.config.model_path import resolve_model
+from vlmserve.config.number_words import above_zero, positive
 from vlmserve.config.settings import iter_settings, load_settings
 
 _ABOUT = """\
@@ -40,7 +41,7 @@ _SETTINGS = frozenset(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table, or JSON. Returns 0; what cannot be is an EngineError, or another of the package's."""
+    """Print a table, or JSON. Raises VlmserveError for what cannot be."""
     args = _parser().parse_args(argv)
     # late, so that --help is quick
     from vlmserve.commands.plan.layout import Layout
@@ -78,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _folder(model: str) -> Iterator[Path]:
-    """A checkpoint folder, or one made of a config.json."""
+    """Yield a checkpoint folder, or one that is made of a config.json."""
     path = Path(model).expanduser()
     if not path.is_file():
         yield resolve_model(model, download=False)
@@ -95,69 +96,37 @@ def _engine_args(args: argparse.Namespace) -> EngineArgs:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="vlmserve plan",
-        usage="%(prog)s MODEL [options]",
-        description=_ABOUT,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="vlmserve plan", usage="%(prog)s MODEL [options]", description=_ABOUT, epilog=_EPILOG)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a config.json")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    spread = parser.add_argument_group("GPUs that share the model")
-    spread.add_argument("--tp", "--tp-size", type=_count, default=1, metavar="N", help="ranks that share each layer")
-    spread.add_argument("--pp", "--pp-size", type=_count, default=1, metavar="N", help="stages, of some layers each")
-    spread.add_argument(
-        "--dp", "--dp-size", type=_count, default=1, metavar="N", help="replicas, each on its own --tp times --pp GPUs"
-    )
-    spread.add_argument(
-        "--ep", "--ep-size", type=_count, default=1, metavar="N", help="groups of the ranks that have whole experts"
-    )
-    spread.add_argument(
-        "--enable-dp-attention",
-        action="store_true",
-        help="--dp divides the --tp ranks: attention is shared by --tp / --dp of them, experts by all",
-    )
-    each = parser.add_argument_group("a GPU")
-    each.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="which one [default: h200]")
+    add = parser.add_argument_group("GPUs that share the model").add_argument
+    for name, text in (
+        ("tp", "ranks that share each layer"),
+        ("pp", "stages, of some layers each"),
+        ("dp", "replicas, each on its own --tp times --pp GPUs"),
+        ("ep", "groups of the ranks that have whole experts"),
+    ):
+        add(f"--{name}", f"--{name}-size", type=positive, default=1, metavar="N", help=text)
+    text = "--dp divides the --tp ranks: attention is shared by --tp / --dp of them, experts by all"
+    add("--enable-dp-attention", action="store_true", help=text)
+    add = parser.add_argument_group("a GPU").add_argument
+    add("--gpu", choices=sorted(GPUS), default="h200", help="which one [default: h200]")
     for name, kind, text in (
-        ("gpu-memory-gib", _some, "its memory, instead"),
-        ("bandwidth-gbs", _some, "GB/s of its memory, instead"),
-        ("tflops", _some, "TFLOP/s of dense products in 16 bits, instead"),
+        ("gpu-memory-gib", above_zero, "its memory, instead"),
+        ("bandwidth-gbs", above_zero, "GB/s of its memory, instead"),
+        ("tflops", above_zero, "TFLOP/s of dense products in 16 bits, instead"),
         ("fp8-tflops", _amount, "TFLOP/s in 8 bits, for FP8 checkpoints, instead; 0: there are none"),
         ("link-gbs", _amount, "GB/s to other GPUs, each way, instead; 0: exchanges are not counted"),
     ):
-        each.add_argument(f"--{name}", type=kind, metavar="X", help=text)
-    each.add_argument(
-        "--reserved-gib", type=_amount, default=1.0, metavar="X", help="for CUDA and its libraries [default: 1]"
-    )
-    work = parser.add_argument_group("requests")
-    work.add_argument("--context", type=_count, default=8192, metavar="N", help="tokens of each [default: 8192]")
-    work.add_argument(
-        "--batch",
-        type=_count,
-        nargs="+",
-        default=[1, 8, 64, 256],
-        metavar="N",
-        help="decode together in a replica",
-    )
-    work.add_argument("--prompt", type=_count, default=8192, metavar="N", help="tokens of a prompt [default: 8192]")
+        add(f"--{name}", type=kind, metavar="X", help=text)
+    add("--reserved-gib", type=_amount, default=1.0, metavar="X", help="for CUDA and its libraries [default: 1]")
+    add = parser.add_argument_group("requests").add_argument
+    add("--context", type=positive, default=8192, metavar="N", help="tokens of each [default: 8192]")
+    batches = [1, 8, 64, 256]
+    add("--batch", type=positive, nargs="+", default=batches, metavar="N", help="decode together in a replica")
+    add("--prompt", type=positive, default=8192, metavar="N", help="tokens of a prompt [default: 8192]")
     add_settings(parser, _SETTINGS)
     return parser
-
-
-def _count(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{word} is below 1")
-    return number
-
-
-def _some(word: str) -> float:
-    number = _amount(word)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{word} is not above 0")
-    return number
 
 
 def _amount(word: str) -> float:

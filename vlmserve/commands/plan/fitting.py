@@ -1,4 +1,4 @@
-"""Whether all that has to be in a GPU's memory fits, and how many tokens of KV cache do then; by the engine's rules."""
+"""The memory of GPUs: whether a model fits, and the KV cache that is left, by the engine's rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vlmserve.commands.plan.gpus import Gpu
-from vlmserve.commands.plan.layout import Layout, Model, Stage
+from vlmserve.commands.plan.layout import Layout, SpreadModel, StageShare
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.activations import StepLimits, estimate_activations, step_limits
 from vlmserve.engine.decode_graphs import why_not_captured
@@ -23,10 +23,13 @@ from vlmserve_common.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Of a stage's fullest GPU, in bytes. reserved: for what is not torch's. activations: with the most that captured
-    graphs may take. kv: what is left for the KV cache, below 0 where nothing is."""
+    """The memory of a stage's fullest GPU, in bytes.
 
-    stage: Stage
+    `reserved` is for CUDA and its libraries. `activations` include the most that captured graphs may take. `kv` is left
+    for the KV cache, and is below 0 if memory is missing.
+    """
+
+    stage: StageShare
     reserved: int
     states: int
     activations: Activations
@@ -34,20 +37,20 @@ class Fit:
 
     @property
     def tokens(self) -> int | None:
-        """KV slots; None where the stage has no layer with any."""
+        """The KV slots; None if no layer of the stage has any."""
         return max(0, int(self.kv)) // self.stage.kv if self.stage.kv else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fits:
-    """stages: of the pipeline. tokens: KV slots of a replica, or of a group of its ranks with attention of its own."""
+    """The memory of all stages. tokens: KV slots of a replica, or of a group of its ranks that share attention."""
 
     stages: tuple[Fit, ...]
     tokens: int
 
 
-def fit(model: Model, layout: Layout, gpu: Gpu, args: EngineArgs, *, context: int, reserved: int) -> Fits:
-    """EngineError where the weights do not fit, or no request of `context` tokens, with the numbers."""
+def fit(model: SpreadModel, layout: Layout, gpu: Gpu, args: EngineArgs, *, context: int, reserved: int) -> Fits:
+    """Fit a model into GPUs. Raises EngineError with numbers if the weights or `context` tokens do not fit."""
     device = torch.device("cuda")
     longest = args.max_model_len or model.config.max_position_embeddings
     # what pictures ask for is the tower's limit of patches: a checkpoint's largest picture has no more
@@ -62,8 +65,8 @@ def fit(model: Model, layout: Layout, gpu: Gpu, args: EngineArgs, *, context: in
 
 
 def _fit(
-    model: Model,
-    stage: Stage,
+    model: SpreadModel,
+    stage: StageShare,
     layout: Layout,
     gpu: Gpu,
     args: EngineArgs,
@@ -85,13 +88,13 @@ def _fit(
     return Fit(stage=stage, reserved=reserved, states=states, activations=activations, kv=kv)
 
 
-def _has_graphs(model: Model, layout: Layout, args: EngineArgs) -> bool:
+def _has_graphs(model: SpreadModel, layout: Layout, args: EngineArgs) -> bool:
     sharing = ExpertSharing(ep_size=layout.ep, a2a=args.moe_a2a_backend)
     shard = Shard(0, layout.tp, experts=sharing, stage=PipelineStage(0, layout.pp), group=layout.attention_group)
     return why_not_captured(args, model.config.experts, shard) is None
 
 
-def _complaint(worst: Fit, model: Model, layout: Layout, gpu: Gpu, args: EngineArgs, context: int) -> str:
+def _complaint(worst: Fit, model: SpreadModel, layout: Layout, gpu: Gpu, args: EngineArgs, context: int) -> str:
     stage = worst.stage
     where = f"a {gpu.name}" if layout.pp == 1 else f"a {gpu.name} of layers {stage.first} to {stage.last - 1}"
     beside = "".join(f", {part}" for part in _beside(worst))

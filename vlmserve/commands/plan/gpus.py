@@ -1,4 +1,4 @@
-"""What GPUs have, by their makers' data sheets."""
+"""GPUs by their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ _GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """memory: bytes. bandwidth: of it, bytes a second. flops, fp8_flops: a second, of dense products in 16 and in 8
-    bits; fp8_flops 0: none in 8 bits. link: bytes a second to other GPUs, each way; 0: not known."""
+    """A GPU: its memory in bytes, and the memory's bandwidth in bytes a second.
+
+    `flops` and `fp8_flops` are operations a second of dense products in 16 and in 8 bits; 0 if there are none. `link`
+    is in bytes a second to other GPUs, each way; 0 if not known.
+    """
 
     name: str
     memory: int
@@ -23,14 +26,8 @@ class Gpu:
 
 
 def _gpu(name: str, gib: float, tb_s: float, tflops: float, fp8_tflops: float, link_gb_s: float) -> Gpu:
-    return Gpu(
-        name=name,
-        memory=int(gib * _GIB),
-        bandwidth=tb_s * 1e12,
-        flops=tflops * 1e12,
-        fp8_flops=fp8_tflops * 1e12,
-        link=link_gb_s * 1e9,
-    )
+    rates = {"bandwidth": tb_s * 1e12, "flops": tflops * 1e12, "fp8_flops": fp8_tflops * 1e12, "link": link_gb_s * 1e9}
+    return Gpu(name=name, memory=int(gib * _GIB), **rates)
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -43,5 +40,6 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         "b200": _gpu("B200", 179, 8.0, 2250, 4500, 900),
     }
 )
-"""Memory as the driver shows it; rates of the data sheets, which no program reaches: nine tenths of the bandwidth and
-seven to eight of the operations are much. Link: half of what is printed there, which is both ways together."""
+"""Memory is what the driver shows. Rates are those of the data sheets, which no program reaches: nine tenths of the
+bandwidth and seven to eight tenths of the operations are much. A link is half of the printed rate, which counts both
+ways."""

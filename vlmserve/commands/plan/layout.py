@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs, and what each then holds: from outlines, as the engine makes them."""
+"""A model spread over GPUs, and what each of them holds, from outlines as the engine makes them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ from vlmserve_common.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parts of a replica, tp * pp GPUs; dp replicas, or groups of a replica's ranks that have attention together where
-    `dp_attention` says so. ep: into how many groups the tp ranks of a stage are divided by experts."""
+    """The sizes of parallel groups. A replica has tp * pp GPUs.
+
+    dp: replicas; with `dp_attention`, groups of a replica's ranks that share attention. ep: groups of the tp ranks of a
+    stage that hold different experts.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -38,31 +41,31 @@ class Layout:
 
     @property
     def attention_tp(self) -> int:
-        """Ranks that share attention."""
+        """The ranks that share attention."""
         return self.tp // self.dp if self.dp_attention else self.tp
 
     @property
     def attention_group(self) -> AttentionGroup | None:
-        """Of a rank, to be looked at; None where there is one group."""
+        """The group of a rank, to be looked at; None if there is one group."""
         return AttentionGroup(size=self.attention_tp) if self.dp_attention else None
 
     @property
     def groups(self) -> int:
-        """Of a replica's requests: each has its own KV cache."""
+        """The groups of a replica's requests, each with its own KV cache."""
         return self.dp if self.dp_attention else 1
 
     @property
     def replicas(self) -> int:
-        """Whole models."""
+        """The number of whole models."""
         return 1 if self.dp_attention else self.dp
 
     @property
     def gpus(self) -> int:
-        """Of all replicas."""
+        """The GPUs of all replicas."""
         return self.tp * self.pp * self.replicas
 
     def check(self, config: ModelConfig) -> None:
-        """EngineError for sizes that do not divide."""
+        """Raise EngineError for sizes that do not divide."""
         if self.pp > config.num_layers:
             raise EngineError(f"--pp is {self.pp}, and there are {config.num_layers} layers: each stage needs one")
         if self.dp_attention and (self.dp < 2 or self.tp % self.dp):
@@ -90,11 +93,12 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """What the fullest GPU of a pipeline stage, the first, holds of layers `first` .. `last` - 1.
+class StageShare:
+    """The share of a pipeline stage's fullest GPU, the first one: layers `first` .. `last` - 1.
 
-    embedding, dense (layers but for their experts), experts, head (0 where it is the embedding), tower: bytes. kv:
-    bytes of a token, over kv_layers layers. state: of a request. *_numbers: weights that tokens are multiplied by.
+    `embedding`, `dense` (layers without experts), `experts`, `head` (0 if it is the embedding) and `tower` are bytes.
+    `kv` is the bytes of a token over `kv_layers` layers, and `state` the state of a request. The `*_numbers` count
+    weights that tokens are multiplied by.
     """
 
     first: int
@@ -113,27 +117,32 @@ class Stage:
 
     @property
     def weights(self) -> int:
-        """Bytes of all."""
+        """The bytes of all weights."""
         return self.embedding + self.dense + self.experts + self.head + self.tower
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """config: of the whole. outline: of a rank of the layout. stages: of its pipeline. parameters, active: of the whole
-    model, and those that a token goes through without embedding and tower."""
+class SpreadModel:
+    """A model spread over a layout.
+
+    `config` and `parameters` are of the whole model, `outline` is one rank's, and `stages` are those of the pipeline.
+    `active` counts the parameters that a token goes through, without embedding and tower.
+    """
 
     config: ModelConfig
     outline: VisionLanguageModel
     scheme: Scheme | Fp8Scheme | None
-    stages: tuple[Stage, ...]
+    stages: tuple[StageShare, ...]
     kv_dtype: torch.dtype
     parameters: int
     active: int
 
 
-def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache_dtype: str) -> Model:
-    """A folder needs config.json only. dtype: what the model computes in; None: what it says. Errors: those of
-    `load_model`, and of `Layout.check`."""
+def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache_dtype: str) -> SpreadModel:
+    """Spread the model of a folder, which needs config.json only. dtype: to compute in; None for the model's own.
+
+    Raises what `load_model` and `Layout.check` raise.
+    """
     hf_config, scheme = read_hf_config(folder), quantization_of(folder)
     config = load_config(folder)
     layout.check(config)
@@ -167,7 +176,7 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
         kv_layers = last - first - sum(first <= layer < last for layer in recurrent)
         tied_here = outline.lm_head is None and begins
         stages.append(
-            Stage(
+            StageShare(
                 first=first,
                 last=last,
                 embedding=weight_bytes(embedding) if begins else 0,
@@ -183,7 +192,7 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
                 head_numbers=weight_bytes(head) // itemsize if ends else 0,
             )
         )
-    return Model(
+    return SpreadModel(
         config=config,
         outline=outline,
         scheme=scheme,
@@ -195,7 +204,7 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
 
 
 def _part_held(scheme: Scheme | Fp8Scheme | None, dtype: torch.dtype) -> float:
-    """Of the layers' bytes in `dtype`."""
+    """Return the bytes of quantised layers as a part of their bytes in `dtype`."""
     if isinstance(scheme, Scheme):
         return quantised_part(scheme.bits, dtype)
     if isinstance(scheme, Fp8Scheme):
@@ -204,7 +213,7 @@ def _part_held(scheme: Scheme | Fp8Scheme | None, dtype: torch.dtype) -> float:
 
 
 def _numbers(layer: nn.Module) -> int:
-    """Of its matrices, experts left out."""
+    """Return the numbers of a layer's matrices without experts."""
     every = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     itemsize = next(layer.parameters()).dtype.itemsize
     return every - expert_bytes(layer) // itemsize

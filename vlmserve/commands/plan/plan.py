@@ -1,4 +1,4 @@
-"""A plan: what is asked, and what comes of it."""
+"""A plan: the question, and the memory and times that answer it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vlmserve.commands.plan.fitting import Fits, fit
 from vlmserve.commands.plan.gpus import Gpu
-from vlmserve.commands.plan.layout import Layout, Model, lay_out
+from vlmserve.commands.plan.layout import Layout, SpreadModel, lay_out
 from vlmserve.commands.plan.times import Floor, Times
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
@@ -16,12 +16,15 @@ from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
 
 PICTURE = 1024
-"""Pixels of a side, of the picture that a tower's time is told of."""
+"""The side of the picture whose time in the tower is told, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """context: tokens of each request. batches: requests that decode together. prompt: tokens. reserved: bytes."""
+    """A question. context: tokens of each request. batches: requests that decode together. prompt: tokens.
+
+    reserved: bytes of each GPU for CUDA and its libraries.
+    """
 
     args: EngineArgs
     context: int
@@ -32,9 +35,9 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """decode: by requests; None where their contexts do not fit. picture: seconds in the tower."""
+    """An answer. decode: floors by requests, None if their contexts do not fit. picture: seconds in the tower."""
 
-    model: Model
+    model: SpreadModel
     layout: Layout
     gpu: Gpu
     asked: Asked
@@ -46,8 +49,10 @@ class Plan:
 
 
 def make_plan(folder: Path, layout: Layout, gpu: Gpu, asked: Asked) -> Plan:
-    """folder: with config.json. EngineError for what cannot be, with numbers; CheckpointError for a config.json that
-    cannot be."""
+    """Make the plan of a folder with config.json.
+
+    Raises EngineError with numbers for what cannot be, and CheckpointError for a config.json that cannot be.
+    """
     args = asked.args
     model = lay_out(folder, layout, dtype=dtype_setting(args.dtype), kv_cache_dtype=args.kv_cache_dtype)
     longest = args.max_model_len or model.config.max_position_embeddings
@@ -72,7 +77,7 @@ def make_plan(folder: Path, layout: Layout, gpu: Gpu, asked: Asked) -> Plan:
     )
 
 
-def _notes(model: Model, layout: Layout) -> Iterator[str]:
+def _notes(model: SpreadModel, layout: Layout) -> Iterator[str]:
     experts, scheme, heads = model.config.experts, model.scheme, model.config.num_kv_heads
     if layout.attention_tp > heads:
         yield f"{heads} KV heads on {layout.attention_tp} ranks: each is held {layout.attention_tp // heads} times"

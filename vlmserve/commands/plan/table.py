@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from vlmserve.commands.plan.fitting import Fit
@@ -15,7 +16,7 @@ _GIB = 1024**3
 
 
 def show(plan: Plan) -> str:
-    """Memory, then times."""
+    """Return the tables of memory and times."""
     asked, gpu, parts = plan.asked, plan.gpu, [*_about(plan), ""]
     parts += [_memory(plan), "", _room(plan), "", f"At the least, with {asked.context} tokens of context:", ""]
     parts += [_times(plan), "", f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms."]
@@ -27,7 +28,7 @@ def show(plan: Plan) -> str:
 
 
 def as_data(plan: Plan) -> dict[str, Any]:
-    """Bytes, seconds, tokens."""
+    """Return the plan for JSON, in bytes, seconds and tokens."""
     model, layout = plan.model, plan.layout
     return {
         "model": {
@@ -37,22 +38,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "dtype": dtype_name(model.outline.dtype),
             "kv_cache_dtype": dtype_name(model.kv_dtype),
         },
-        "layout": {
-            "gpus": layout.gpus,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "dp": layout.dp,
-            "ep": layout.ep,
-            "dp_attention": layout.dp_attention,
-        },
-        "gpu": {
-            "name": plan.gpu.name,
-            "memory": plan.gpu.memory,
-            "bandwidth": plan.gpu.bandwidth,
-            "flops": plan.gpu.flops,
-            "fp8_flops": plan.gpu.fp8_flops,
-            "link": plan.gpu.link,
-        },
+        "layout": {"gpus": layout.gpus, **asdict(layout)},
+        "gpu": asdict(plan.gpu),
         "stages": [
             {
                 "layers": [one.stage.first, one.stage.last - 1],
@@ -72,8 +59,8 @@ def as_data(plan: Plan) -> dict[str, Any]:
             for one in plan.fits.stages
         ],
         "kv_tokens": plan.fits.tokens,
-        "decode": {str(batch): None if floor is None else _floor(floor) for batch, floor in plan.decode.items()},
-        "prefill": {"tokens": plan.asked.prompt, **_floor(plan.prefill)},
+        "decode": {str(batch): floor and asdict(floor) for batch, floor in plan.decode.items()},
+        "prefill": {"tokens": plan.asked.prompt, **asdict(plan.prefill)},
         "context": plan.asked.context,
         "picture_seconds": plan.picture,
         "notes": list(plan.notes),
@@ -100,30 +87,34 @@ def _memory(plan: Plan) -> str:
     stages = plan.fits.stages
     names = [f"layers {one.stage.first} to {one.stage.last - 1}" for one in stages]
     rows = [["GiB of the fullest GPU", *names]]
-    for name, values in (
-        ("embedding", [one.stage.embedding for one in stages]),
-        ("layers without experts", [one.stage.dense for one in stages]),
-        ("experts", [one.stage.experts for one in stages]),
-        ("head", [one.stage.head for one in stages]),
-        ("vision tower", [one.stage.tower for one in stages]),
-        ("= weights", [one.stage.weights for one in stages]),
-        ("computing: a prompt's chunk", [one.activations.step for one in stages]),
-        ("computing: logits", [one.activations.logits for one in stages]),
-        ("computing: pictures in the tower", [one.activations.tower for one in stages]),
-        ("recurrent states", [one.states for one in stages]),
-        ("CUDA graphs, at the most", [one.activations.graphs for one in stages]),
-        ("CUDA and its libraries (assumed)", [one.reserved for one in stages]),
-        ("KV cache", [one.kv for one in stages]),
-        ("not used (--mem-fraction-static)", [_unused(plan, one) for one in stages]),
-    ):
+    columns = [_column(plan, one) for one in stages]
+    for name in columns[0]:
+        values = [column[name] for column in columns]
         if any(values):
             rows.append([name, *(f"{value / _GIB:.2f}" for value in values)])
     return _markdown(rows)
 
 
-def _unused(plan: Plan, one: Fit) -> float:
-    taken = one.stage.weights + one.activations.peak + one.states + one.reserved + one.kv
-    return plan.gpu.memory - taken
+def _column(plan: Plan, fit: Fit) -> dict[str, float]:
+    """Return the bytes of a stage's fullest GPU by their purpose."""
+    stage, computing = fit.stage, fit.activations
+    return {
+        "embedding": stage.embedding,
+        "layers without experts": stage.dense,
+        "experts": stage.experts,
+        "head": stage.head,
+        "vision tower": stage.tower,
+        "= weights": stage.weights,
+        "computing: a prompt's chunk": computing.step,
+        "computing: logits": computing.logits,
+        "computing: pictures in the tower": computing.tower,
+        "recurrent states": fit.states,
+        "CUDA graphs, at the most": computing.graphs,
+        "CUDA and its libraries (assumed)": fit.reserved,
+        "KV cache": fit.kv,
+        "not used (--mem-fraction-static)": plan.gpu.memory
+        - (stage.weights + computing.peak + fit.states + fit.reserved + fit.kv),
+    }
 
 
 def _room(plan: Plan) -> str:
@@ -145,23 +136,13 @@ def _times(plan: Plan) -> str:
         if floor is None:
             rows.append([name, "no room for their contexts", "", "", "", ""])
         else:
-            rows.append([name, *_cells(floor), f"{1 / floor.seconds:.0f}", f"{floor.rate:.0f}"])
-    rows.append([f"prompt of {plan.asked.prompt}", *_cells(plan.prefill), "", f"{plan.prefill.rate:.0f}"])
+            rows.append([name, *_cells(floor), f"{1 / floor.seconds:.0f}", f"{floor.tokens_per_second:.0f}"])
+    rows.append([f"prompt of {plan.asked.prompt}", *_cells(plan.prefill), "", f"{plan.prefill.tokens_per_second:.0f}"])
     return _markdown(rows)
 
 
 def _cells(floor: Floor) -> list[str]:
-    return [f"{floor.seconds * 1e3:.3g}", f"{floor.exchange * 1e3:.3g}", f"{floor.read / 1e9:.3g}"]
-
-
-def _floor(floor: Floor) -> dict[str, float]:
-    return {
-        "seconds": floor.seconds,
-        "slowest_stage_seconds": floor.slowest,
-        "exchange_seconds": floor.exchange,
-        "bytes_read": floor.read,
-        "tokens_per_second": floor.rate,
-    }
+    return [f"{floor.seconds * 1e3:.3g}", f"{floor.exchange_seconds * 1e3:.3g}", f"{floor.bytes_read / 1e9:.3g}"]
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

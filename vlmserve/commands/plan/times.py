@@ -1,31 +1,36 @@
-"""What a step takes at the least: bytes over the bandwidth, operations over the rate, exchanges over the links."""
+"""The least time of a step: bytes over the bandwidth, operations over the rate, exchanges over the links."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from vlmserve.commands.plan.gpus import Gpu
-from vlmserve.commands.plan.layout import Layout, Model, Stage
+from vlmserve.commands.plan.layout import Layout, SpreadModel, StageShare
 from vlmserve.models.floors import attention_flops, part_hit, tower_flops
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Seconds of a step: of its stages one after the other, and the slowest of these; exchange: of all of them what
-    GPUs wait for each other's results. read: bytes, by the GPU that reads most. rate: tokens a second of all GPUs,
-    with as many steps under way as there are stages."""
+    """The least time of a step: the seconds of all its stages, and of the slowest one.
+
+    `exchange_seconds` is the part in which GPUs wait for results of other GPUs. `bytes_read` is for the GPU that reads
+    most. `tokens_per_second` is for all GPUs, with as many steps under way as there are stages.
+    """
 
     seconds: float
-    slowest: float
-    exchange: float
-    read: float
-    rate: float
+    slowest_stage_seconds: float
+    exchange_seconds: float
+    bytes_read: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """Of one stage. tokens, rows: of the layers and of the head, for a GPU's group; all_tokens: of all groups."""
+    """A step of one stage. tokens, rows: of the layers and the head, for a GPU's group. all_tokens: of all groups.
+
+    read: bytes. attention: operations.
+    """
 
     tokens: float
     all_tokens: float
@@ -35,16 +40,16 @@ class _Step:
 
 
 class Times:
-    """Of a model so spread over such GPUs. What is exchanged counts where the GPU's link is known."""
+    """The times of a model that is spread over GPUs. Exchanges count if the GPU's link is known."""
 
-    def __init__(self, model: Model, layout: Layout, gpu: Gpu) -> None:
+    def __init__(self, model: SpreadModel, layout: Layout, gpu: Gpu) -> None:
         self._model, self._layout, self._gpu = model, layout, gpu
         scheme = model.scheme
         in_8_bits = isinstance(scheme, Fp8Scheme) and scheme.inputs is not None and gpu.fp8_flops
         self._rate = gpu.fp8_flops if in_8_bits else gpu.flops
 
     def decode(self, batch: int, context: int) -> Floor:
-        """Of a step of `batch` requests of a replica with `context` tokens each."""
+        """Return the floor of a step of `batch` requests of a replica with `context` tokens each."""
         mine = -(-batch // self._layout.groups)
         outline = self._model.outline
         hit = part_hit(self._model.config.experts, batch)
@@ -58,7 +63,7 @@ class Times:
         return self._floor(found, batch)
 
     def prefill(self, tokens: int) -> Floor:
-        """Of one prompt of so many tokens, in each group of a replica's ranks."""
+        """Return the floor of a prompt of `tokens` tokens in each group of a replica's ranks."""
         groups = self._layout.groups
         hit = part_hit(self._model.config.experts, groups * tokens)
         found = []
@@ -74,24 +79,24 @@ class Times:
         return self._floor(found, groups * tokens)
 
     def picture(self, side: int) -> float:
-        """Of a picture of side x side pixels in the tower, which one GPU computes."""
+        """Return the seconds of a picture of side x side pixels in the tower, which one GPU computes."""
         tower = self._model.outline.visual
         patch = tower.patch_embed.proj.kernel[-1]
         return tower_flops(tower, 1, (side // patch) ** 2) / self._gpu.flops
 
-    def _floor(self, steps: list[tuple[Stage, _Step]], tokens: float) -> Floor:
+    def _floor(self, steps: list[tuple[StageShare, _Step]], tokens: float) -> Floor:
         seconds = [self._computing(stage, step) for stage, step in steps]
         exchange = [self._exchange(stage, step) for stage, step in steps]
         both = [sum(one) for one in zip(seconds, exchange, strict=True)]
         return Floor(
             seconds=sum(both),
-            slowest=max(both),
-            exchange=sum(exchange),
-            read=max(step.read for _, step in steps),
-            rate=self._layout.replicas * tokens / max(both),
+            slowest_stage_seconds=max(both),
+            exchange_seconds=sum(exchange),
+            bytes_read=max(step.read for _, step in steps),
+            tokens_per_second=self._layout.replicas * tokens / max(both),
         )
 
-    def _computing(self, stage: Stage, step: _Step) -> float:
+    def _computing(self, stage: StageShare, step: _Step) -> float:
         experts = self._model.config.experts
         used = 0.0 if experts is None else experts.chosen / experts.count
         products = stage.dense_numbers * step.tokens + stage.expert_numbers * used * step.all_tokens
@@ -101,9 +106,12 @@ class Times:
         )
         return max(step.read / self._gpu.bandwidth, computing)
 
-    def _exchange(self, stage: Stage, step: _Step) -> float:
-        """Two sums a layer over all that share it, one of embeddings, and the logits for the first of them. What groups
-        share, all but attention, gets the tokens of all (an all-gather), and these their sums (a reduce-scatter)."""
+    def _exchange(self, stage: StageShare, step: _Step) -> float:
+        """Return the seconds of a stage's exchanges.
+
+        These are two sums a layer over all ranks that share it, one sum of embeddings, and the logits for the first
+        rank. Groups share all but attention: that part gathers the tokens of all groups and scatters their sums.
+        """
         if not self._gpu.link:
             return 0.0
         layout, config = self._layout, self._model.config
@@ -119,5 +127,5 @@ class Times:
 
 
 def _all_reduce(ranks: int) -> float:
-    """What each sends of every byte: a reduce-scatter and an all-gather."""
+    """Return what each rank sends of every byte: a reduce-scatter and an all-gather."""
     return 2 * (ranks - 1) / ranks

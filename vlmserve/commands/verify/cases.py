@@ -1,4 +1,4 @@
-"""What is asked: text, sample pictures and a clip, and what the user brings."""
+"""The conversations that both sides answer: text, sample pictures, a clip, and the user's own files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
 
 
 def made_cases(kinds: Collection[str]) -> list[Case]:
-    """The cases of these kinds, in a fixed order."""
+    """Return the cases of these kinds, in a fixed order."""
     wide, tall, still, clip = (
         _SAMPLES / name for name in ("shapes.png", "receipt.png", "two-stars.jpg", "rolling.mp4")
     )
@@ -55,13 +55,13 @@ def made_cases(kinds: Collection[str]) -> list[Case]:
 
 
 def own_case(pictures: Sequence[Path], videos: Sequence[Path], prompt: str | None) -> Case:
-    """One question about the user's own files, in this order."""
+    """Return a question about the user's own files, in their order."""
     text = prompt or ("Describe what you see in detail." if pictures or videos else "Hello!")
     return Case(name="own", messages=(_user(*map(_image, pictures), *map(_video, videos), text),))
 
 
 def media_paths(case: Case, kind: Literal["image", "video"]) -> list[Path]:
-    """The files of one kind, in prompt order."""
+    """Return the files of one kind, in prompt order."""
     contents = [message["content"] for message in case.messages]
     return [part[kind] for parts in contents if isinstance(parts, list) for part in parts if part["type"] == kind]
 

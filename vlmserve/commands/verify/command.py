@@ -1,4 +1,4 @@
-"""The command: runs both sides, one after the other, and prints what was found."""
+"""`vlmserve verify`: runs both sides, one after the other, and compares their answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vlmserve.commands.verify.cases import KINDS, Case, made_cases, own_case
-from vlmserve.commands.verify.comparison import Finding, Verdict, compare
+from vlmserve.commands.verify.comparison import CaseFinding, Verdict, compare
 from vlmserve.commands.verify.ours import RunSettings, our_answers
 from vlmserve.commands.verify.reference import check_reference_can_load, check_reference_can_run, reference_answers
 from vlmserve.config.fields import flag
@@ -25,7 +25,7 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status: 0 when all answers agree, 1 when one does not. VlmserveError when they cannot be had."""
+    """Compare all answers, and return 1 if one differs. Raises VlmserveError if a side cannot answer."""
     args = _parser().parse_args(argv)
     check_reference_can_run()
     folder = resolve_model(args.model)
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(
     folder: Path, reference_folder: Path, cases: Sequence[Case], settings: RunSettings, tolerance: float
-) -> list[Finding]:
-    """Both sides one after the other, so that only one model is in memory at a time."""
+) -> list[CaseFinding]:
+    """Run both sides one after the other, so that only one model is in memory at a time."""
     print(f"vlmserve: {len(cases)} cases, each whole, out of a warm cache and in small chunks ...", file=sys.stderr)
     ours = our_answers(folder, cases, settings)
     print(f"transformers: {len(cases)} cases ...", file=sys.stderr)
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parallel_sizes() -> dict[str, str]:
-    """The settings that say how many processes share a model, with their help."""
+    """Return the settings of how many processes share a model, with their help."""
     group = "several devices"
     return {one.name: one.help for one in iter_settings() if one.group == group and one.name.endswith("_size")}
 
@@ -106,7 +106,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
     return [*cases, own_case(args.picture, args.video, args.prompt)] if own else cases
 
 
-def _print(args: argparse.Namespace, findings: Sequence[Finding], tolerance: float) -> None:
+def _print(args: argparse.Namespace, findings: Sequence[CaseFinding], tolerance: float) -> None:
     print(f"{args.model or 'the built-in model'} in {args.dtype}; {_versions()}; tolerance {tolerance:g}\n")
     width = max(len(finding.case) for finding in findings) + 2
     print(f"{'case':{width}}{'run':14}{'prompt':>8}{'tokens equal':>16}{'logprobs':>11}{'first step':>12}  verdict")

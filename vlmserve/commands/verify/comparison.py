@@ -1,4 +1,4 @@
-"""What both sides say about a case, and one of our answers beside the reference's."""
+"""The answers of both sides to a case, and their comparison."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import enum
 from dataclasses import dataclass
 
 TOP = 20
-"""Alternatives kept of each step, on both sides."""
+"""The number of likely tokens that are kept of each step, on both sides."""
 _FIRST_STEP_TOP = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One output token. logprob: its own. top: the TOP most likely tokens and their logprobs, best first."""
+    """An output token and its logprob. top: the TOP most likely tokens and their logprobs, best first."""
 
     token_id: int
     logprob: float
@@ -21,9 +21,9 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One greedy answer. prompt_tokens: with all pad tokens. cached_tokens: of the prompt, taken from the prefix cache.
+    """A greedy answer. steps: one for each token, with the one that ends the answer.
 
-    steps: one for each token, the one that ends the answer included.
+    prompt_tokens: with all pad tokens. cached_tokens: of the prompt, taken from the prefix cache.
     """
 
     prompt_tokens: int
@@ -32,17 +32,20 @@ class Answer:
 
 
 class Verdict(enum.StrEnum):
+    """The outcome of a comparison."""
+
     EQUAL = "equal"
     NEAR_TIE = "near tie"
     DIFFERENT = "DIFFERENT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """equal_tokens: before the first that differs. tokens: of the reference's answer.
+class CaseFinding:
+    """The comparison of two answers.
 
-    logprob_difference: the largest, over the equal tokens. first_step_difference: the largest over the tokens most
-    likely to come first. why: what is different, "" for nothing.
+    `equal_tokens` come before the first different one; `tokens` are those of the reference's answer.
+    `logprob_difference` is the largest over the equal tokens, `first_step_difference` the largest over the most likely
+    first tokens. `why` has the differences in words, "" for none.
     """
 
     case: str
@@ -59,9 +62,12 @@ class Finding:
 
 def compare(
     case: str, variant: str, ours: Answer, theirs: Answer, *, tolerance: float, allow_near_ties: bool
-) -> Finding:
-    """tolerance: of logprobs. allow_near_ties: whether answers may part where the reference's own logprobs of the two
-    tokens are no further apart than that, as rounding makes them do in 16 bits."""
+) -> CaseFinding:
+    """Compare an answer of ours with the reference's. tolerance: of logprobs.
+
+    allow_near_ties: True if answers may part at two tokens whose logprobs in the reference are within the tolerance, as
+    rounding in 16 bits makes them do.
+    """
     pairs = list(zip(ours.steps, theirs.steps, strict=False))
     equal = next((i for i, (a, b) in enumerate(pairs) if a.token_id != b.token_id), len(pairs))
     difference = max((_distance(a.logprob, b.logprob) for a, b in pairs[:equal]), default=0.0)
@@ -81,7 +87,7 @@ def compare(
             problems.append(f"token {equal} is {a.token_id}, the reference's is {b.token_id} (to it, ours is {beyond})")
     elif len(ours.steps) != len(theirs.steps):
         problems.append(f"the answer has {len(ours.steps)} tokens, the reference's {len(theirs.steps)}")
-    return Finding(
+    return CaseFinding(
         case=case,
         variant=variant,
         prompt_tokens=ours.prompt_tokens,
@@ -96,13 +102,13 @@ def compare(
 
 
 def _first_step(ours: Step, theirs: Step) -> float:
-    """Over the reference's most likely tokens; one that is not among ours is below all of them."""
+    """Return the largest difference over the reference's most likely tokens; a token missing in ours is below all."""
     lowest = min(ours.top.values())
     likely = list(theirs.top.items())[:_FIRST_STEP_TOP]
     return max(_distance(ours.top.get(token, lowest), logprob) for token, logprob in likely)
 
 
 def _distance(a: float, b: float) -> float:
-    """Infinite where either is no number."""
+    """Return the difference; infinity if either is not a number."""
     difference = abs(a - b)
     return difference if difference == difference else float("inf")

@@ -21,8 +21,10 @@ _CHUNK = 32  # tokens: every case is cut, most of them inside a picture
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What both sides are told. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
-    parallel: settings of this engine that have processes share the model (tp_size and its like)."""
+    """The settings of both sides. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
+
+    parallel: settings of this engine alone, how many processes share the model (tp_size ...).
+    """
 
     dtype: str
     device: str
@@ -32,14 +34,14 @@ class RunSettings:
 
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
-    """Variant -> answers, in the order of the cases. No model is left in memory. Raises as `LLM` does."""
+    """Return the answers of each variant in the order of the cases. Leaves no model in memory. Raises as `LLM` does."""
     answers = {**_one_by_one(folder, cases, settings), CHUNKS: _in_chunks(folder, cases, settings)}
     free_memory()
     return answers
 
 
 def free_memory() -> None:
-    """Give back what a model has left behind."""
+    """Give back the memory that a model has left behind."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -73,7 +75,7 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
         max_running_requests=len(cases),
         max_pixels="checkpoint",
         video_reference="transformers",
-        sampling_defaults="openai",  # not the checkpoint's penalties: it is the model that is compared
+        sampling_defaults="openai",  # without the checkpoint's penalties: only the model is compared
         **variant,
     )
 

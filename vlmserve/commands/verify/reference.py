@@ -1,4 +1,9 @@
-"""The answers of `transformers`: its processor, its model class, its greedy search."""
+"""The answers of `transformers`: its processor, its model class, its greedy search.
+
+Clips are read by PyAV alone: every frame is decoded, one after the other. Nothing of our own reader is used. Nor is
+transformers' PyAV reader, which trusts the number of frames in the header: WebM and Matroska have none, and in MP4 it
+counts frames that an edit list leaves out.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import av
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from vlmserve.commands.verify.cases import Case, media_paths
 from vlmserve.commands.verify.comparison import TOP, Answer, Step
 from vlmserve.commands.verify.ours import RunSettings
-from vlmserve.commands.verify.plain_clip import length_of, read_frames
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.compute.devices import resolve_device
@@ -23,12 +29,12 @@ from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 from vlmserve_common.errors import EngineError
 
 _READERS: Mapping[str, str] = MappingProxyType({"fp8": "accelerate", "compressed-tensors": "compressed_tensors"})
-"""quant_method -> what transformers reads such checkpoints with."""
-_DEFAULT_FPS = 2.0  # of ours too, where a checkpoint says nothing
+"""The packages that transformers needs for quantised checkpoints, by quant_method."""
+_DEFAULT_FPS = 2.0  # ours, too, if a checkpoint says nothing
 
 
 def check_reference_can_run() -> None:
-    """Raises EngineError when something is not installed, before anything expensive has begun."""
+    """Raise EngineError if a package is not installed, before anything expensive begins."""
     for name in ("transformers", "torchvision"):
         if importlib.util.find_spec(name) is None:
             raise EngineError(
@@ -38,7 +44,7 @@ def check_reference_can_run() -> None:
 
 
 def check_reference_can_load(folder: Path) -> None:
-    """Raises EngineError when transformers lacks what it reads a quantised checkpoint with; CheckpointError."""
+    """Raise EngineError if transformers lacks a package for a quantised checkpoint, or CheckpointError."""
     config = Fields(read_hf_config(folder), "config.json")
     for fields in (config, text_fields(config)):
         method = fields.section("quantization_config").string("quant_method", "")
@@ -51,16 +57,16 @@ def check_reference_can_load(folder: Path) -> None:
 
 
 def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
-    """Greedy answers of the checkpoint, in the order of the cases."""
+    """Return the greedy answers of the checkpoint, in the order of the cases."""
     make_torchvision_importable()
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # it advises those who use it for work
-    reference = Reference(folder, settings)
+    logging.set_verbosity_error()  # it prints advice
+    reference = _Reference(folder, settings)
     return [reference.answer(case) for case in cases]
 
 
-class Reference:
+class _Reference:
     """A checkpoint loaded by `transformers`."""
 
     def __init__(self, folder: Path, settings: RunSettings) -> None:
@@ -72,12 +78,12 @@ class Reference:
         model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
         self._model = model.to(self._device).eval()
         own = model.generation_config
-        # nothing but where answers end: no sampling, no penalties
+        # only the ends of answers: no sampling, no penalties
         model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
 
     @torch.no_grad()
     def answer(self, case: Case) -> Answer:
-        """The answer to one conversation."""
+        """Return the answer to a conversation."""
         inputs = self._inputs(case)
         self._model.model.rope_deltas = None  # of the answer before
         out = self._model.generate(
@@ -111,7 +117,7 @@ class Reference:
         return inputs.to(self._device)
 
     def _read_video(self, path: Path) -> tuple[Any, Any]:
-        """Frames uint8 [T, H, W, 3] and metadata; of all there are, those that transformers' processor asks for."""
+        """Return the frames uint8 [T, H, W, 3] that transformers' processor asks for, and their metadata."""
         from transformers.video_utils import VideoMetadata
 
         frames, rate = length_of(path)
@@ -136,3 +142,30 @@ def _step(logits: torch.Tensor, token: int) -> Step:
     best = logprobs.topk(TOP)
     top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return Step(token_id=token, logprob=float(logprobs[token]), top=top)
+
+
+def length_of(path: Path) -> tuple[int, float]:
+    """Return the number of frames that are shown, and their average rate a second. Decodes the whole clip."""
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        count, first, end = 0, 0.0, 0.0
+        for frame in container.decode(stream):
+            at = frame.time or 0.0
+            first = at if count == 0 else first
+            end = at + float((frame.duration or 0) * (frame.time_base or 0))
+            count += 1
+        if "matroska" in container.format.name and end > first:  # WebM is a kind of it
+            # Its header has no number of frames to take an average of. `average_fps` of torchcodec, from a scan.
+            return count, count / (end - first)
+        return count, float(stream.average_rate or stream.guessed_rate or 24)
+
+
+def read_frames(path: Path, indices: Sequence[int]) -> np.ndarray:
+    """Return frames uint8 [len(indices), H, W, 3], upright. indices: ascending, and may repeat."""
+    found = {}
+    with av.open(str(path)) as container:
+        for number, frame in zip(range(indices[-1] + 1), container.decode(video=0), strict=False):
+            if number in indices:
+                turns = round(frame.rotation / 90)  # counterclockwise, as a player shows it
+                found[number] = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+    return np.stack([found[index] for index in indices])

@@ -1,1 +1,1 @@
-"""`vlmserve warmup`: pictures and videos are encoded ahead of time, for servers to start warm."""
+"""`vlmserve warmup`: encodes pictures and videos ahead of time, so that servers start warm."""

@@ -13,27 +13,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vlmserve.commands.batch.command_line import (
+    INTERRUPTED,
+    add_media_settings,
+    input_parser,
+    make_fetcher,
+    run_checked,
+    take_model,
+)
 from vlmserve.config.checks import SettingsError
-from vlmserve.config.flags import CommandParser, add_settings
-from vlmserve.config.model_path import is_model
+from vlmserve.config.flags import CommandParser
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 if TYPE_CHECKING:
     from vlmserve.commands.warmup.local import LocalTarget
     from vlmserve.commands.warmup.remote import RemoteTarget
 
-USAGE_ERROR = 2
-_INTERRUPTED = 130
 _ABOUT = """\
 Encode pictures and videos ahead of time, so that servers with the same weights and settings start warm.
 
-An INPUT is what `vlmserve caption` takes: a picture or video file, a folder (searched with all that is in it), a
-pattern in quotes, an http(s) or data URL, a list (.txt: a path or URL a line, # begins a comment), "-" (such a list on
-standard input), a .jsonl file with a picture, a video or a chat request a line, whose media are encoded with all their
-knobs, a .parquet file or a WebDataset .tar. Paths in a file are relative to its folder.
+An INPUT is anything that `vlmserve caption` takes: a picture or video, a folder (searched with its subfolders), a
+pattern in quotes, an http(s) or data URL, a list (.txt: one path or URL per line, # begins a comment), "-" (such a
+list on standard input), a .jsonl file (each line a picture, a video, or a chat request whose media are encoded with
+all their knobs), a .parquet file or a WebDataset .tar. Paths in a file are relative to its folder.
 
-Without --url, only the vision tower is loaded, here, and what it makes goes into --embedding-cache-dir. With --url, a
-running server encodes; files and URLs are read here and sent to it.
+Without --url, this process loads the vision tower alone, and writes into --embedding-cache-dir. With --url, a running
+server encodes; files and URLs are read here and sent to it.
 """
 _EPILOG = """\
 examples:
@@ -44,73 +49,38 @@ examples:
 The exit status is 1 if anything failed, 2 for a wrong command line, 130 if interrupted.
 """
 _REQUEST_FIELDS = ("messages", "mm_processor_kwargs")
-_GROUPS = ("pictures", "videos", "vision encoder")
-_OTHERS = {"model", "device", "dtype", "max_model_len", "num_threads", "log_level", "startup_timeout_s"}
-# Of no effect here.
-_LEFT_OUT = {
-    "allowed_local_media_path",
-    "enable_mm_embeds",
-    "max_queued_media",
-    "processor_cache_mib",
-    "video_reference",
-}
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status. Raises VlmserveError or OSError, with a message fit for the user, when nothing can be done."""
+    """Run the command; returns the exit status. Raises VlmserveError or OSError if nothing can be done."""
     args = _parser().parse_intermixed_args(argv)
-    try:
-        with contextlib.ExitStack() as closing:
-            return _run(args, _settings(args), closing)
-    except SettingsError as error:
-        for line in str(error).splitlines():
-            print(f"vlmserve warmup: error: {line}", file=sys.stderr)
-        return USAGE_ERROR
+    with contextlib.ExitStack() as closing:
+        return run_checked("warmup", lambda: _run(args, _settings(args), closing))
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        prog="vlmserve warmup", usage="%(prog)s [MODEL] INPUT... [options]", description=_ABOUT, epilog=_EPILOG
-    )
-    parser.add_argument(
-        "words",
-        metavar="[MODEL] INPUT...",
-        nargs="+",
-        help="MODEL: checkpoint folder, or a Hugging Face hub id; left out: the small built-in one. INPUT: see above",
-    )
+    parser = input_parser("warmup", about=_ABOUT, epilog=_EPILOG, words="words")
     parser.add_argument("--url", metavar="URL", help="let the server at http://host:port encode")
-    parser.add_argument("--api-key", metavar="KEY", help="of that server [env: VLMSERVE_API_KEY]")
-    parser.add_argument(
-        "--concurrency",
-        type=int,
-        metavar="N",
-        help="media, or requests of a .jsonl file, in work at a time; "
-        "default: 4 with --url, else workers for media plus one",
-    )
-    parser.add_argument("--pin", action="store_true", help="never evict what is encoded or found")
-    parser.add_argument(
-        "--resume",
-        type=Path,
-        metavar="FILE",
-        help="note in FILE what is finished, and pass over what it says is, unless that was evicted",
-    )
-    parser.add_argument("--errors", type=Path, metavar="FILE", help="write what failed to FILE, a line of JSON each")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of that server [env: VLMSERVE_API_KEY]")
+    text = "media, or requests of a .jsonl file, at a time; default: 4 with --url, else workers for media plus one"
+    parser.add_argument("--concurrency", type=int, metavar="N", help=text)
+    parser.add_argument("--pin", action="store_true", help="never evict entries that are encoded or found")
+    text = "note finished inputs in FILE, and skip those that it lists unless their entries were evicted"
+    parser.add_argument("--resume", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--errors", type=Path, metavar="FILE", help="write failures to FILE, one line of JSON each")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    names = {setting.name for setting in iter_settings() if setting.group in _GROUPS}
-    add_settings(parser, (names | _OTHERS) - _LEFT_OUT)
+    add_media_settings(parser, more={"startup_timeout_s"}, left_out={"processor_cache_mib", "video_reference"})
     return parser
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
-    """Leaves in `args.words` the inputs alone, and in `args.concurrency` a number."""
+    """Load the settings. `args.words` has the inputs alone afterwards, and `args.concurrency` a number."""
     names = {setting.name for setting in iter_settings()}
     flags = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    if args.url is None and "model" not in flags and is_model(args.words[0], alone=len(args.words) == 1):
-        flags["model"] = args.words.pop(0)
+    if args.url is None:
+        args.words = take_model(args.words, flags)
     settings = load_settings(flags, config=args.config)
     engine = settings.engine
-    if not args.words:
-        raise SettingsError(f"{flags['model']!r} is a model: name an INPUT, too")
     if args.url is None and engine.embedding_cache_dir is None:
         raise SettingsError("name the folder that keeps embeddings (--embedding-cache-dir), or a server (--url)")
     if args.url is not None and ("model" in flags or "embedding_cache_dir" in flags):
@@ -123,36 +93,33 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib.ExitStack) -> int:
-    from processors.fetch.blocking import BlockingFetcher
     from vlmserve.commands.batch.inputs import open_inputs
-    from vlmserve.commands.batch.progress import Progress
-    from vlmserve.commands.warmup.journal import Journal
-    from vlmserve.commands.warmup.run import WarmupRun
-    from vlmserve.commands.warmup.tally import Tally
-    from vlmserve.frontend.stage import stage_limits
+    from vlmserve.commands.batch.progress import RunProgress
+    from vlmserve.commands.warmup.run import WarmupJournal, WarmupRun, WarmupTally
     from vlmserve_common.logs import configure_logging
 
-    # Local files are read wherever they are: the user has named them.
-    fetcher = BlockingFetcher(dataclasses.replace(stage_limits(settings).fetch, allowed_local_media_path="/"))
+    fetcher = make_fetcher(settings)
     closing.callback(fetcher.close)
     stdin = io.BytesIO(sys.stdin.buffer.read() if "-" in args.words else b"")
     inputs = open_inputs(args.words, fetcher=fetcher, stdin=stdin, request_fields=_REQUEST_FIELDS)
     configure_logging(settings.log_level, "warmup")
-    tally = Tally()
+    tally = WarmupTally()
     for number in inputs.count():
         tally.counted = number is not None
         tally.total = number or tally.total
     target = _make_target(args, settings)
-    progress = Progress("warmup", tally, sys.stderr)
+    progress = RunProgress("warmup", tally, sys.stderr)
     notes: list[str] = []
 
     async def warm_up() -> None:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(target.close)
             stack.callback(lambda: notes.extend(target.notes()))
-            stack.callback(closing.close)  # here, for threads that wait for downloads keep the loop from ending
+            stack.callback(closing.close)  # here, since threads that wait for downloads would keep the loop from ending
             errors = args.errors and stack.enter_context(args.errors.open("w", encoding="utf-8"))
-            journal = args.resume and stack.enter_context(contextlib.closing(Journal(args.resume, target.settings)))
+            journal = args.resume and stack.enter_context(
+                contextlib.closing(WarmupJournal(args.resume, target.settings))
+            )
             stack.enter_context(progress)
             stack.callback(asyncio.create_task(progress.keep_shown()).cancel)
             run = WarmupRun(target=target, tally=tally, journal=journal, errors=errors, concurrency=args.concurrency)
@@ -172,7 +139,7 @@ def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib
             print()
         else:
             print("\n".join([tally.describe(seconds), *notes]))
-    return _INTERRUPTED if interrupted else int(tally.failed > 0)
+    return INTERRUPTED if interrupted else int(tally.failed > 0)
 
 
 def _make_target(args: argparse.Namespace, settings: ServerSettings) -> LocalTarget | RemoteTarget:

@@ -1,9 +1,13 @@
-"""Encodes in this process, into a folder of embeddings: the tower alone is loaded, and no more of the model."""
+"""Warmup in this process, into a folder of embeddings. Only the vision tower of the model is loaded."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,17 +15,20 @@ import blake3
 import torch
 
 from processors.families.base import data_item
+from processors.inputs import MultimodalDataItem
+from vision.encoder_pool import EncoderPool
 from vision.towers.loading import load_tower, outline_tower
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.commands.batch.item import ChatRequest
-from vlmserve.commands.warmup.encoder_loop import EncoderLoop
-from vlmserve.commands.warmup.target import Warmed, WarmupStopped
+from vlmserve.commands.warmup.run import Warmed, WarmupStopped
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.frontend.stage import make_request_media, stage_limits
+from vlmserve.ipc.messages import EncodeOutput, EncodeReqInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.models.registry import load_config
@@ -32,21 +39,98 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
 
+logger = logging.getLogger(__name__)
+
+
+class EncoderLoop:
+    """Runs an encoder pool in a thread of its own, for the coroutines of one event loop. It owns the pool.
+
+    max_patches: see `EncoderWarmups`. num_threads: CPU threads of the tower.
+    """
+
+    def __init__(self, pool: EncoderPool, *, max_patches: int, num_threads: int) -> None:
+        self._pool = pool
+        self._answers: list[EncodeOutput] = []
+        self._warmups = EncoderWarmups(pool, send=self._answers.append, max_patches=max_patches)
+        self._thread = ThreadPoolExecutor(
+            1, "encoder", torch.set_num_threads, (num_threads,)
+        )  # the number is a thread's own
+        self._waiting: dict[str, asyncio.Future[EncodeOutput]] = {}
+        self._new: list[EncodeReqInput] = []
+        self._stirred = asyncio.Event()
+        self._rids = map(str, itertools.count())
+        self._driver: asyncio.Task[None] | None = None
+
+    async def encode(self, items: Sequence[MultimodalDataItem], *, pin: bool) -> EncodeOutput:
+        """Encode items. EngineError after the encoder has failed."""
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive())
+        message = EncodeReqInput(rid=next(self._rids), items=tuple(items), pin=pin)
+        future = self._waiting[message.rid] = asyncio.get_running_loop().create_future()
+        self._new.append(message)
+        self._stirred.set()
+        await asyncio.wait([future, self._driver], return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            self._driver.result()
+        return future.result()
+
+    async def close(self) -> None:
+        """End after the current batch, and write everything encoded so far."""
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.wait([self._driver])
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._pool.close)
+        self._thread.shutdown()
+
+    async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._stirred.clear()
+                new, self._new = self._new, []
+                changed = await loop.run_in_executor(self._thread, self._step, new)
+                while self._answers:
+                    answer = self._answers.pop()
+                    self._waiting.pop(answer.rid).set_result(answer)
+                if not changed:
+                    await self._wait()
+        except Exception as error:
+            logger.exception("the encoder failed")
+            raise EngineError(f"the encoder has failed: {type(error).__name__}: {error}") from error
+
+    def _step(self, new: Sequence[EncodeReqInput]) -> bool:
+        for message in new:
+            self._warmups.add(message)
+        changed = self._pool.advance()
+        changed |= self._pool.work(math.inf) and self._pool.advance()
+        return self._warmups.advance(order=0) or changed
+
+    async def _wait(self) -> None:
+        """Wait for another message, or for the pool."""
+        loop, handles = asyncio.get_running_loop(), self._pool.wait_handles()
+        for handle in handles:
+            loop.add_reader(handle, self._stirred.set)
+        try:
+            await self._stirred.wait()
+        finally:
+            for handle in handles:
+                loop.remove_reader(handle)
+
 
 class LocalTarget:
-    """settings.engine.embedding_cache_dir must be there. pin: entries are never evicted. `settings` is text that is
-    another where the same medium would become other entries.
+    """Encodes in this process, into settings.engine.embedding_cache_dir. pin: entries are never evicted.
 
-    Raises CheckpointError, and EngineError for a folder that cannot be used.
+    `settings` is text that differs when the same medium would become other entries. Raises CheckpointError, and
+    EngineError for a folder that cannot be used.
     """
 
     def __init__(self, settings: ServerSettings, *, pin: bool) -> None:
         folder = resolve_model(settings.engine.model)
-        args = replace(settings.engine, model=str(folder), processor_cache_mib=0)  # nothing comes twice
+        args = replace(settings.engine, model=str(folder), processor_cache_mib=0)  # no input comes twice
         device = resolve_device(args.device)
         num_threads = usable_threads(args.num_threads, "--num-threads")
         torch.set_num_threads(num_threads)
-        if device.type == "cpu":  # also where encoder processes compute: their speed is measured here
+        if device.type == "cpu":  # also for encoder processes: their speed is measured here
             activate(args.cpu_kernels, threads=num_threads)
         fused.activate(args.gpu_kernels, device)
         limits = stage_limits(settings)
@@ -72,7 +156,7 @@ class LocalTarget:
                 auto_pixels=auto_max_pixels(args, dtype=tower_dtype, device=device),
                 start=start,
             )
-            stack.callback(lambda: asyncio.run(self._media.close()))  # for what fails here
+            stack.callback(lambda: asyncio.run(self._media.close()))  # if a later line fails
             if not args.num_encoders:
                 check_weights_fit(weight_bytes(tower), model=args.model, dtype=tower_dtype, device=device)
                 tower = load_tower(folder, device=device, dtype=dtype)
@@ -87,8 +171,7 @@ class LocalTarget:
         self.settings = f"{'pinned' if pin else 'unpinned'} {digest.hexdigest()}"
 
     async def encode(self, request: ChatRequest) -> Warmed:
-        """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
-        about this request, WarmupStopped about all."""
+        """Encode and save all media of a request. BadRequestError and EngineError concern this request alone."""
         named = self._media.media_of(request.messages, request.options.get("mm_processor_kwargs") or {}, self._counts)
         items = [data_item(medium) for medium in await self._media.load(named)]
         keys = tuple(self._pool.key(patch) for item in items for patch in temporal_patches(item))
@@ -100,18 +183,20 @@ class LocalTarget:
         return Warmed(items=output.items, keys=keys)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
-        """Whether entries of these keys are still there, as far as that can be known."""
+        """Return True if all entries of these keys are still there."""
         return all(key in self._store for key in keys)
 
     def notes(self) -> list[str]:
-        """What the user should know at the end, a sentence each."""
+        """Return sentences for the user at the end of the run."""
         evictions = self._store.stats().evictions
         if not evictions:
             return []
-        return [f"{evictions} entries gave way to others: the cache is full (settings --embedding-cache-gib, --pin)"]
+        return [
+            f"{evictions} entries were evicted for new ones: the cache is full (settings --embedding-cache-gib, --pin)"
+        ]
 
     async def close(self) -> None:
-        """Break off what is under way, and write what waits to be written."""
+        """End current work, and write all waiting entries."""
         await self._media.close()
         await self._encoder.close()
         await asyncio.to_thread(self._stack.close)

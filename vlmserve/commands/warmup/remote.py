@@ -1,4 +1,4 @@
-"""Lets a running server encode."""
+"""Warmup of a running server."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ import httpx2
 
 from processors.inputs import Modality
 from vlmserve.commands.batch.item import ChatRequest
-from vlmserve.commands.client.data_urls import with_data_urls
-from vlmserve.commands.warmup.target import Warmed, WarmupStopped
+from vlmserve.commands.client.chat_client import CONNECT_TIMEOUT_S, error_in, json_or_none
+from vlmserve.commands.client.chat_files import with_data_urls
+from vlmserve.commands.warmup.run import Warmed, WarmupStopped
 from vlmserve.ipc.messages import EncodedItem
 from vlmserve_common.errors import BadRequestError, EngineError
 
-# Waits between tries while a server says that it has too much to do (429) or is not ready (503).
+# Pauses between tries while a server is busy (429) or not ready (503).
 _WAITS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 _BUSY = (429, 503)
 _COUNTED = ("temporal_patches", "encoded", "patches_encoded", "saved")
-_CONNECT_TIMEOUT_S = 10.0
 
 
 class RemoteTarget:
-    """url: http://host:port, with or without /v1. `settings`: see `LocalTarget`. What the server still holds later
-    cannot be known."""
+    """Lets a server encode. url: http://host:port, with or without /v1. `settings`: see `LocalTarget`."""
 
     def __init__(self, url: str, *, api_key: str | None, pin: bool) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/warmup"
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        timeout, limits = httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S), httpx2.Limits(max_connections=None)
+        timeout, limits = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S), httpx2.Limits(max_connections=None)
         self._client = httpx2.AsyncClient(headers=headers, timeout=timeout, limits=limits)
         self._pin = pin
         self._saves = True
         self.settings = f"{'pinned' if pin else 'unpinned'} {self._url}"
 
     async def encode(self, request: ChatRequest) -> Warmed:
-        """Return when everything is encoded and, where there is a disk, saved. BadRequestError and EngineError are
-        about this request, WarmupStopped about all."""
+        """Send a request until it is encoded. BadRequestError and EngineError concern this request alone."""
         content = await asyncio.to_thread(self._content, request)
         for wait_s in (*_WAITS_S, None):
             status, answer = await self._post(content)
@@ -50,17 +48,19 @@ class RemoteTarget:
         raise self._error(status, answer)
 
     def holds(self, keys: Sequence[bytes]) -> bool:
-        """Whether entries of these keys are still there, as far as that can be known."""
+        """Return True: a server does not tell which entries it still has."""
         return True
 
     def notes(self) -> list[str]:
-        """What the user should know at the end, a sentence each."""
+        """Return sentences for the user at the end of the run."""
         if self._saves:
             return []
-        return ["the server keeps no embeddings on disk (--embedding-cache-dir): they go when it ends, or before"]
+        return [
+            "the server keeps no embeddings on disk (--embedding-cache-dir): they are lost when it ends, or earlier"
+        ]
 
     async def close(self) -> None:
-        """Break off what is under way, and write what waits to be written."""
+        """End all requests."""
         await self._client.aclose()
 
     def _content(self, request: ChatRequest) -> bytes:
@@ -72,10 +72,7 @@ class RemoteTarget:
             response = await self._client.post(self._url, content=content)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise WarmupStopped(f"no answer from {self._url}: {str(error) or type(error).__name__}") from None
-        try:
-            return response.status_code, response.json()
-        except ValueError:
-            return response.status_code, None
+        return response.status_code, json_or_none(response.content)
 
     def _warmed(self, answer: Any) -> Warmed:
         try:
@@ -91,9 +88,8 @@ class RemoteTarget:
         return Warmed(items=items)
 
     def _error(self, status: int, answer: Any) -> Exception:
-        """What is wrong with one request is that request's; everything else ends the run."""
-        told = answer.get("error") if isinstance(answer, dict) else None
-        told = told if isinstance(told, dict) else {}
+        """Return the error of a bad request, or one that ends the run."""
+        told = error_in(answer)
         message, code, param = told.get("message") or f"HTTP status {status}", told.get("code"), told.get("param")
         if status == 500:
             return EngineError(message)

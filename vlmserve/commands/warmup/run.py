@@ -1,43 +1,150 @@
-"""A run: inputs in, a few at a time; what became of each into the journal, the list of errors and the tally."""
+"""A warmup run: inputs are encoded, a few at a time. The journal, the list of errors and the tally have the results."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 
 from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, RequestItem, digest_of
+from vlmserve.commands.batch.progress import RunTally, phrases
 from vlmserve.commands.client.chat_files import told_modality
-from vlmserve.commands.warmup.journal import Journal
-from vlmserve.commands.warmup.tally import Tally
-from vlmserve.commands.warmup.target import WarmupStopped
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve.ipc.messages import EncodedItem
+from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 if TYPE_CHECKING:
     from vlmserve.commands.warmup.local import LocalTarget
     from vlmserve.commands.warmup.remote import RemoteTarget
 
+
 logger = logging.getLogger(__name__)
+
+
+class WarmupStopped(VlmserveError):
+    """Nothing more can be encoded, so the run ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warmed:
+    """An encoded request. keys: of its entries; empty if a server does not tell them."""
+
+    items: tuple[EncodedItem, ...]
+    keys: tuple[bytes, ...] = ()
+
+
+@dataclass(kw_only=True)
+class WarmupTally(RunTally):
+    """The counts of a warmup. done: inputs on disk now, or cached by a server without a disk.
+
+    encoded, found: temporal patches that were computed, and that were cached. patches_encoded: the computed ones in
+    vision patches. ignored: files in folders that are neither pictures nor videos.
+    """
+
+    encoded: int = 0
+    found: int = 0
+    patches_encoded: int = 0
+    ignored: int = 0
+    unit: ClassVar[str] = "patches"
+
+    @property
+    def hits(self) -> int:
+        return self.found
+
+    @property
+    def work(self) -> int:
+        return self.patches_encoded
+
+    def add(self, items: Sequence[EncodedItem]) -> None:
+        """Count an encoded input."""
+        self.done += 1
+        for item in items:
+            self.encoded += item.encoded
+            self.found += item.found
+            self.patches_encoded += item.patches_encoded
+
+    def describe(self, seconds: float) -> str:
+        """Return the summary as a line for people."""
+        done = f"{self.done} of {self.total} done in {seconds:.1f} s"
+        text = ", ".join([done, *phrases((self.skipped, "finished before"), (self.failed, "failed"))])
+        text += (
+            f"; temporal patches: {self.encoded} encoded ({self.patches_encoded} vision patches), {self.found} found"
+        )
+        return text + (f"; files that are neither pictures nor videos: {self.ignored}" if self.ignored else "")
+
+
+class WarmupJournal:
+    """The finished inputs of all runs, one line of JSON each. A line that was cut off is skipped.
+
+    settings: text that differs when the same input would become other entries. Raises OSError.
+    """
+
+    def __init__(self, path: Path, settings: str) -> None:
+        self._settings = settings
+        self._finished: dict[str, tuple[bytes, ...]] = {}
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        with open(self._fd, "rb", closefd=False) as file:
+            data = file.read()
+        for line in _whole_lines(data):
+            if line.get("settings") == settings:
+                self._finished[line["identity"]] = tuple(bytes.fromhex(key) for key in line["keys"])
+        if data and not data.endswith(b"\n"):
+            self._append(b"\n")
+
+    def finished(self, identity: str) -> tuple[bytes, ...] | None:
+        """Return the keys of an input's entries; None if it is not finished."""
+        return self._finished.get(identity)
+
+    def add(self, identity: str, keys: Sequence[bytes], *, source: str) -> None:
+        """Note a finished input; it is on disk on return. source: its name for people."""
+        line = {
+            "source": source,
+            "identity": identity,
+            "settings": self._settings,
+            "keys": [key.hex() for key in keys],
+        }
+        self._append(json.dumps(line).encode() + b"\n")
+        self._finished[identity] = tuple(keys)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _append(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self._fd, data) :]
+        os.fsync(self._fd)
+
+
+def _whole_lines(data: bytes) -> Iterator[dict[str, Any]]:
+    for text in data.splitlines():
+        try:
+            line = json.loads(text)
+            if isinstance(line["identity"], str) and all(bytes.fromhex(key) for key in line["keys"]):
+                yield line
+        except (ValueError, TypeError, KeyError):
+            continue
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupRun:
-    """journal: None keeps none. errors: gets a line of JSON for each input that failed; None: they are only logged.
+    """Encodes inputs. journal: may be None. errors: file for one line of JSON per failed input; None only logs them.
 
-    concurrency: inputs in work at a time, which bounds memory.
+    concurrency: inputs at a time, which bounds memory.
     """
 
     target: LocalTarget | RemoteTarget
-    tally: Tally
-    journal: Journal | None
+    tally: WarmupTally
+    journal: WarmupJournal | None
     errors: TextIO | None
     concurrency: int
 
     async def run(self, inputs: Iterator[Found]) -> None:
-        """Raises WarmupStopped. Cancelled, it calls off what is in work."""
+        """Encode all inputs. Raises WarmupStopped. Cancelling ends current requests."""
         pulling = asyncio.Lock()
         tasks = [asyncio.create_task(self._work(inputs, pulling)) for _ in range(self.concurrency)]
         try:
@@ -97,7 +204,7 @@ class WarmupRun:
 
 
 def _read(item: Item) -> ChatRequest:
-    """Blocking. Raises BadRequestError."""
+    """Read an item; blocks. Raises BadRequestError."""
     if isinstance(item, RequestItem):
         return item.read()
     data = item.read()

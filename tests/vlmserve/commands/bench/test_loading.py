@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
-from vlmserve.commands.bench.gpu_shapes import SHAPES, Shape
-from vlmserve.commands.bench.loading import RankLoading, measure_loading, table, with_layers, write_filled
+from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape
+from vlmserve.commands.bench.loading import measure_loading, with_layers, write_filled
 from vlmserve_common.errors import EngineError
 
 _MIB = 2**20
 
 
-def narrowed(name: str, **text: Any) -> Shape:
+def narrowed(name: str, **text: Any) -> ModelShape:
     """A published shape of about a GiB: with fewer layers and tokens, and less of a tower."""
     shape = SHAPES[name]
     vision = dict(shape.vision) | {"depth": 6, "deepstack_visual_indexes": [1, 2, 3]}
@@ -54,10 +54,3 @@ def test_a_shape_loses_layers_until_it_is_small_enough():
     assert with_layers(SHAPES["2b"], 0).text["num_hidden_layers"] == 3, "DeepStack needs as many"
     # tower and embedding take 1.42e9 bytes, each layer 100.7e6
     assert with_layers(SHAPES["2b"], int(2.4e9)).text["num_hidden_layers"] == 10
-
-
-def test_the_table():
-    one = RankLoading(rank=1, share=10 * 2**30, start=2**28, loaded=10 * 2**30, packed=13 * 2**30, seconds=5.0)
-    assert one.allowed == 12.5 * 2**30
-    assert table([one]).splitlines()[-1] == "| 1 | 10.00 | 0.25 | 10.00 | 13.00 | 12.50 | not met | 2.15 GB/s |"
-    assert "| met |" in table([replace(one, packed=12 * 2**30)])

@@ -14,9 +14,8 @@ import pytest
 from tests.vlmserve.api.fake_engine import Served, make_served, real_server, write_checkpoint_folder
 from vlmserve import cli
 from vlmserve.commands.bench import peers
-from vlmserve.commands.bench.load import Round, Timing
-from vlmserve.commands.bench.peers_table import show
-from vlmserve.commands.bench.peers_workloads import WORKLOADS, Workload, make_workload
+from vlmserve.commands.bench.load import Answered, Round
+from vlmserve.commands.bench.workloads import WORKLOADS, Workload, make_workload
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 WORK = Workload(requests=4, at_a_time=2, pictures=2, tokens_in=6, tokens_out=5)
@@ -136,7 +135,7 @@ def test_ratios_say_how_many_times_as_fast_the_first_is(capsys: pytest.CaptureFi
     ]
     runs.append({"workload": "text", "label": "a", "failed": 4, "failures": ["gone"]})
     runs.append({"workload": "text", "label": "b", "failed": 0, "ttft_s": 9.0, "tokens_per_s": 1.0})
-    found = show(["a", "b"], {"text": "what"}, runs)["text"]
+    found = peers.show_peers(["a", "b"], {"text": "what"}, runs)["text"]
     assert found["ttft_s"]["ratios"]["b"] == pytest.approx({"median": 3.0, "least": 2.0, "most": 4.0})
     assert found["tokens_per_s"]["ratios"]["b"] == pytest.approx({"median": 2.25, "least": 1.5, "most": 3.0})
     assert found["tokens_per_s"]["medians"]["b"]["median"] == 10.0
@@ -146,11 +145,11 @@ def test_ratios_say_how_many_times_as_fast_the_first_is(capsys: pytest.CaptureFi
 
 
 def test_figures_of_a_run() -> None:
-    timings = tuple(
-        Timing(ttft_s=ttft, total_s=ttft + 0.4, tokens=tokens, text="", prompt_tokens=9, number=number)
+    answers = tuple(
+        Answered(ttft_s=ttft, total_s=ttft + 0.4, tokens=tokens, text="", prompt_tokens=9, number=number)
         for number, (ttft, tokens) in enumerate([(1.0, 5), (3.0, 5), (0.1, 5), (0.3, 3)])
     )
-    found = peers.run_figures(Round(timings=timings, failures=("no", "no"), wall_s=2.0), WORK)
+    found = peers.run_figures(Round(answers=answers, failures=("no", "no"), wall_s=2.0), WORK)
     assert (found["ttft_new_s"], found["ttft_seen_s"], found["ttft_s"]) == pytest.approx((2.0, 0.2, 0.65))
     assert (found["tokens_per_s"], found["tpot_s"], found["prompt_tokens"]) == pytest.approx((9.0, 0.1, 9))
     assert (found["answered"], found["failed"], found["failures"], found["short"]) == (4, 2, ["no"], 1)
@@ -179,8 +178,3 @@ def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> No
         cli.main(["bench", "peers", *words])
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err
-
-
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "peers", "--base-url", "http://127.0.0.1:1"]) == 1
-    assert "no answer from http://127.0.0.1:1" in capsys.readouterr().err

@@ -12,30 +12,14 @@ import pytest
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.commands.bench import processors
-from vlmserve.commands.bench.interleaved import in_turns, ratios
 from vlmserve.commands.bench.media import clip
-from vlmserve.commands.bench.stalls import longest_hold, longest_stall
 
 
-@pytest.mark.parametrize("family", processors.FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
 def test_it_runs_beside_the_references(family, tmp_path, capsys):
     out = tmp_path / "out.json"
-    words = [
-        "--parts",
-        "picture",
-        "clip",
-        "wait",
-        "--family",
-        family,
-        "--rounds",
-        "1",
-        "--seconds",
-        "10",
-        "--json",
-        str(out),
-    ]
-    # a small picture: the work is the same
-    assert cli.main(["bench", "processors", *words]) == 0
+    words = ["--parts", "picture", "clip", "wait", "--family", family, "--rounds", "1", "--seconds", "10"]
+    assert cli.main(["bench", "processors", *words, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("largest difference of a patch value: 0\n") == 3
     assert "by the clock, times ours" in printed
@@ -67,22 +51,10 @@ def test_a_clip_lasts_as_long_as_was_asked():
     assert np.allclose(np.diff(info.times), 1 / 30, atol=1e-3)
 
 
-def test_alternatives_take_turns():
-    order = []
-    timings = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2)
-    assert order == ["a", "b"] * 3
-    assert [len(timing.cpu) for timing in timings.values()] == [2, 2]
-    assert str(ratios((2.0, 9.0, 4.0), (1.0, 3.0, 1.0))) == "3.00 x (2.00 to 4.00)"
-
-
-def test_stalls_and_holds_are_seen():
+def test_stalls_are_seen():
     async def block():
         await asyncio.sleep(0)
         time.sleep(0.2)  # what is measured, not a way to wait
         await asyncio.sleep(0.01)
 
-    assert asyncio.run(longest_stall(block())) > 0.15
-    text, table = bytes(50_000_000), bytes(256)
-    assert longest_hold(lambda: text.translate(table), 2) > 0.01, "in one step"
-    pieces = [text[:100_000]] * 500
-    assert longest_hold(lambda: [piece.translate(table) for piece in pieces], 5) < 0.01, "in many"
+    assert asyncio.run(processors.longest_stall(block())) > 0.15

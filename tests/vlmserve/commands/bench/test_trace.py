@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.commands.bench.trace_steps import figures, range_name, read_steps
@@ -93,10 +91,3 @@ def test_too_short_a_workload_is_told(tmp_path, capsys):
     words = ["--device", "cpu", "--requests", "1", "--images", "0", "--output-tokens", "1"]
     assert cli.main(["bench", "trace", *words, "--output", str(tmp_path / "trace.json")]) == 1
     assert "ask for more --output-tokens" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("flag", ["--device", "--output"])
-def test_flags_are_named_in_the_help(flag, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["bench", "trace", "--help"])
-    assert flag in capsys.readouterr().out

@@ -14,13 +14,13 @@ import blake3
 from tests.vlmserve.commands.warmup.media import png
 from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
 from vlmserve.commands.caption.errors_file import ErrorsFile
-from vlmserve.commands.caption.feed import Feed, Shard, Shared
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.outputs.choose import OutputSettings, choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.result import Tally
-from vlmserve.commands.caption.run import CaptionRun, RunSettings
+from vlmserve.commands.caption.result import CaptionTally
+from vlmserve.commands.caption.run import CaptionRun, CaptionSettings, CaptionStopped
 from vlmserve_common.errors import BadRequestError
 
 PNG = png(1)
@@ -64,18 +64,21 @@ def medium_of(request: ChatRequest) -> bytes:
 
 
 class FakeCaptioner:
-    """Answers by the medium's bytes; `asked` has them in order. hook: may raise instead."""
+    """Answers by the medium's bytes; `asked` has them in order. hook: may raise instead. most: before it stops."""
 
     model = "fake"
     identity = "fake 1"
 
-    def __init__(self, hook: Callable[[ChatRequest], None] | None = None) -> None:
+    def __init__(self, hook: Callable[[ChatRequest], None] | None = None, *, most: int | None = None) -> None:
         self.asked: list[bytes] = []
         self.requests: list[ChatRequest] = []
         self._hook = hook
+        self._most = most
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
         data = medium_of(request)
+        if len(self.asked) == self._most:
+            raise CaptionStopped("no server answers")
         self.asked.append(data)
         self.requests.append(request)
         await asyncio.sleep(0)
@@ -101,22 +104,22 @@ def run_once(
     *,
     captioner: FakeCaptioner | None = None,
     prompts: Prompts | None = None,
-    settings: RunSettings | None = None,
+    settings: CaptionSettings | None = None,
     journal_settings: dict[str, Any] | None = None,
     errors: Path | None = None,
     folders: Iterable[Path] = (),
-    shard: Shard | None = None,
+    shard: ItemShard | None = None,
     limit: int | None = None,
     retry_failed: bool = False,
     restart: bool = False,
-) -> Tally:
+) -> CaptionTally:
     """One run from beginning to end, as `vlmserve caption` puts it together."""
-    tally = Tally()
+    tally = CaptionTally()
     sink: Output = choose_output(output)
-    path = choose_journal(output.output, list(folders), shard or Shard())
+    path = choose_journal(output.output, list(folders), shard or ItemShard())
     path.parent.mkdir(parents=True, exist_ok=True)
     errors_file = ErrorsFile(errors)
-    with Journal(path) as journal:
+    with CaptionJournal(path) as journal:
         try:
             if restart:
                 sink.discard(journal)
@@ -126,8 +129,8 @@ def run_once(
             errors_file.begin(journal.failures())
             asked = prompts or Prompts("Describe it.")
             shared = Shared(prompts=asked, journal=journal, output=sink, errors=errors_file, tally=tally)
-            feed = Feed(iter(found), shared, shard=shard or Shard(), limit=limit, retry_failed=retry_failed)
-            run = CaptionRun(feed, captioner or FakeCaptioner(), settings or RunSettings(concurrency=3), shared)
+            feed = Feed(iter(found), shared, shard=shard or ItemShard(), limit=limit, retry_failed=retry_failed)
+            run = CaptionRun(feed, captioner or FakeCaptioner(), settings or CaptionSettings(concurrency=3), shared)
             try:
                 asyncio.run(run.run())
             finally:

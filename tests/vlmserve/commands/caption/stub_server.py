@@ -1,13 +1,18 @@
-"""A server of OpenAI's API that behaves as it is told, and times that pass when they are told to."""
+"""A server of OpenAI's API that tests control, captioners that ask it, and time that tests control."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from vlmserve.commands.batch.item import ChatRequest
+from vlmserve.commands.caption.remote import RemoteCaptioner
+from vlmserve.commands.caption.run import Captioner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,27 @@ def text_of(body: dict[str, Any]) -> str:
 
 async def echo(body: dict[str, Any]) -> Reply:
     return completion("says " + text_of(body))
+
+
+def always(reply: Reply) -> Handler:
+    """The same reply to all requests."""
+
+    async def answer(_: dict[str, Any]) -> Reply:
+        return reply
+
+    return answer
+
+
+class Held:
+    """Echoes once `release` is set. at_work: set by the first request."""
+
+    def __init__(self) -> None:
+        self.at_work, self.release = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, body: dict[str, Any]) -> Reply:
+        self.at_work.set()
+        await self.release.wait()
+        return await echo(body)
 
 
 class StubServer:
@@ -172,3 +198,49 @@ class FastTime:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds / 1000)
+
+
+_WAIT_S = 30.0  # a bound that passing tests never reach
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Make a test of a coroutine function."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        async def bounded() -> None:
+            async with asyncio.timeout(_WAIT_S):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
+
+    return run
+
+
+@contextlib.asynccontextmanager
+async def captioner(
+    *servers: StubServer | str, time: ToldTime | FastTime | None = None, started: bool = True, **settings: Any
+) -> AsyncIterator[RemoteCaptioner]:
+    time = time or ToldTime()
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    defaults = {"api_key": None, "model": None, "request_timeout_s": 20.0, "server_timeout_s": 60.0}
+    made = RemoteCaptioner(urls, **{**defaults, **settings}, clock=time.clock, sleep=time.sleep)
+    try:
+        if started:
+            await made.start()
+        yield made
+        assert [server.outstanding for server in made._servers] == [0] * len(urls)
+    finally:
+        await made.close()
+
+
+def chat(text: str, **options: Any) -> ChatRequest:
+    return ChatRequest(messages=[{"role": "user", "content": text}], options=options)
+
+
+def said(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+async def ask(asked: Captioner, text: str = "x") -> str:
+    return said(await asked.ask(chat(text)))

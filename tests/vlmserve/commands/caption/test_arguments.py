@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vlmserve import cli
-from vlmserve.commands.caption.arguments import DEFAULT_PROMPT, read_command
-from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.command import DEFAULT_PROMPT, read_command
+from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.config.checks import SettingsError
 
 
@@ -14,7 +14,7 @@ def test_what_is_left_out(monkeypatch):
     monkeypatch.delenv("VLMSERVE_MEDIA_PROCESSES", raising=False)
     command = read_command(["pictures/"])
     assert list(command.inputs) == ["pictures/"]
-    assert (command.settings.engine.model, command.prompt, command.shard) == ("", DEFAULT_PROMPT, Shard())
+    assert (command.settings.engine.model, command.prompt, command.shard) == ("", DEFAULT_PROMPT, ItemShard())
     assert command.run.options == {"max_tokens": 256, "temperature": 0.0}
     assert command.settings.engine.media_processes >= 1, "scraped files are decoded apart"
     assert command.run.concurrency == command.settings.engine.max_running_requests
@@ -50,15 +50,15 @@ def test_servers_have_the_model(tmp_path):
     assert (command.settings.engine.model, command.run.concurrency) == ("m", 32)
 
 
-def test_several_captions_are_sampled():
+def test_several_captions_are_sampled_and_files_count(tmp_path):
+    prompt, config = tmp_path / "p.txt", tmp_path / "my.yaml"
+    prompt.write_text("Was ist das?\n")
+    config.write_text("media-processes: 0\npage-size: 32\n")
+    command = read_command(["a", "--prompt-file", str(prompt), "--config", str(config)])
+    engine = command.settings.engine
+    assert (command.prompt, engine.media_processes, engine.page_size) == ("Was ist das?", 0, 32)
     command = read_command(["a", "--num-captions", "3", "--top-p", "0.9", "--stop", "x", "--stop", "y"])
     assert command.run.options == {"max_tokens": 256, "temperature": 0.7, "top_p": 0.9, "n": 3, "stop": ["x", "y"]}
-
-
-def test_a_prompt_from_a_file(tmp_path):
-    file = tmp_path / "p.txt"
-    file.write_text("Was ist das?\n")
-    assert read_command(["a", "--prompt-file", str(file)]).prompt == "Was ist das?"
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,6 @@ def test_bad_usage_says_why_and_ends_with_2(words, told, capsys, tmp_path):
     assert cli.main(["caption", str(tmp_path), *words]) == 2
     assert told in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
-
-
-def test_a_settings_file_counts(tmp_path):
-    config = tmp_path / "my.yaml"
-    config.write_text("media-processes: 0\npage-size: 32\n")
-    engine = read_command(["a", "--config", str(config)]).settings.engine
-    assert (engine.media_processes, engine.page_size) == (0, 32)
 
 
 def test_a_largest_picture_that_is_asked_for_is_not_narrowed_by_speed(monkeypatch):

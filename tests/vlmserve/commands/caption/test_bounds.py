@@ -5,16 +5,14 @@ from __future__ import annotations
 import io
 import os
 import threading
-from pathlib import Path
 
 import pytest
 
 from tests.vlmserve.commands.caption.runs import item, lines, output_settings, run_once
 from tests.vlmserve.commands.warmup.media import png, root_logger_kept
 from vlmserve import cli
-from vlmserve.commands.batch.inputs.standard_input import StandardInput
-from vlmserve.commands.caption.arguments import read_command
-from vlmserve.commands.caption.bounds import named_folder, words_to_open
+from vlmserve.commands.batch.inputs.files import StandardInput
+from vlmserve.commands.caption.command import named_folder, read_command, words_to_open
 from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.config.checks import SettingsError
 
@@ -48,7 +46,9 @@ def test_a_file_of_errors_replaces_nothing_else(tmp_path):
     run_once([item("gone")], output_settings(tmp_path / "out.jsonl"), errors=link)
     assert link.is_symlink()
     assert [line["id"] for line in lines(target)] == ["gone"]
-    run_once([item("gone")], output_settings(tmp_path / "out.jsonl"), errors=link)
+    before = target.read_text()
+    ErrorsFile(link)
+    assert target.read_text() == before
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     read: list[str] = []
@@ -95,11 +95,3 @@ def test_standard_input_lets_go_of_who_waits_for_it():
     assert not waiter.is_alive()
     assert got == [b"half"]
     os.close(write_end)
-
-
-def test_usual_files_stay(tmp_path):
-    file = tmp_path / "errors.jsonl"
-    run_once([item("gone"), item("gone too")], output_settings(tmp_path / "out.jsonl"), errors=file)
-    before = file.read_text()
-    ErrorsFile(Path(file))
-    assert file.read_text() == before

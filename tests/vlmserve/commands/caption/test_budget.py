@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmserve.commands.caption.budget import ByteBudget
+from vlmserve.commands.caption.run import ByteBudget
 
 
 @given(

@@ -19,7 +19,7 @@ from tests.vlmserve.commands.warmup.media import png, root_logger_kept
 from tests.vlmserve.reference import picture
 from tests.vlmserve.server_process import ROOT, ServerProcess
 from vlmserve import LLM, SamplingOverrides, cli
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 
 PATIENCE_S = 120.0
 FEW = ["--num-threads", "1", "--media-processes", "1", "--max-total-tokens", "8192"]
@@ -124,13 +124,13 @@ def test_an_ended_run_goes_on_and_leaves_nothing_behind(tmp_path, number, status
     assert group_is_gone(process.pid)
     done = out.read_bytes().count(b"\n")
     assert 5 <= done < 24
-    with Journal(out.with_name("out.jsonl.journal")) as journal:
+    with CaptionJournal(out.with_name("out.jsonl.journal")) as journal:
         finished = journal.count()
     # A killed run may have written what is not in the journal yet: all that is finished at once, at most one more than
     # --concurrency.
     assert done - 3 <= finished <= done
     if number != signal.SIGKILL:
-        assert "the same command goes on from here" in told
+        assert "the same command continues from here" in told
     again = start(*words, "--json")
     told, logged = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, logged
@@ -155,7 +155,7 @@ def test_a_disk_that_fills_ends_a_run_that_goes_on_later(tmp_path):
     assert "vlmserve caption: error: " in logged
     assert "Traceback" not in logged
     assert "stopped" in told
-    assert "the same command goes on from here" in told
+    assert "the same command continues from here" in told
     again = start(*words, "--json")
     told, logged = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, logged

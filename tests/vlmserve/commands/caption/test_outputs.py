@@ -21,8 +21,8 @@ from tests.vlmserve.commands.caption.runs import (
     run_once,
 )
 from vlmserve.commands.batch.item import ChatRequest, MediumItem, RequestItem
-from vlmserve.commands.caption.feed import Shard
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.feed import ItemShard
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.config.checks import SettingsError
 
@@ -98,11 +98,11 @@ def test_a_shortened_output_is_refused(tmp_path):
 
 def test_two_runs_on_one_output(tmp_path):
     output = output_settings(tmp_path / "out.jsonl")
-    with Journal(choose_journal(output.output, [], Shard())):
+    with CaptionJournal(choose_journal(output.output, [], ItemShard())):
         child = os.fork()  # another process, as locks of SQLite's are a process's
         if child == 0:
             try:
-                Journal(choose_journal(output.output, [], Shard()))
+                CaptionJournal(choose_journal(output.output, [], ItemShard()))
             except SettingsError as error:
                 os._exit(0 if "is in use by another run" in str(error) else 1)
             os._exit(2)

@@ -5,25 +5,34 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.processors.clips import make_clip
 from tests.processors.web import closed_port
-from tests.vlmserve.commands.caption.asking import ask, captioner, run, said
-from tests.vlmserve.commands.caption.stub_server import Reply, StubServer, ToldTime, completion
+from tests.vlmserve.commands.caption.stub_server import (
+    Reply,
+    StubServer,
+    ToldTime,
+    always,
+    ask,
+    captioner,
+    completion,
+    in_loop,
+    said,
+)
 from tests.vlmserve.commands.warmup.media import png
 from vlmserve.commands.batch.item import ChatRequest
-from vlmserve.commands.caption.captioner import CaptionStopped
 from vlmserve.commands.caption.remote import RemoteCaptioner
+from vlmserve.commands.caption.run import CaptionStopped
 from vlmserve.config.checks import SettingsError
 
 # ---- what is sent
 
 
-def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it() -> None:
+@in_loop
+async def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it():
     picture, clip = png(1), make_clip(4, width=56, height=56)
     parts = [
         {"type": "image", "image": picture, "detail": "low", "max_pixels": 3136},
@@ -33,28 +42,22 @@ def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it() -> None
         {"type": "text", "text": "What is this?"},
     ]
 
-    async def answer(_: dict[str, Any]) -> Reply:
-        return completion("a dog")
-
-    async def test() -> None:
-        async with StubServer(answer) as server, captioner(server, api_key="secret") as asked:
-            request = ChatRequest(messages=[{"role": "user", "content": parts}], options={"max_tokens": 9})
-            assert said(await asked.ask(request)) == "a dog"
-        assert (asked.model, asked.notes()) == ("m", [])
-        assert server.requests == ["GET /v1/models HTTP/1.1", "POST /v1/chat/completions HTTP/1.1"]
-        assert [headers["authorization"] for headers in server.headers] == ["Bearer secret"] * 2
-        png_url = "data:image/png;base64," + base64.b64encode(picture).decode()
-        mp4_url = "data:video/mp4;base64," + base64.b64encode(clip).decode()
-        content = [
-            {"type": "image_url", "image_url": {"url": png_url, "detail": "low"}, "max_pixels": 3136},
-            {"type": "video_url", "video_url": {"url": mp4_url}, "fps": 2.0},
-            {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
-            {"type": "video", "video": [png_url, png_url]},
-            {"type": "text", "text": "What is this?"},
-        ]
-        assert server.asked == [{"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 9}]
-
-    run(test())
+    async with StubServer(always(completion("a dog"))) as server, captioner(server, api_key="secret") as asked:
+        request = ChatRequest(messages=[{"role": "user", "content": parts}], options={"max_tokens": 9})
+        assert said(await asked.ask(request)) == "a dog"
+    assert (asked.model, asked.notes()) == ("m", [])
+    assert server.requests == ["GET /v1/models HTTP/1.1", "POST /v1/chat/completions HTTP/1.1"]
+    assert [headers["authorization"] for headers in server.headers] == ["Bearer secret"] * 2
+    png_url = "data:image/png;base64," + base64.b64encode(picture).decode()
+    mp4_url = "data:video/mp4;base64," + base64.b64encode(clip).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": png_url, "detail": "low"}, "max_pixels": 3136},
+        {"type": "video_url", "video_url": {"url": mp4_url}, "fps": 2.0},
+        {"type": "image_url", "image_url": {"url": "https://host/a.png"}},
+        {"type": "video", "video": [png_url, png_url]},
+        {"type": "text", "text": "What is this?"},
+    ]
+    assert server.asked == [{"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 9}]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_the_request_is_plain_openai_with_what_was_asked_for_beside_it() -> None
         ("https://host/v1beta/openai/", "https://host/v1beta/openai"),
     ],
 )
-def test_addresses(url: str, base: str) -> None:
+def test_addresses(url, base):
     made = RemoteCaptioner([url, base], api_key=None, model=None, request_timeout_s=1, server_timeout_s=1)
     assert [server.url for server in made._servers] == [base]
 
@@ -84,7 +87,7 @@ def test_addresses(url: str, base: str) -> None:
         ("http://host", "ä"),
     ],
 )
-def test_addresses_and_keys_that_cannot_be(url: str, key: str | None) -> None:
+def test_addresses_and_keys_that_cannot_be(url, key):
     with pytest.raises(SettingsError, match=r"--base-url|--api-key") as error:
         RemoteCaptioner([url], api_key=key, model=None, request_timeout_s=1, server_timeout_s=1)
     assert "word" not in str(error.value)
@@ -103,31 +106,27 @@ async def stopped_at_start(*servers: StubServer | str, **settings: Any) -> str:
         return str(error.value)
 
 
-def test_nobody_there() -> None:
-    async def test() -> None:
-        url = f"http://127.0.0.1:{closed_port()}"
-        told = await stopped_at_start(url)
-        assert told == f"no server answers (waited 60 s, --server-timeout-s): {url}/v1: connection refused"
-
-    run(test())
+@in_loop
+async def test_nobody_there():
+    url = f"http://127.0.0.1:{closed_port()}"
+    told = await stopped_at_start(url)
+    assert told == f"no server answers (waited 60 s, --server-timeout-s): {url}/v1: connection refused"
 
 
-def test_a_server_that_starts_late_is_waited_for() -> None:
-    async def test() -> None:
-        time, server = ToldTime(), StubServer()
+@in_loop
+async def test_a_server_that_starts_late_is_waited_for():
+    time, server = ToldTime(), StubServer()
+    await server.start()
+    await server.die()
+    async with captioner(server, time=time, started=False) as asked:
+        starting = asyncio.ensure_future(asked.start())
+        await time.passes(0.5)
+        await time.passes(1.0)
         await server.start()
-        await server.die()
-        async with captioner(server, time=time, started=False) as asked:
-            starting = asyncio.ensure_future(asked.start())
-            await time.passes(0.5)
-            await time.passes(1.0)
-            await server.start()
-            await time.passes(2.0)
-            await starting
-            assert await ask(asked, "a") == "says a"
-        await server.die()
-
-    run(test())
+        await time.passes(2.0)
+        await starting
+        assert await ask(asked, "a") == "says a"
+    await server.die()
 
 
 @pytest.mark.parametrize(
@@ -139,47 +138,41 @@ def test_a_server_that_starts_late_is_waited_for() -> None:
         (Reply(status=302, headers={"Location": "/login"}, body=b""), "a redirect to /login, which is not followed"),
     ],
 )
-def test_servers_that_cannot_be_used(models: Reply, told: str) -> None:
-    async def test() -> None:
-        async with StubServer() as server, StubServer() as good:
-            server.models = models
-            message = await stopped_at_start(server, model="m", api_key="secret")
-            assert message.startswith(f"no server can be used: {server.url}/v1: ")
-            assert told in message
-            assert len(server.requests) == 1
-            async with captioner(server, good, model="m") as asked:
-                assert await ask(asked, "a") == "says a"
-            (note,) = asked.notes()
-            assert note.startswith(f"{server.url}/v1 was not used: ")
-            assert told in note
-
-    run(test())
+@in_loop
+async def test_servers_that_cannot_be_used(models, told):
+    async with StubServer() as server, StubServer() as good:
+        server.models = models
+        message = await stopped_at_start(server, model="m", api_key="secret")
+        assert message.startswith(f"no server can be used: {server.url}/v1: ")
+        assert told in message
+        assert len(server.requests) == 1
+        async with captioner(server, good, model="m") as asked:
+            assert await ask(asked, "a") == "says a"
+        (note,) = asked.notes()
+        assert note.startswith(f"{server.url}/v1 was not used: ")
+        assert told in note
 
 
-def test_the_key_goes_nowhere_else() -> None:
-    async def test() -> None:
-        async with StubServer() as other, StubServer() as server:
-            server.models = Reply(status=307, headers={"Location": f"{other.url}/v1/models"}, body=b"")
-            assert "which is not followed" in await stopped_at_start(server, api_key="secret")
-            assert other.requests == []
-
-    run(test())
+@in_loop
+async def test_the_key_goes_nowhere_else():
+    async with StubServer() as other, StubServer() as server:
+        server.models = Reply(status=307, headers={"Location": f"{other.url}/v1/models"}, body=b"")
+        assert "which is not followed" in await stopped_at_start(server, api_key="secret")
+        assert other.requests == []
 
 
 @pytest.mark.parametrize(
     ("models", "told"),
     [([["a", "b"]], "name one model with --model; there are"), ([["a"], ["b"]], "there is none in common, but")],
 )
-def test_a_model_is_to_be_named_where_it_is_not_clear(models: Sequence[Sequence[str]], told: str) -> None:
-    async def test() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            servers = [await stack.enter_async_context(StubServer(models=names)) for names in models]
-            assert told in await stopped_at_start(*servers)
-            async with (
-                StubServer(models=["b", "c"]) as first,
-                StubServer(models=["a", "c"]) as second,
-                captioner(first, second) as asked,
-            ):
-                assert (asked.model, asked.identity) == ("c", "server model c")
-
-    run(test())
+@in_loop
+async def test_a_model_is_to_be_named_where_it_is_not_clear(models, told):
+    async with contextlib.AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(StubServer(models=names)) for names in models]
+        assert told in await stopped_at_start(*servers)
+        async with (
+            StubServer(models=["b", "c"]) as first,
+            StubServer(models=["a", "c"]) as second,
+            captioner(first, second) as asked,
+        ):
+            assert (asked.model, asked.identity) == ("c", "server model c")

@@ -20,10 +20,9 @@ from tests.vlmserve.commands.caption.runs import (
     run_once,
 )
 from vlmserve.commands.batch.item import Failed, MediumItem
-from vlmserve.commands.caption.captioner import CaptionStopped
-from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.run import RunSettings
+from vlmserve.commands.caption.run import CaptionSettings, CaptionStopped
 from vlmserve_common.errors import BadRequestError, EngineError
 
 
@@ -40,7 +39,7 @@ def errors(tmp_path):
 def test_identical_pictures_are_captioned_once(tmp_path, out):
     captioner = FakeCaptioner()
     found = [item(f"p/{number}", content(number % 2), place=number) for number in range(10)]
-    tally = run_once(found, out, captioner=captioner, settings=RunSettings(concurrency=4))
+    tally = run_once(found, out, captioner=captioner, settings=CaptionSettings(concurrency=4))
     assert sorted(captioner.asked) == [content(0), content(1)]
     assert (tally.done, tally.reused) == (2, 8)
     there = lines(tmp_path / "out.jsonl")
@@ -85,6 +84,10 @@ def test_a_finished_item_is_not_read_again_until_its_file_changes(out, tmp_path)
 
 
 def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
+    def hook(request) -> None:
+        if medium_of(request) == content(5):
+            raise BadRequestError("the picture has 9 pixels, the limit is 4", code="too_many_pixels")
+
     found = [
         item("p/0", content(0)),
         item("p/1"),
@@ -92,8 +95,9 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
         item("p/2", b"no picture at all"),
         item("p/3", b""),
         item("p/4", content(4)),
+        item("p/5", content(5)),
     ]
-    tally = run_once(found, out, errors=errors)
+    tally = run_once(found, out, errors=errors, captioner=FakeCaptioner(hook))
     assert sorted(captions_in(tmp_path / "out.jsonl")) == [(f"p/{n}", caption_of(content(n))) for n in (0, 4)]
     told = 'the file is neither a picture nor a video of a supported format; it begins with "no pictu"'
     failures = {line["id"]: (line["code"], line["message"]) for line in lines(errors)}
@@ -102,8 +106,9 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
         "folder": ("unreadable", "cannot be read"),
         "p/2": ("unsupported_content", told),
         "p/3": ("unsupported_content", "the file is empty"),
+        "p/5": ("too_many_pixels", "the picture has 9 pixels, the limit is 4"),
     }
-    assert (tally.done, tally.failed) == (2, 4)
+    assert (tally.done, tally.failed) == (2, 5)
 
 
 def test_failures_are_tried_again_when_asked_for(out, errors):
@@ -114,7 +119,7 @@ def test_failures_are_tried_again_when_asked_for(out, errors):
             raise EngineError("the engine failed on it")
 
     found = [item(f"p/{number}", content(number)) for number in range(3)]
-    captioner, in_turn = FakeCaptioner(hook), RunSettings(concurrency=1)
+    captioner, in_turn = FakeCaptioner(hook), CaptionSettings(concurrency=1)
     assert run_once(found, out, captioner=captioner, errors=errors, settings=in_turn).failed == 2
     tally = run_once(found, out, captioner=captioner, errors=errors)
     assert (tally.skipped, tally.failed_before, tally.failed) == (1, 2, 0)
@@ -138,17 +143,13 @@ def test_shards_are_parts_of_the_whole(tmp_path):
     parts = []
     for index in range(3):
         output = output_settings(tmp_path / f"out-{index}.jsonl")
-        run_once(found, output, shard=Shard(index=index, count=3))
+        run_once(found, output, shard=ItemShard(index=index, count=3))
         parts.append({id_ for id_, _ in captions_in(tmp_path / f"out-{index}.jsonl")})
     assert set.union(*parts) == {each.id for each in found}
     assert sum(map(len, parts)) == 40
+    limited = output_settings(tmp_path / "limited.jsonl")
+    assert (run_once(found, limited, limit=4).done, run_once(found, limited).done) == (4, 36)
     assert all(len(part) > 5 for part in parts)
-
-
-def test_a_limit_ends_a_run_and_the_next_goes_on(tmp_path, out):
-    found = [item(f"p/{number}", content(number)) for number in range(9)]
-    assert run_once(found, out, limit=4).done == 4
-    assert run_once(found, out).done == 5
 
 
 def test_an_endless_supply_is_pulled_not_listed(out):
@@ -160,27 +161,15 @@ def test_an_endless_supply_is_pulled_not_listed(out):
             taken += 1
             yield item(f"p/{taken}", content(taken))
 
-    class Stops(FakeCaptioner):
-        async def ask(self, request):
-            if len(self.asked) == 20:
-                raise CaptionStopped("enough")
-            return await super().ask(request)
-
-    with pytest.raises(CaptionStopped, match="enough"):
-        run_once(endless(), out, captioner=Stops(), settings=RunSettings(concurrency=5))
+    with pytest.raises(CaptionStopped, match="no server answers"):
+        run_once(endless(), out, captioner=FakeCaptioner(most=20), settings=CaptionSettings(concurrency=5))
     assert taken <= 20 + 2 * 5
 
 
 def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
-    class Stops(FakeCaptioner):
-        async def ask(self, request):
-            if len(self.asked) == 6:
-                raise CaptionStopped("no server answers")
-            return await super().ask(request)
-
     found = [item(f"p/{number}", content(number)) for number in range(20)]
     with pytest.raises(CaptionStopped):
-        run_once(found, out, captioner=Stops(), settings=RunSettings(concurrency=1))
+        run_once(found, out, captioner=FakeCaptioner(most=6), settings=CaptionSettings(concurrency=1))
     done = captions_in(tmp_path / "out.jsonl")
     assert len(done) == 6
     captioner = FakeCaptioner()
@@ -191,7 +180,7 @@ def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
 
 def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, out, errors):
     found = [item("a", content(1)), item("a", content(1)), item("b", content(2)), item("b", content(3))]
-    tally = run_once(found, out, errors=errors, settings=RunSettings(concurrency=1))
+    tally = run_once(found, out, errors=errors, settings=CaptionSettings(concurrency=1))
     assert (tally.done, tally.repeated, tally.failed) == (2, 1, 1)
     (line,) = lines(errors)
     assert (line["id"], line["code"]) == ("b", "same_id")
@@ -199,7 +188,7 @@ def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, 
 
 def test_options_knobs_and_seeds(out):
     captioner = FakeCaptioner()
-    settings = RunSettings(
+    settings = CaptionSettings(
         concurrency=1,
         options={"max_tokens": 9, "temperature": 0.5},
         picture_knobs={"max_pixels": 100},
@@ -259,18 +248,6 @@ def test_no_more_bytes_than_allowed_are_in_memory(out):
             held -= 1
             return await super().ask(request)
 
-    settings = RunSettings(concurrency=8, bytes_in_memory=3300)
+    settings = CaptionSettings(concurrency=8, bytes_in_memory=3300)
     assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
     assert most == 3
-
-
-def test_what_the_model_refuses_is_told(out, errors):
-    def hook(request) -> None:
-        raise BadRequestError("the picture has 9 pixels, the limit is 4", code="too_many_pixels")
-
-    run_once([item("a", PNG)], out, captioner=FakeCaptioner(hook), errors=errors)
-    assert lines(errors)[0] == {
-        "id": "a",
-        "message": "the picture has 9 pixels, the limit is 4",
-        "code": "too_many_pixels",
-    }

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from processors.inputs import Modality
 from vlmserve.commands.chat.mentions import find_mentions, make_question, question_text, split_words
-from vlmserve.commands.client.conversation import Question, Turn
+from vlmserve.commands.client.conversation import ChatQuestion, ChatTurn
 from vlmserve.commands.client.media import Medium, MediumError, open_medium
 from vlmserve.commands.demo.samples import FOLDER
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """The working directory, and the user's home, with a few files."""
     for name in ("cat.png", "my cat's.png", "two words.png"):
         shutil.copy(FOLDER / "red-circle.png", tmp_path / name)
@@ -54,11 +53,11 @@ def words(line: str) -> list[str]:
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_counts_as_a_medium(line: str, found: list[str]) -> None:
+def test_what_counts_as_a_medium(line, found):
     assert words(line) == found
 
 
-def test_a_file_uri(folder: Path) -> None:
+def test_a_file_uri(folder):
     [mention] = find_mentions(f"file://{folder}/two%20words.png what?")
     assert open_medium(mention.word).modality is Modality.IMAGE
 
@@ -76,19 +75,19 @@ def test_a_file_uri(folder: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_the_model_is_asked(line: str, text: str) -> None:
+def test_what_the_model_is_asked(line, text):
     mentions = find_mentions(line)
     assert question_text(line, mentions, ["A", "B"][: len(mentions)]) == text
 
 
-def test_labels_count_through_the_conversation() -> None:
+def test_labels_count_through_the_conversation():
     picture = Medium(name="a", modality=Modality.IMAGE, url="data:")
     clip = Medium(name="b", modality=Modality.VIDEO, url="data:")
     line = "is x.png or y.mp4 red?"
     mentions = find_mentions(line)
     alone = make_question(line, mentions, [picture, clip], [], [])
     assert alone.text == "is the picture or the video red?"
-    earlier = Turn(question=Question(text="?", media=(picture,)), answer="!")
+    earlier = ChatTurn(question=ChatQuestion(text="?", media=(picture,)), answer="!")
     later = make_question(line, mentions, [picture, clip], [picture], [earlier])
     assert later.text == "is picture 3 or the video red?"
     assert later.media == (picture, picture, clip)
@@ -107,13 +106,13 @@ def test_labels_count_through_the_conversation() -> None:
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_what_cannot_be_sent_is_told(word: str, modality: Modality | None, reason: str) -> None:
+def test_what_cannot_be_sent_is_told(word, modality, reason):
     with pytest.raises(MediumError, match=reason):
         open_medium(word, modality)
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_words_of_an_image_command() -> None:
+def test_the_words_of_an_image_command():
     assert split_words("two words.png") == ["two words.png"]
     assert split_words("'two words.png' cat.png") == ["two words.png", "cat.png"]
     assert split_words("it's") == ["it's"]

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL, Served
 from tests.vlmserve.commands.chat.pty_process import PtyProcess
+from tests.vlmserve.commands.served import fake_server
 from vlmserve.commands.demo.samples import FOLDER
 
 KEY = "the key"
 PICTURE, CLIP = FOLDER / "red-circle.png", FOLDER / "rolling.mp4"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint_folder(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def server(checkpoint):
+    with fake_server(checkpoint, api_key=KEY) as (served, url):
+        served.scheduler.say("red")
+        yield served, url
 
 
 @pytest.fixture
-def served(checkpoint: Path) -> Iterator[Served]:
-    served = make_served(checkpoint, api_key=KEY)
-    served.scheduler.say("red")
-    yield served
-    asyncio.run(served.frontend.close())
+def served(server):
+    return server[0]
 
 
 @pytest.fixture
-def start(served: Served, tmp_path: Path) -> Iterator[Callable[..., PtyProcess]]:
+def start(server, tmp_path):
     """Starts a chat with the server, in tmp_path."""
     shutil.copy(PICTURE, tmp_path / "two words.png")
     started: list[PtyProcess] = []
-    with real_server(served.app) as port:
 
-        def start(*words: str, key: str = KEY) -> PtyProcess:
-            url = f"http://127.0.0.1:{port}/v1"
-            started.append(PtyProcess("chat", "--url", url, "--api-key", key, *words, folder=tmp_path))
-            return started[-1]
+    def start(*words: str, key: str = KEY) -> PtyProcess:
+        started.append(PtyProcess("chat", "--url", f"{server[1]}/v1", "--api-key", key, *words, folder=tmp_path))
+        return started[-1]
 
-        yield start
-        for process in started:
-            process.end()
+    yield start
+    for process in started:
+        process.end()
 
 
 @pytest.fixture
-def chat(start: Callable[..., PtyProcess]) -> PtyProcess:
+def chat(start):
     chat = start()
     assert MODEL in chat.read_until("> $")
     return chat
@@ -62,7 +57,7 @@ def media_of(served: Served) -> list[int]:
     return [0 if request.mm_inputs is None else len(request.mm_inputs.items) for request in requests]
 
 
-def test_turns_with_pictures_and_a_clip(served: Served, chat: PtyProcess) -> None:
+def test_turns_with_pictures_and_a_clip(served, chat):
     assert "[picture two words.png] What is in the picture?\nred\n(first token after " in chat.ask(
         r"What is in two\ words.png?"
     )
@@ -83,7 +78,7 @@ def test_turns_with_pictures_and_a_clip(served: Served, chat: PtyProcess) -> Non
     assert chat.wait() == 0
 
 
-def test_what_is_no_medium_is_told_and_nothing_is_lost(served: Served, chat: PtyProcess, tmp_path: Path) -> None:
+def test_what_is_no_medium_is_told_and_nothing_is_lost(served, chat, tmp_path):
     (tmp_path / "broken.png").write_bytes(PICTURE.read_bytes()[:100])
     chat.ask(f"/image {PICTURE}")
     assert "there is no file 'no.png'" in chat.ask("What is in no.png?")
@@ -98,7 +93,7 @@ def test_what_is_no_medium_is_told_and_nothing_is_lost(served: Served, chat: Pty
     assert media_of(served) == [1, 1]
 
 
-def test_options_system_prompt_and_retry(served: Served, chat: PtyProcess) -> None:
+def test_options_system_prompt_and_retry(served, chat):
     assert "nothing was asked yet" in chat.ask("/retry")
     assert "did you mean temperature?" in chat.ask("/set temprature 1")
     assert "top_k is '1.5'; it must be a whole number" in chat.ask("/set top_k 1.5")
@@ -121,7 +116,7 @@ def test_options_system_prompt_and_retry(served: Served, chat: PtyProcess) -> No
     assert "first token" not in chat.ask("Hello?")
 
 
-def test_ctrl_c_stops_an_answer_and_what_was_said_counts(served: Served, chat: PtyProcess) -> None:
+def test_ctrl_c_stops_an_answer_and_what_was_said_counts(served, chat):
     served.scheduler.say("one two three four five")
     served.scheduler.pause_after = 3
     chat.type("Count!\r")
@@ -141,7 +136,7 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_counts(served: Served, chat: P
     assert len(stopped) <= len(kept) < len(stopped) + 5, "the turn that was stopped before a word came is left out"
 
 
-def test_ctrl_c_at_the_prompt_leaves_the_second_time(chat: PtyProcess) -> None:
+def test_ctrl_c_at_the_prompt_leaves_the_second_time(chat):
     chat.type("something")
     chat.read_until("something$")
     chat.signal_at_prompt()
@@ -153,7 +148,7 @@ def test_ctrl_c_at_the_prompt_leaves_the_second_time(chat: PtyProcess) -> None:
     assert chat.wait() == 0
 
 
-def test_lines_of_a_block_are_taken_as_they_are(served: Served, chat: PtyProcess) -> None:
+def test_lines_of_a_block_are_taken_as_they_are(served, chat):
     chat.type('"""What is\r')
     chat.read_until(r"\n\. $")
     chat.type("no.png?\r")
@@ -162,7 +157,7 @@ def test_lines_of_a_block_are_taken_as_they_are(served: Served, chat: PtyProcess
     assert "no.png" in served.scheduler.tokenizer.decode(served.scheduler.requests[0].input_ids.tolist())
 
 
-def test_a_conversation_is_saved(chat: PtyProcess, tmp_path: Path) -> None:
+def test_a_conversation_is_saved(chat, tmp_path):
     (tmp_path / "kept.txt").write_text("mine")
     chat.ask(f"What is in {PICTURE}?")
     assert "'kept.txt' is there already" in chat.ask("/save kept.txt")
@@ -181,7 +176,7 @@ def test_a_conversation_is_saved(chat: PtyProcess, tmp_path: Path) -> None:
     assert "No such file or directory" in chat.ask("/save no/such/folder.txt")
 
 
-def test_lines_are_remembered_unless_that_is_declined(start: Callable[..., PtyProcess], tmp_path: Path) -> None:
+def test_lines_are_remembered_unless_that_is_declined(start, tmp_path):
     history = tmp_path / "vlmserve" / "chat_history"
     silent = start("--no-history")
     silent.read_until("> $")
@@ -201,13 +196,13 @@ def test_lines_are_remembered_unless_that_is_declined(start: Callable[..., PtyPr
     assert "red" in second.ask("")
 
 
-def test_nothing_that_a_model_says_commands_the_terminal(served: Served, chat: PtyProcess) -> None:
+def test_nothing_that_a_model_says_commands_the_terminal(served, chat):
     served.scheduler.say("a\x1b]0;title\x07b\x9bc\td")
     chat.type("Hello?\r")
     assert "\na]0;titlebc" in chat.read_until(r"> $")
 
 
-def test_a_missing_key_is_told_and_ends_it(start: Callable[..., PtyProcess]) -> None:
+def test_a_missing_key_is_told_and_ends_it(start):
     chat = start(key="other")
     assert "key" in chat.read_until(r"vlmserve: error: [^\n]+\n")
     assert chat.wait() == 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.client.answer import Answer, Stats, read_answer
+from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, Stats, read_answer
 
 
 def chunk(text: str | None = None, finish: str | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ LAST = {
 }
 
 
-def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[Answer]:
+def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[ChatAnswer]:
     """The clock is read when the request is sent, at the first text, and at the end."""
 
     async def stream() -> AsyncIterator[dict[str, Any]]:
@@ -35,13 +35,13 @@ def answers(chunks: list[dict[str, Any]], times: list[float]) -> list[Answer]:
 
     clock: Iterator[float] = iter(times)
 
-    async def collect() -> list[Answer]:
+    async def collect() -> list[ChatAnswer]:
         return [answer async for answer in read_answer(stream(), lambda: next(clock))]
 
     return asyncio.run(collect())
 
 
-def test_text_grows_and_figures_come_last() -> None:
+def test_text_grows_and_figures_come_last():
     *growing, whole = answers([chunk(""), chunk("A "), chunk("cat"), chunk(finish="stop"), LAST], [10.0, 10.5, 12.5])
     assert [answer.text for answer in growing] == ["A ", "A cat"]
     assert all(answer.stats is None for answer in growing)
@@ -61,11 +61,11 @@ def test_text_grows_and_figures_come_last() -> None:
     assert whole.notes == ("max_pixels was lowered",)
 
 
-def test_an_answer_that_is_cut_off_says_so() -> None:
+def test_an_answer_that_is_cut_off_says_so():
     assert answers([chunk("A"), chunk(finish="length"), LAST], [0, 1, 2])[-1].notes[0].startswith("the answer is cut")
 
 
-def test_a_server_that_tells_nothing_but_text() -> None:
+def test_a_server_that_tells_nothing_but_text():
     whole = answers([chunk("A"), chunk(finish="stop")], [0.0, 1.0, 1.0])[-1]
     assert (whole.text, whole.media, whole.notes) == ("A", (), ())
     assert whole.stats is not None
@@ -73,7 +73,7 @@ def test_a_server_that_tells_nothing_but_text() -> None:
     assert whole.stats.tokens_per_s() is None
 
 
-def test_stages_add_up_to_the_whole() -> None:
+def test_stages_add_up_to_the_whole():
     stats = answers([chunk("A"), chunk(finish="stop"), LAST], [10.0, 10.5, 12.5])[-1].stats
     assert stats is not None
     stages = dict(stats.stages())
@@ -81,7 +81,12 @@ def test_stages_add_up_to_the_whole() -> None:
     assert list(stages.values()) == pytest.approx([0.1, 0.1, 0.3, 2.0])
 
 
-def test_an_empty_answer() -> None:
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_forms_of_a_servers_address(suffix):
+    assert ChatClient("http://host:1" + suffix).url == "http://host:1"
+
+
+def test_an_empty_answer():
     [whole] = answers([chunk(finish="stop"), LAST], [0.0, 3.0])
     assert whole.text == ""
     assert whole.stats is not None

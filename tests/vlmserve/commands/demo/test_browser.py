@@ -6,11 +6,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.vlmserve.commands.demo.demo_process import Demo
 from vlmserve.commands.demo.samples import FOLDER, load_samples
@@ -32,7 +31,7 @@ PANELS = "#saw, #drawing, #rows"
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no browser on PATH, so nobody looks at the page: apt-get install chromium")
@@ -44,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def demo(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def demo(browser, tmp_path_factory):
     """Opened at once, as people do."""
     demo = Demo(tmp_path_factory.mktemp("demo"), "--num-threads", "1", "--dtype", "float32")
     try:
@@ -60,7 +59,7 @@ def demo(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.fixture(params=[1280, 400])
-def page(request: pytest.FixtureRequest, browser: Browser, demo: Demo) -> Iterator[Page]:
+def page(request, browser, demo):
     page = browser.new_page(viewport={"width": request.param, "height": 800})
     page.set_default_timeout(PATIENCE_MS)
     expect.set_options(timeout=PATIENCE_MS)
@@ -118,7 +117,7 @@ def pictures(page: Page, place: str) -> list[list[int]]:
     return images.evaluate_all("all => all.filter(i => i.complete).map(i => [i.naturalWidth, i.naturalHeight])")
 
 
-def test_it_opens_at_its_beginning(page: Page) -> None:
+def test_it_opens_at_its_beginning(page):
     expect(page.get_by_role("heading", name="vlmserve")).to_be_in_viewport()
     expect(page.locator("#head p")).to_contain_text("vlmserve-default about pictures and video clips")
     expect(page.locator(".sample").first).to_be_in_viewport()
@@ -130,7 +129,7 @@ def test_it_opens_at_its_beginning(page: Page) -> None:
     expect_tidy(page)
 
 
-def test_a_picture(page: Page) -> None:
+def test_a_picture(page):
     ask_sample(page, "shapes.png", question="Describe the picture.")
     assert pictures(page, "#saw") == [[256, 160]]
     expect(page.locator("#saw svg")).to_be_visible()
@@ -146,7 +145,7 @@ def test_a_picture(page: Page) -> None:
     expect(page.locator(".saw-tokens-table tr", has_text="Cached")).to_contain_text("48 tokens")
 
 
-def test_a_picture_of_ones_own(page: Page) -> None:
+def test_a_picture_of_ones_own(page):
     ask(page, "What colour is the star?", FOLDER / "shapes.png")
     expect_answer(page, "Yellow.")
     ask(page, "Where is it?")  # a second turn
@@ -154,7 +153,7 @@ def test_a_picture_of_ones_own(page: Page) -> None:
     expect_tidy(page)
 
 
-def test_a_clip(page: Page) -> None:
+def test_a_clip(page):
     ask_sample(page, "rolling.mp4", question="Which way does the circle move?")
     assert pictures(page, "#saw") == [[192, 160]] * 8
     times = ["0.00", "0.50", "1.12", "1.62", "2.25", "2.75", "3.38", "3.88"]
@@ -162,7 +161,7 @@ def test_a_clip(page: Page) -> None:
     expect(page.locator("#saw")).to_contain_text("8 of 32 frames in 4.0 s")
 
 
-def test_a_box_and_then_none(page: Page) -> None:
+def test_a_box_and_then_none(page):
     question = "Locate the red circle, output its bbox coordinates using JSON format."
     ask_sample(page, "shapes.png", question=question)
     assert pictures(page, "#drawing") == [[448, 320]]
@@ -172,7 +171,7 @@ def test_a_box_and_then_none(page: Page) -> None:
     expect(page.locator("#rows")).to_be_hidden()
 
 
-def test_settings_are_empty_and_an_answer_comes_all_the_same(page: Page) -> None:
+def test_settings_are_empty_and_an_answer_comes_all_the_same(page):
     page.get_by_role("button", name="Settings").click()
     fields = page.locator("#settings input[type=text], #settings textarea")
     expect(fields).to_have_count(7)

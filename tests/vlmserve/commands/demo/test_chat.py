@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import aclosing
-from pathlib import Path
+from collections.abc import Mapping
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
-from vlmserve.commands.client.chat_client import ChatClient, ServerError
+from tests.vlmserve.api.fake_engine import MODEL
+from tests.vlmserve.commands.served import fake_server
+from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.commands.demo.chat import Chat, View
 from vlmserve.commands.demo.conversation import Message, Question
 from vlmserve.commands.demo.samples import FOLDER
@@ -21,28 +20,21 @@ SETTINGS = {"max_tokens": "60", "max_pixels": "20000"}
 BOXES = '[{"bbox_2d": [0, 0, 500, 500], "label": "it"}]'
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint_folder(tmp_path_factory.mktemp("model"))
+@pytest.fixture
+def server(checkpoint):
+    with fake_server(checkpoint, api_key=KEY) as (served, url):
+        yield served, url
+        assert served.frontend.manager.num_pending == 0
 
 
 @pytest.fixture
-def served(folder: Path) -> Iterator[Served]:
-    served = make_served(folder, api_key=KEY)
-    yield served
-    asyncio.run(served.frontend.close())
+def served(server):
+    return server[0]
 
 
 @pytest.fixture
-def url(served: Served) -> Iterator[str]:
-    with real_server(served.app) as port:
-        yield f"http://127.0.0.1:{port}"
-    assert served.frontend.manager.num_pending == 0
-
-
-@pytest.fixture
-def chat(url: str) -> Chat:
-    return Chat(ChatClient(url, api_key=KEY), MODEL)
+def chat(server):
+    return Chat(ChatClient(server[1], api_key=KEY), MODEL)
 
 
 def views(
@@ -62,12 +54,7 @@ def is_error(view: View) -> bool:
     return view.messages[-1].get("metadata") == {"title": "Error"}
 
 
-@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
-def test_the_model_is_asked_for(url: str, suffix: str) -> None:
-    assert asyncio.run(ChatClient(url + suffix, api_key=KEY).model()) == MODEL
-
-
-def test_an_answer_comes_bit_by_bit(served: Served, chat: Chat) -> None:
+def test_an_answer_comes_bit_by_bit(served, chat):
     served.scheduler.say(BOXES)
     first, *growing, whole = views(chat, PICTURE)
     assert [part["type"] for part in first.messages[-1]["content"]] == ["file", "text"]
@@ -86,17 +73,7 @@ def test_an_answer_comes_bit_by_bit(served: Served, chat: Chat) -> None:
     assert not any(view.outcome for view in growing)
 
 
-def test_the_conversation_goes_along(served: Served, chat: Chat) -> None:
-    served.scheduler.say("red")
-    first = views(chat, PICTURE)[-1]
-    second = views(chat, Question(text="And now?"), list(first.messages))[-1]
-    assert len(second.messages) == 4
-    one, two = served.scheduler.requests
-    assert len(two.mm_inputs.items) == len(one.mm_inputs.items) == 1
-    assert two.input_ids[: len(one.input_ids)].tolist() == one.input_ids.tolist()
-
-
-def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, tmp_path: Path) -> None:
+def test_a_refusal_is_shown_as_it_is_and_forgotten(served, chat, tmp_path):
     file = tmp_path / "note.png"
     file.write_bytes(b"no picture at all")
     refused = views(chat, Question(text="?", media=(file,)))[-1]
@@ -108,33 +85,21 @@ def test_a_refusal_is_shown_as_it_is_and_forgotten(served: Served, chat: Chat, t
     assert len(request.mm_inputs.items) == 1
 
 
-def test_a_wrong_value_is_named_by_the_server(chat: Chat) -> None:
-    refused = views(chat, PICTURE, settings={"temperature": "-1"})[-1]
-    assert is_error(refused)
-    assert "temperature is -1" in last_said(refused)
-
-
-def test_what_is_no_number_is_not_sent(served: Served, chat: Chat) -> None:
+def test_what_is_no_number_is_not_sent(served, chat):
     refused = views(chat, PICTURE, settings={"temperature": "warm"})[-1]
     assert is_error(refused)
     assert last_said(refused) == "temperature is 'warm'; it must be a number, or empty to leave it to the server"
     assert served.scheduler.requests == []
 
 
-def test_a_limit_of_the_server_is_told(served: Served, chat: Chat) -> None:
+def test_a_limit_of_the_server_is_told(served, chat):
     served.scheduler.say("red")
     outcome = views(chat, PICTURE, settings={"max_pixels": "100000000"})[-1].outcome
     assert outcome is not None
     assert "max_pixels" in outcome.notes[0]
 
 
-def test_a_missing_key_is_told(url: str) -> None:
-    refused = views(Chat(ChatClient(url), MODEL), PICTURE)[-1]
-    assert is_error(refused)
-    assert "key" in last_said(refused).lower()
-
-
-def test_a_failure_after_the_beginning_keeps_what_was_said(served: Served, chat: Chat) -> None:
+def test_a_failure_after_the_beginning_keeps_what_was_said(served, chat):
     served.scheduler.pause_after = 3
 
     async def ask() -> list[View]:
@@ -151,28 +116,7 @@ def test_a_failure_after_the_beginning_keeps_what_was_said(served: Served, chat:
     assert last.messages[-2]["role"] == "assistant"
 
 
-def test_stopping_ends_the_request_on_the_server(served: Served, chat: Chat) -> None:
-    served.scheduler.pause_after = 2
-
-    async def ask() -> None:
-        async with aclosing(chat.ask([], PICTURE, SETTINGS)) as asked:
-            async for view in asked:
-                if view.messages[-1]["role"] == "assistant":
-                    return
-
-    asyncio.run(ask())
-    served.scheduler.wait_until(lambda: bool(served.scheduler.aborts))
-    served.assert_idle()
-
-
-def test_nobody_there() -> None:
-    client = ChatClient("http://127.0.0.1:9")
-    with pytest.raises(ServerError, match=r"no answer from http://127\.0\.0\.1:9/v1"):
-        asyncio.run(client.model())
-    assert is_error(views(Chat(client, MODEL), PICTURE)[-1])
-
-
-def test_a_file_that_is_gone(chat: Chat, tmp_path: Path) -> None:
+def test_a_file_that_is_gone(chat, tmp_path):
     gone = views(chat, Question(text="?", media=(tmp_path / "gone.png",)))[-1]
     assert is_error(gone)
     assert "gone.png" in last_said(gone)

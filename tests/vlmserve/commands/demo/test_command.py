@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import httpx2
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL
 from tests.vlmserve.commands.demo.demo_process import Demo
+from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve import cli
 from vlmserve.api.listening import listen
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.commands.demo.waiting import WaitingPage
 
 _NO_GRADIO = """
 import sys
@@ -45,13 +46,13 @@ signal.pause()
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[Demo]:
+def demo(tmp_path):
     demo = Demo(tmp_path, "--num-threads", "1", "--dtype", "float32")
     yield demo
     demo.end()
 
 
-def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path: Path) -> None:
+def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path):
     demo = Demo(tmp_path)
     try:
         assert demo.first_words.startswith("Starting the model's server and loading the page: ")
@@ -64,7 +65,7 @@ def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path: Path
     assert list(demo.temporary.iterdir()) == []
 
 
-def test_a_picture_and_a_clip_and_then_nothing_is_left(demo: Demo) -> None:
+def test_a_picture_and_a_clip_and_then_nothing_is_left(demo):
     assert demo.ready() == "vlmserve-default"
     _, history, *_, saw = demo.ask("Describe the picture.", "shapes.png")
     assert history[-1]["content"][0]["text"] == "A red circle, a green triangle, a yellow star and a blue square."
@@ -82,11 +83,10 @@ def test_a_picture_and_a_clip_and_then_nothing_is_left(demo: Demo) -> None:
     assert list(demo.temporary.iterdir()) == []
 
 
-def test_a_running_server_is_used_and_left_alone(tmp_path: Path) -> None:
-    served = make_served(write_checkpoint_folder(tmp_path), api_key="secret")
-    served.scheduler.say("red")
-    with real_server(served.app) as port:
-        demo = Demo(tmp_path / "demo", "--url", f"http://127.0.0.1:{port}/v1", "--api-key", "secret")
+def test_a_running_server_is_used_and_left_alone(checkpoint, tmp_path):
+    with fake_server(checkpoint, api_key="secret") as (served, url):
+        served.scheduler.say("red")
+        demo = Demo(tmp_path / "demo", "--url", f"{url}/v1", "--api-key", "secret")
         try:
             assert demo.ready() == MODEL
             assert children_of(demo.process.pid) == []
@@ -95,12 +95,10 @@ def test_a_running_server_is_used_and_left_alone(tmp_path: Path) -> None:
             assert demo.process.wait(60) == 0
         finally:
             demo.end()
-        # it is still there
-        assert asyncio.run(ChatClient(f"http://127.0.0.1:{port}", api_key="secret").model()) == MODEL
-    asyncio.run(served.frontend.close())
+        assert asyncio.run(ChatClient(url, api_key="secret").model()) == MODEL, "it is still there"
 
 
-def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path: Path) -> None:
+def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path):
     words = [sys.executable, "-c", _OWNER, "--num-threads", "1", "--log-level", "warning"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as owner:
@@ -113,7 +111,7 @@ def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path: Path) -> 
         os.close(server)
 
 
-def test_without_gradio_it_says_what_to_install() -> None:
+def test_without_gradio_it_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", _NO_GRADIO], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "vlmserve: error: the demo needs Gradio: pip install 'vlmserve[demo]'\n"
@@ -128,14 +126,14 @@ def test_without_gradio_it_says_what_to_install() -> None:
         (["--port", "65536"], "--port is 65536; it must be between 0 and 65535"),
     ],
 )
-def test_a_wrong_command_line_ends_with_2(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_ends_with_2(words, complaint, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["demo", *words])
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
 
 
-def test_a_taken_port_is_told_before_anything_is_started(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_is_told_before_anything_is_started(capsys):
     with closing(listen("127.0.0.1", 0)) as taken:
         taken.listen()
         port = taken.getsockname()[1]
@@ -143,7 +141,23 @@ def test_a_taken_port_is_told_before_anything_is_started(capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith(f"vlmserve: error: cannot listen on --host 127.0.0.1 --port {port}: ")
 
 
-def test_nobody_at_the_url(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_at_the_url(monkeypatch, capsys):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert cli.main(["demo", "--port", "0", "--url", "http://127.0.0.1:9/v1"]) == 1
     assert "no answer from http://127.0.0.1:9/v1: " in capsys.readouterr().err
+
+
+def test_it_says_what_is_being_done_and_makes_room():
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/"
+    with WaitingPage(listener, "Starting <it> ...") as waiting:
+        first = httpx2.get(url)
+        assert first.status_code == 503
+        assert re.search(r"Starting &lt;it&gt; \.\.\. \(\d+ s so far\)", first.text)
+        waiting.doing = "Loading"
+        assert re.search(r"Loading \(\d+ s so far\)", httpx2.get(url + "any/path").text)
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+    with closing(listen("127.0.0.1", port)) as again:  # as who comes next does
+        again.listen()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.commands.client.answer import Stats
-from vlmserve.commands.demo.panels import gallery, saw
-from vlmserve.commands.demo.samples import FOLDER, load_samples, make_thumbnails
+from vlmserve.commands.client.chat_client import Stats
+from vlmserve.commands.demo.panels import saw
+from vlmserve.commands.demo.samples import FOLDER
 from vlmserve.commands.demo.seen import see
 
 STATS = Stats(
@@ -41,7 +40,7 @@ def brightest(image: Image.Image) -> float:
     return sum(red) / len(red) / image.width
 
 
-def test_the_reports_of_the_real_model_are_shown() -> None:
+def test_the_reports_of_the_real_model_are_shown():
     files = [FOLDER / "shapes.png", FOLDER / "rolling.mp4"]
     parts = [{"type": "image", "image": files[0]}, {"type": "video", "video": files[1].read_bytes()}]
     with LLM(dtype="float32", num_threads=1) as llm:
@@ -61,7 +60,7 @@ def test_the_reports_of_the_real_model_are_shown() -> None:
     assert places[-1] > 0.7
 
 
-def test_of_a_long_clip_some_frames_are_shown() -> None:
+def test_of_a_long_clip_some_frames_are_shown():
     [clip] = see([clip_report(32)], [FOLDER / "rolling.mp4"])
     assert len(clip.steps) == 8
     times = [[frame.seconds for frame in step] for step in clip.steps]
@@ -69,19 +68,16 @@ def test_of_a_long_clip_some_frames_are_shown() -> None:
     assert "32 of 32 frames (16 shown)" in saw([clip], 1, STATS, [])
 
 
-def test_of_many_media_the_last_are_shown() -> None:
+def test_of_many_media_the_last_are_shown_and_large_ones_smaller():
+    [large] = see([report((4096, 2048), (1, 128, 256), 8192)], [FOLDER / "wide.jpg"])
+    assert large.steps[0][0].image.size == (1024, 512)
     shapes = report((256, 160), (1, 10, 16), 40)
     media = see([shapes] * 9, [FOLDER / "shapes.png"] * 9)
     assert [medium.number for medium in media] == [4, 5, 6, 7, 8, 9]
     assert "and 3 earlier" in saw(media, 9, STATS, [])
 
 
-def test_a_large_picture_is_shown_smaller() -> None:
-    [medium] = see([report((4096, 2048), (1, 128, 256), 8192)], [FOLDER / "wide.jpg"])
-    assert medium.steps[0][0].image.size == (1024, 512)
-
-
-def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_shown_is_told(tmp_path):
     broken = tmp_path / "broken.mp4"
     broken.write_bytes((FOLDER / "rolling.mp4").read_bytes()[:2000])
     media = see([clip_report(8), clip_report(8)], [broken, tmp_path / "<gone>"])
@@ -91,7 +87,7 @@ def test_what_cannot_be_shown_is_told(tmp_path: Path) -> None:
     assert "&lt;gone&gt;" in panel
 
 
-def test_the_panel_draws_the_grid_and_counts() -> None:
+def test_the_panel_draws_the_grid_and_counts():
     media = see([report((256, 160), (1, 10, 16), 40)], [FOLDER / "shapes.png"])
     panel = saw(media, 1, STATS, ["a <note>"])
     assert 'viewBox="0 0 16 10"' in panel
@@ -102,10 +98,3 @@ def test_the_panel_draws_the_grid_and_counts() -> None:
         assert text in panel
     assert "2 a second" in panel
     assert "a &lt;note&gt;" in panel
-
-
-def test_clips_are_marked_in_the_gallery() -> None:
-    thumbnails = make_thumbnails(load_samples())
-    assert sum(thumbnail.is_clip for thumbnail in thumbnails) == 2
-    assert all(max(image.size) <= 160 for thumbnail in thumbnails for image in thumbnail.images)
-    assert gallery(thumbnails).count("▶ clip") == 2

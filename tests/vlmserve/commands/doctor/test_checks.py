@@ -11,15 +11,13 @@ import pytest
 
 from tests.default_model import copy_default_model
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
-from vlmserve.commands.doctor import attention_probe, machine
-from vlmserve.commands.doctor.attention import attention_findings
-from vlmserve.commands.doctor.finding import Finding, Status
-from vlmserve.commands.doctor.gpu import Nvidia, ask_nvidia, gpu_findings
+from vlmserve.commands.doctor import engine_probes, machine
+from vlmserve.commands.doctor.engine_probes import examine_attention, examine_model
+from vlmserve.commands.doctor.finding import Finding, Probed, Status
+from vlmserve.commands.doctor.gpu import Nvidia, ask_nvidia, attention_findings, gpu_findings
 from vlmserve.commands.doctor.media import PROBES, media_findings
 from vlmserve.commands.doctor.model import files_finding, model_findings, model_folder
-from vlmserve.commands.doctor.model_probe import examine
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
-from vlmserve.commands.doctor.probing import Probed
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory import sizing
 from vlmserve.models.attention.choice import Candidate, Tried
@@ -48,36 +46,29 @@ def by_name(findings: Any) -> dict[str, Finding]:
 # ---- GPUs
 
 
-def test_a_cpu_build_beside_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+WORKS = {"cuda": "13.0", "cuda_available": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "status", "text", "remedy"),
+    [
+        ({"version": "2.13.0+cpu"}, "torch build", "problem", "leaves the NVIDIA GPU unused", "torch==2.13.0"),
+        ({"cuda": "13.0"}, "torch build", "problem", "too old for CUDA 13.0", "update NVIDIA's driver"),
+        (WORKS | {"gpus": [{**GPU, "error": "no kernel image"}]}, "torch build", "ok", "built for CUDA 13.0", None),
+        (WORKS | {"gpus": [{**GPU, "error": "no kernel image"}]}, "cuda:0", "problem", "no kernel image", "2.13.0"),
+        (WORKS | {"gpus": [GPU]}, "cuda:0", "ok", "capability 9.0: 80 GiB, 70 GiB free", None),
+        (WORKS | {"gpus": [GPU]}, "driver", "ok", "NVIDIA H100, 81559 MiB, driver 570.1", None),
+        (WORKS | {"gpus": [{**GPU, "capability": [7, 5]}]}, "cuda:0", "note", "bfloat16 needs", "--dtype float16"),
+    ],
+)
+def test_torch_beside_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, facts: Any, name: str, status: str, text: str, remedy: Any
+):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    build = by_name(gpu_findings(H100, torch(version="2.13.0+cpu")))["torch build"]
-    assert build.status is Status.PROBLEM
-    assert build.remedy is not None
-    assert build.remedy.endswith("install --force-reinstall --index-url https://pypi.org/simple torch==2.13.0")
-
-
-def test_a_gpu_that_torch_cannot_use_is_a_problem() -> None:
-    hidden = by_name(gpu_findings(H100, torch(cuda="13.0")))["torch build"]
-    assert hidden.status is Status.PROBLEM
-    assert "too old for CUDA 13.0" in hidden.text
-    facts = torch(cuda="13.0", cuda_available=True, gpus=[{**GPU, "error": "no kernel image is available"}])
-    broken = by_name(gpu_findings(H100, facts))
-    assert broken["torch build"].status is Status.OK
-    assert broken["cuda:0"].status is Status.PROBLEM
-    assert "no kernel image" in broken["cuda:0"].text
-
-
-def test_a_gpu_that_works() -> None:
-    found = by_name(gpu_findings(H100, torch(cuda="13.0", cuda_available=True, gpus=[GPU])))
-    assert {one.status for one in found.values()} == {Status.OK}
-    assert found["driver"].text == "NVIDIA H100, 81559 MiB, driver 570.1"
-    assert found["cuda:0"].text == "NVIDIA H100, compute capability 9.0: 80 GiB, 70 GiB free"
-
-
-def test_a_gpu_without_bfloat16_is_noted() -> None:
-    facts = torch(cuda="13.0", cuda_available=True, gpus=[{**GPU, "capability": [7, 5]}])
-    old = by_name(gpu_findings(H100, facts))["cuda:0"]
-    assert (old.status, old.remedy) == (Status.NOTE, "start with --dtype float16")
+    found = by_name(gpu_findings(H100, torch(**facts)))[name]
+    assert found.status == status
+    assert text in found.text
+    assert found.remedy is None if remedy is None else (found.remedy or "").endswith(remedy)
 
 
 def attention(**why_not: str | None) -> Probed:
@@ -100,9 +91,6 @@ def test_which_attention_a_gpu_gets() -> None:
     assert (found["triton"].status, found["triton"].text) == (Status.OK, "3.9.0: its trial passes")
     assert (found["attention"].status, found["attention"].data["backend"]) == (Status.OK, "triton")
     assert found["C compiler"].status is Status.OK
-
-
-def test_no_attention_that_is_fast_is_noted() -> None:
     probed = attention(flashinfer="no", triton="no")
     assert probed.result is not None
     probed.result["compiler"] = None
@@ -119,7 +107,7 @@ def test_attention_on_a_cpu_and_where_its_trial_fails() -> None:
 
 def test_the_trial_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert attention_probe.examine() == {"device": None}
+    assert examine_attention() == {"device": None}
     seen = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
@@ -128,8 +116,8 @@ def test_the_trial_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(spec)
         return Tried(name=candidate.name, why_not="no" if candidate.name == "flashinfer" else None)
 
-    monkeypatch.setattr(attention_probe, "try_candidate", tried)
-    facts = attention_probe.examine()
+    monkeypatch.setattr(engine_probes, "try_candidate", tried)
+    facts = examine_attention()
     assert (facts["why_not"], facts["backend"]) == ({"flashinfer": "no", "triton": None}, "triton")
     assert facts["heads"] == "32 heads of 128 over 8, bfloat16, cache of bfloat16"
     assert facts["versions"]["triton"] is not None
@@ -304,12 +292,12 @@ def test_the_built_in_model_is_as_it_was_made(tmp_path: Path) -> None:
 def test_a_model_and_the_memory_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_default_model(tmp_path)
     monkeypatch.setattr(sizing, "free_memory", lambda device: (2**34, 2**34))
-    fits = examine(str(tmp_path))
+    fits = examine_model(str(tmp_path))
     assert fits["kv_tokens"] > 0
     assert fits["error"] is None
     assert {one.status for one in model_findings("tiny", Probed(result=fits))} == {Status.OK}
     monkeypatch.setattr(sizing, "free_memory", lambda device: (fits["weight_bytes"] - 1, 2**34))
-    found = by_name(model_findings("tiny", Probed(result=examine(str(tmp_path)))))
+    found = by_name(model_findings("tiny", Probed(result=examine_model(str(tmp_path)))))
     assert found["tiny"].status is Status.OK
     assert found["memory for it"].status is Status.PROBLEM
     assert "the weights of" in found["memory for it"].text
@@ -318,13 +306,13 @@ def test_a_model_and_the_memory_it_takes(tmp_path: Path, monkeypatch: pytest.Mon
 def test_states_of_a_hybrid_model_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_checkpoint(HYBRID, tmp_path)
     monkeypatch.setattr(sizing, "free_memory", lambda device: (2**33, 2**33))
-    facts = examine(str(folder))
+    facts = examine_model(str(folder))
     states, weights = facts["state_bytes"], facts["weight_bytes"]
     assert "; recurrent states take " in by_name(model_findings("tiny", Probed(result=facts)))["memory for it"].text
     monkeypatch.setattr(sizing, "free_memory", lambda device: (weights + states, 2**33))
-    assert "states take" in examine(str(folder))["error"]
+    assert "states take" in examine_model(str(folder))["error"]
     monkeypatch.setattr(sizing, "free_memory", lambda device: (weights + 2 * states, 2**33))
-    assert examine(str(folder))["error"] is None
+    assert examine_model(str(folder))["error"] is None
 
 
 def test_a_model_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

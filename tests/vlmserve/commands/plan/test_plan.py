@@ -11,7 +11,7 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve import cli
-from vlmserve.commands.bench.gpu_shapes import SHAPES, Shape, write_folder
+from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape, write_folder
 from vlmserve.commands.plan.layout import Layout, lay_out
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import outline_model
@@ -19,7 +19,7 @@ from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 
 _30B = SHAPES["30b-a3b"]
-_235B = Shape(
+_235B = ModelShape(
     what="Qwen3-VL-235B-A22B",
     family="qwen3_vl_moe",
     tied=False,
@@ -207,11 +207,11 @@ def test_settings_are_the_engine_s(plan, folders, capsys):
     assert small["kv_tokens"] > 2 * full["kv_tokens"]
     with pytest.raises(SystemExit):
         cli.main(["plan", str(folders["8b"]), "--tp", "0"])
-    assert "0 is below 1" in capsys.readouterr().err
+    assert "'0' must be a whole number of 1 or more" in capsys.readouterr().err
     for flag in ("--gpu-memory-gib", "--bandwidth-gbs", "--tflops"):
         with pytest.raises(SystemExit):
             cli.main(["plan", str(folders["8b"]), flag, "0"])
-        assert "0 is not above 0" in capsys.readouterr().err
+        assert "'0' must be a number above 0" in capsys.readouterr().err
     with pytest.raises(EngineError, match="no experts"):
         lay_out(folders["8b"], Layout(tp=2, ep=2), dtype=None, kv_cache_dtype="auto")
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vlmserve.commands.verify.comparison import Answer, Finding, Step, Verdict, compare
+from vlmserve.commands.verify.comparison import Answer, CaseFinding, Step, Verdict, compare
 
 
 def step(token: int, **logprobs: float) -> Step:
@@ -18,7 +18,7 @@ def step(token: int, **logprobs: float) -> Step:
 THEIRS = (step(1, t1=-0.1, t2=-2.5), step(2, t2=-0.70, t3=-0.71, t4=-3.0), step(5, t5=-0.2, t6=-1.7))
 
 
-def found(*steps: Step, theirs: tuple[Step, ...] = THEIRS, prompt: int = 9, near_ties: bool = True) -> Finding:
+def found(*steps: Step, theirs: tuple[Step, ...] = THEIRS, prompt: int = 9, near_ties: bool = True) -> CaseFinding:
     ours, other = Answer(prompt_tokens=prompt, steps=steps), Answer(prompt_tokens=9, steps=theirs)
     return compare("case", "run", ours, other, tolerance=0.05, allow_near_ties=near_ties)
 

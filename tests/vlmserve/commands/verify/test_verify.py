@@ -24,9 +24,9 @@ from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
 from vlmserve.commands.verify import command, reference
 from vlmserve.commands.verify.cases import Case, made_cases, own_case
-from vlmserve.commands.verify.comparison import Answer, Finding, Verdict
+from vlmserve.commands.verify.comparison import Answer, CaseFinding, Verdict
 from vlmserve.commands.verify.ours import RunSettings
-from vlmserve.commands.verify.plain_clip import length_of, read_frames
+from vlmserve.commands.verify.reference import length_of, read_frames
 from vlmserve.engine import rank_process
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
@@ -36,11 +36,11 @@ FEW = ["--max-tokens", "8", "--num-threads", "1"]
 TOLERANCE = 1e-4
 
 
-def verify(ours: Path, theirs: Path, settings: RunSettings = SETTINGS) -> list[Finding]:
+def verify(ours: Path, theirs: Path, settings: RunSettings = SETTINGS) -> list[CaseFinding]:
     return command.run(ours, theirs, made_cases(("text", "image", "video")), settings, TOLERANCE)
 
 
-def different(findings: list[Finding]) -> set[str]:
+def different(findings: list[CaseFinding]) -> set[str]:
     return {finding.case for finding in findings if finding.verdict is Verdict.DIFFERENT}
 
 

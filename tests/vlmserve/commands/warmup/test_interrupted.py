@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,12 +17,12 @@ from tests.vlmserve.server_process import PATIENCE_S, ROOT
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return make_checkpoint("qwen2_vl", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def web() -> Iterator[Server]:
+def web():
     with serve() as web:
         yield web
 

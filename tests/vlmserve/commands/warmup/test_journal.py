@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from vlmserve.commands.warmup.journal import Journal
+from vlmserve.commands.warmup.run import WarmupJournal
 
 
-def test_a_line_is_on_disk_when_it_is_added(tmp_path: Path, monkeypatch):
+def test_a_line_is_on_disk_when_it_is_added(tmp_path, monkeypatch):
     path, flushed = tmp_path / "done.jsonl", []
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(path.read_text()))
-    journal = Journal(path, "settings")
+    journal = WarmupJournal(path, "settings")
     journal.add("identity", [b"key"], source="a.png")
     assert flushed == [path.read_text()]
     assert flushed[0].endswith("\n")
     journal.close()
 
 
-def test_what_is_read_again(tmp_path: Path):
+def test_what_is_read_again(tmp_path):
     path = tmp_path / "done.jsonl"
-    first = Journal(path, "settings")
+    first = WarmupJournal(path, "settings")
     first.add("one", [b"a", b"b"], source="1.png")
     first.add("two", [], source="2.png")
     first.close()
@@ -28,15 +27,15 @@ def test_what_is_read_again(tmp_path: Path):
         file.write(
             b'[1]\n{"settings": "settings"}\n\xff\xfe\n{"settings": "settings", "identity": "three", "keys": ["6'
         )
-    again = Journal(path, "settings")
+    again = WarmupJournal(path, "settings")
     assert again.finished("one") == (b"a", b"b")
     assert again.finished("two") == ()
     assert again.finished("three") is None
     again.add("four", [b"c"], source="4.png")
     again.close()
-    last = Journal(path, "settings")
+    last = WarmupJournal(path, "settings")
     assert (last.finished("one"), last.finished("four")) == ((b"a", b"b"), (b"c",))
     last.close()
-    other = Journal(path, "other settings")
+    other = WarmupJournal(path, "other settings")
     assert other.finished("one") is None
     other.close()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import openai
-import pytest
 
 from tests.processors.clips import make_clip
 from tests.processors.web import closed_port
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.api.fake_engine import make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.commands.warmup.media import (
     data_url,
     entries,
@@ -28,11 +26,6 @@ from tests.vlmserve.commands.warmup.media import (
 from tests.vlmserve.server_process import ServerProcess
 from vlmserve import cli
 from vlmserve.ipc.messages import FinishReason
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint_folder(tmp_path_factory.mktemp("checkpoint"))
 
 
 def test_a_running_server_is_warmed(tmp_path, capsys):
@@ -77,10 +70,10 @@ def test_a_running_server_is_warmed(tmp_path, capsys):
     assert summary["encoded"] == 0
 
 
-def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(folder, tmp_path, capsys):
-    served, journal = make_served(folder), tmp_path / "done.jsonl"
-    with real_server(served.app) as port:
-        words = [fill(tmp_path / "media"), "--url", f"http://127.0.0.1:{port}/v1/", "--resume", journal]
+def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(checkpoint, tmp_path, capsys):
+    journal = tmp_path / "done.jsonl"
+    with fake_server(checkpoint) as (served, url):
+        words = [fill(tmp_path / "media"), "--url", f"{url}/v1/", "--resume", journal]
         summary = warmup(capsys, *words)
         assert summary["done"] == 3
         assert "no embeddings on disk" in summary["notes"][0]
@@ -89,13 +82,10 @@ def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(folder, 
         with root_logger_kept():
             assert cli.main(["warmup", *map(str, words), "--pin"]) == 1
         assert "vlmserve: error: " in capsys.readouterr().err
-    asyncio.run(served.frontend.close())
 
 
-def test_a_busy_server_is_asked_again(folder, tmp_path, capsys, monkeypatch):
+def test_a_busy_server_is_asked_again(checkpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vlmserve.commands.warmup.remote._WAITS_S", (0.0, 0.0, 0.0))
-    served = make_served(folder)
-    scheduler, answer = served.scheduler, served.scheduler._encoded
     busy = FinishReason(type="error", status=429, message="busy")
     (tmp_path / "a.png").write_bytes(png(1))
 
@@ -103,8 +93,9 @@ def test_a_busy_server_is_asked_again(folder, tmp_path, capsys, monkeypatch):
         scheduler.fail_with = busy if len(scheduler.encodes) < 3 else None
         return answer(message)
 
-    with real_server(served.app) as port:
-        words = [tmp_path / "a.png", "--url", f"http://127.0.0.1:{port}"]
+    with fake_server(checkpoint) as (served, url):
+        scheduler, answer = served.scheduler, served.scheduler._encoded
+        words = [tmp_path / "a.png", "--url", url]
         monkeypatch.setattr(scheduler, "_encoded", busy_twice)
         assert warmup(capsys, *words)["done"] == 1
         assert len(scheduler.encodes) == 3
@@ -116,80 +107,59 @@ def test_a_busy_server_is_asked_again(folder, tmp_path, capsys, monkeypatch):
         assert "busy" in capsys.readouterr().err
         scheduler.fail_with = FinishReason(type="error", status=500, message="broken picture")
         assert warmup(capsys, *words, status=1)["failed"] == 1
-    asyncio.run(served.frontend.close())
 
 
-def test_a_body_that_is_too_large_is_one_failure(folder, tmp_path, capsys):
-    served = make_served(folder, max_body_mib=0.05)
+def test_a_body_that_is_too_large_is_one_failure(checkpoint, tmp_path, capsys):
+    failed = tmp_path / "failed.jsonl"
     (tmp_path / "a.png").write_bytes(png(1))
     (tmp_path / "b.png").write_bytes(png(2, 600, 600))
-    with real_server(served.app) as port:
-        failed = tmp_path / "failed.jsonl"
-        words = [f"{tmp_path}/*.png", "--url", f"http://127.0.0.1:{port}", "--errors", failed]
+    with fake_server(checkpoint, max_body_mib=0.05) as (_, url):
+        words = [f"{tmp_path}/*.png", "--url", url, "--errors", failed]
         assert warmup(capsys, *words, status=1)["done"] == 1
     (error,) = lines(failed)
     assert error["code"] == "body_too_large"
     assert "--max-body-mib" in error["message"]
-    asyncio.run(served.frontend.close())
 
 
-def test_requests_are_sent_with_all_their_knobs(folder, tmp_path, capsys):
-    served = make_served(folder, {"low_detail_tokens": 16})
+def test_requests_are_sent_with_all_their_knobs(checkpoint, tmp_path, capsys):
     (tmp_path / "a.png").write_bytes(png(1, 224, 224))
     (tmp_path / "clip.mp4").write_bytes(make_clip(12, width=56, height=56))
-    picture, small = {"url": "a.png"}, {"url": "a.png", "detail": "low"}
-    parts = [
-        {"type": "image_url", "image_url": picture},
-        {"type": "image_url", "image_url": small},
-        {"type": "image", "image": "a.png", "max_pixels": 3136},
-        {"type": "video_url", "video_url": {"url": "clip.mp4"}, "nframes": 4},
-        {"type": "video", "video": ["a.png", "a.png", "a.png"]},
-    ]
-    request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"min_pixels": 10_000}}
-    (tmp_path / "requests.jsonl").write_text(json.dumps(request))
-    with real_server(served.app) as port:
-        assert warmup(capsys, tmp_path / "requests.jsonl", "--url", f"http://127.0.0.1:{port}")["done"] == 1
-    (asked,) = served.scheduler.encodes
-    grids = [item.grid_thw for item in asked.items]
-    assert grids[:3] == [(1, 16, 16), (1, 8, 8), (1, 4, 4)]
-    assert [grid[0] for grid in grids[3:]] == [2, 2]
-    assert grids[3][1] * grids[3][2] * 14**2 >= 10_000
-    asyncio.run(served.frontend.close())
-
-
-def test_uploaded_files_stay_as_they_are(folder, tmp_path, capsys):
-    """Also among the frames of a list."""
-    served = make_served(folder)
-    (tmp_path / "a.png").write_bytes(png(1, 224, 224))
-    with real_server(served.app) as port:
-        url = f"http://127.0.0.1:{port}"
+    with fake_server(checkpoint, {"low_detail_tokens": 16}) as (served, url):
         files = openai.OpenAI(base_url=f"{url}/v1", api_key="none").files
-        name = files.create(file=("b.png", png(2, 224, 224)), purpose="vision").id
-        part = {"type": "video", "video": ["a.png", {"file_id": name}, "a.png"]}
-        request = {"messages": [{"role": "user", "content": [part]}]}
+        uploaded = files.create(file=("b.png", png(2, 224, 224)), purpose="vision").id
+        parts = [
+            {"type": "image_url", "image_url": {"url": "a.png"}},
+            {"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}},
+            {"type": "image", "image": "a.png", "max_pixels": 3136},
+            {"type": "video_url", "video_url": {"url": "clip.mp4"}, "nframes": 4},
+            {"type": "video", "video": ["a.png", "a.png", "a.png"]},
+            {"type": "video", "video": ["a.png", {"file_id": uploaded}, "a.png"]},
+        ]
+        request = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"min_pixels": 10_000}}
         (tmp_path / "requests.jsonl").write_text(json.dumps(request))
         assert warmup(capsys, tmp_path / "requests.jsonl", "--url", url)["done"] == 1
     (asked,) = served.scheduler.encodes
-    assert [item.grid_thw[0] for item in asked.items] == [2]
-    asyncio.run(served.frontend.close())
+    grids = [item.grid_thw for item in asked.items]
+    assert grids[:3] == [(1, 16, 16), (1, 8, 8), (1, 4, 4)]
+    assert [grid[0] for grid in grids[3:]] == [2, 2, 2]
+    assert grids[3][1] * grids[3][2] * 14**2 >= 10_000
 
 
-def test_a_server_that_cannot_write_ends_the_run(folder, tmp_path, capsys, monkeypatch):
-    served, journal = make_served(folder), tmp_path / "done.jsonl"
-    answer = served.scheduler._encoded
+def test_a_server_that_cannot_write_ends_the_run(checkpoint, tmp_path, capsys, monkeypatch):
+    journal = tmp_path / "done.jsonl"
     (tmp_path / "a.png").write_bytes(png(1))
 
     def unsaved(message):
         output = answer(message)
         return replace(output, items=tuple(replace(item, saved=False) for item in output.items))
 
-    monkeypatch.setattr(served.scheduler, "_encoded", unsaved)
-    with real_server(served.app) as port, root_logger_kept():
-        words = ["warmup", tmp_path / "a.png", "--url", f"http://127.0.0.1:{port}", "--resume", journal]
+    with fake_server(checkpoint) as (served, url), root_logger_kept():
+        answer = served.scheduler._encoded
+        monkeypatch.setattr(served.scheduler, "_encoded", unsaved)
+        words = ["warmup", tmp_path / "a.png", "--url", url, "--resume", journal]
         assert cli.main([str(word) for word in words]) == 1
     assert "the server could not write to its embedding cache" in capsys.readouterr().err
     assert journal.read_text() == ""
-    asyncio.run(served.frontend.close())
 
 
 def test_no_server_is_one_clear_error(tmp_path, capsys):

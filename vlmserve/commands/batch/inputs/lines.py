@@ -1,35 +1,124 @@
-"""Files with an item a line: a path or URL, or an object of JSON."""
+"""Files with one item per line: a path or URL, an object of JSON, or a chat request."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from vlmserve.api.body import json_object
-from vlmserve.commands.batch.inputs.chats import is_request, request_item
+import blake3
+
+from processors.inputs import Modality
+from vlmserve.api.body import checked, json_object
+from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
-from vlmserve.commands.batch.inputs.media import MediaReader
-from vlmserve.commands.batch.inputs.records import item_of, media_column
-from vlmserve.commands.batch.inputs.source import Columns, resolved
-from vlmserve.commands.batch.item import Failed, Found, Item
+from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
+from vlmserve.commands.batch.inputs.source import Columns, printable, resolved
+from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
+from vlmserve.commands.client.chat_files import named_files, with_files
 from vlmserve_common.errors import BadRequestError
 
 MOST_BYTES = 512 * 2**20
-"""Of a line: a video at the default limit, in base64, and more."""
+"""Longest line. A video of the default limit fits in base64."""
+
+_BATCH = {"method": "POST", "url": "/v1/chat/completions"}
+# A line cannot choose the model, nor how its answer is delivered.
+_NOT_OPTIONS = ("model", "messages", "stream", "stream_options")
+
+
+def is_request(given: Mapping[str, Any]) -> bool:
+    """Return True for a chat request, plain or in OpenAI's batch form."""
+    return "messages" in given or _is_batch(given)
+
+
+def request_item(
+    given: dict[str, Any], text: bytes, *, place: str, base: str, media: MediaReader, fields: Collection[str] | None
+) -> RequestItem:
+    """Make the item of a line. fields: see `open_inputs`. Raises BadRequestError if the line has no usable id.
+
+    Other mistakes are raised when the item is read, as for files.
+    """
+    is_batch = _is_batch(given)
+    id = given["custom_id"] if is_batch else given.pop("id", None)
+    if is_batch and (not isinstance(id, str) or not id):
+        raise BadRequestError(f"custom_id is {id!r}; it must be text", code="invalid_line")
+    digest, size = blake3.blake3(text), len(text)
+    problem: BadRequestError | None = None
+    contents: dict[tuple[str, Modality], MediumItem] = {}
+    try:
+        body = _batch_body(given) if is_batch else given
+        if fields is not None:
+            body = {name: body[name] for name in fields if name in body}
+        messages, options = _checked(body)
+        contents = _contents(messages, base, media)
+    except BadRequestError as error:
+        problem = error
+    for content in contents.values():
+        digest.update(b"\0" + (content.signature or "").encode("utf-8", "surrogateescape"))
+        size += content.size
+
+    def read() -> ChatRequest:
+        if problem is not None:
+            raise problem
+        files: dict[tuple[str, Modality], bytes] = {}
+        for param, address, modality in named_files(messages):
+            try:
+                files[address, modality] = contents[address, modality].read()
+            except BadRequestError as error:
+                error.param = error.param or param
+                raise
+        return ChatRequest(messages=with_files(messages, files), options=options)
+
+    id = place if id in (None, "") else printable(str(id))
+    return RequestItem(id=id, signature=digest.hexdigest(), size=size, read=read, is_batch=is_batch)
+
+
+def _is_batch(given: Mapping[str, Any]) -> bool:
+    return "body" in given and "custom_id" in given
+
+
+def _batch_body(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, wanted in _BATCH.items():
+        if given.get(name, wanted) != wanted:
+            raise BadRequestError(f"{name} is {given[name]!r}; it must be {wanted!r}", param=name)
+    if not isinstance(given["body"], dict):
+        raise BadRequestError("body must be an object", param="body", code="invalid_type")
+    return given["body"]
+
+
+def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+    sent = {"model": "", **body}
+    if sent.get("stream_options") is not None and not sent.get("stream"):
+        raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
+    checked(sent, ChatCompletionRequest)
+    return sent["messages"], {name: value for name, value in sent.items() if name not in _NOT_OPTIONS}
+
+
+def _contents(
+    messages: Sequence[Mapping[str, Any]], base: str, media: MediaReader
+) -> dict[tuple[str, Modality], MediumItem]:
+    contents = {}
+    for param, address, modality in named_files(messages):
+        try:
+            contents[address, modality] = media.open(resolved(address, base), modality)
+        except BadRequestError as error:
+            error.param = param
+            raise
+    return contents
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(ABC):
-    """See `Source`. A line that makes no item is told, and the others go on."""
+    """A `Source` of lines. A line that makes no item is reported, and the next ones follow."""
 
     file: ItemFile
     media: MediaReader
 
     @abstractmethod
     def item(self, text: bytes, place: str) -> Item:
-        """Of a line without spaces around it. place: where it is, as "list.txt:3". Raises BadRequestError."""
+        """Make the item of a stripped line. place: such as "list.txt:3". Raises BadRequestError."""
 
     def __iter__(self) -> Iterator[Found]:
         for line in self._lines():
@@ -49,8 +138,7 @@ class Lines(ABC):
         return (1 for line in self._lines() if not isinstance(line, Failed))
 
     def _lines(self) -> Iterator[tuple[str, bytes] | Failed]:
-        """Places and texts of lines that are neither empty nor comments. Where the file cannot be read further, that
-        is the last that is told."""
+        """Yield places and texts of lines that are neither empty nor comments. An error of reading comes last."""
         number = 0
         try:
             with self.file.open() as lines:
@@ -74,7 +162,7 @@ class Lines(ABC):
 
 
 class AddressList(Lines):
-    """A path or URL a line; # begins a comment."""
+    """Lines with a path or URL each; # begins a comment."""
 
     def item(self, text: bytes, place: str) -> Item:
         return self.media.item(resolved(os.fsdecode(text), self.file.base))
@@ -85,7 +173,7 @@ class AddressList(Lines):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines(Lines):
-    """Media with fields, or chat requests."""
+    """Lines with an object each: a medium with fields, or a chat request."""
 
     columns: Columns
     request_fields: Collection[str] | None

@@ -1,4 +1,4 @@
-"""From the words of a command line to what they stand for."""
+"""Opens the words of a command line: files, folders, patterns, ranges and URLs become sources of items."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
-from processors.fetch.blocking import BlockingFetcher
+from processors.fetch.fetching import BlockingFetcher
 from vlmserve.commands.batch.inputs.files import ItemFile
-from vlmserve.commands.batch.inputs.folders import LocalTree
 from vlmserve.commands.batch.inputs.lines import AddressList, JsonLines
 from vlmserve.commands.batch.inputs.media import MediaReader
 from vlmserve.commands.batch.inputs.source import HTTP, Columns, Source, need, path_in, reason
 from vlmserve.commands.batch.inputs.tables import Table
 from vlmserve.commands.batch.inputs.tars import Tar
-from vlmserve.commands.batch.inputs.trees import Entry, Files
+from vlmserve.commands.batch.inputs.trees import Files, LocalTree, TreeEntry
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
-from vlmserve.commands.client.media_names import local_path, scheme_of
+from vlmserve.commands.client.media import local_path, scheme_of
 from vlmserve.config.checks import SettingsError
 
 InputFormat: TypeAlias = Literal["media", "list", "jsonl", "parquet", "tar"]
@@ -38,23 +36,23 @@ _MOST_NAMES = 1_000_000
 
 
 class Inputs:
-    """All that a command line names, in its order. It may be gone through again, but for a list on standard input."""
+    """All items of a command line, in its order. Iterating again is possible, except over standard input."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
 
     def __iter__(self) -> Iterator[Found]:
-        """Nothing is read before it is asked for, and nothing is kept."""
+        """Yield the items. Nothing is read before it is asked for, and nothing is kept."""
         for source in self._sources:
             yield from source
 
     @property
     def ignored(self) -> int:
-        """Files in folders that were left out so far, since they are neither pictures nor videos."""
+        """The number of files in folders left out so far, since they are neither pictures nor videos."""
         return sum(source.ignored for source in self._sources if isinstance(source, Files))
 
     def count(self) -> Iterator[int | None]:
-        """How many items have been counted so far; None, and no more, where only reading everything would tell."""
+        """Yield how many items are counted so far; None, as the last, if only reading everything would tell."""
         total = 0
         for source in self._sources:
             for number in source.count():
@@ -74,11 +72,11 @@ def open_inputs(
     input_format: InputFormat | None = None,
     request_fields: Collection[str] | None = None,
 ) -> Inputs:
-    """What the words of a command line stand for.
+    """Open the words of a command line.
 
-    fetcher: may read any local file, for the user has named it. input_format: of all files and of standard input,
-    whatever their names say. request_fields: the only ones of chat requests that count; None: all. Raises
-    SettingsError for a word that stands for nothing, and for a missing package.
+    fetcher: may read any local file, since the user has named it. input_format: overrides the names of all files, and
+    of standard input. request_fields: the fields of chat requests that are used; None uses all. Raises SettingsError
+    for a word that matches nothing, and for a missing package.
     """
     words = list(dict.fromkeys(words))
     opener = _Opener(
@@ -94,7 +92,7 @@ def open_inputs(
 
 @dataclass(frozen=True, kw_only=True)
 class _OneMedium:
-    """See `Source`."""
+    """A `Source` of one item."""
 
     item: Callable[[], MediumItem]
 
@@ -107,7 +105,7 @@ class _OneMedium:
 
 @dataclass(frozen=True, kw_only=True)
 class _Each:
-    """See `Source`. names: files, and what could not be searched for them. open: makes a source of one."""
+    """A `Source` of several files. names: also yields failures of the search. open: makes a source of one file."""
 
     names: Callable[[], Iterator[str | Failed]]
     open: Callable[[str], Source]
@@ -138,7 +136,7 @@ class _Opener:
         if scheme and os.path.lexists(word):  # a file with a colon in its name
             return self._local(os.path.join(os.curdir, word))
         if scheme == "file":
-            return self._local(str(local_path(word, Path())))
+            return self._local(str(local_path(word)))
         if _RANGE.search(word):
             return self._range(word)
         return self._remote(word) if scheme else self._local(os.path.expanduser(word))
@@ -178,8 +176,7 @@ class _Opener:
         is_media = self._format(word) == "media"
         if is_media and (scheme == "data" or (scheme in HTTP and "::" not in word)):
             return self._one_file(word)
-        from vlmserve.commands.batch.inputs.remote import file_system
-        from vlmserve.commands.batch.inputs.remote_folders import RemoteTree
+        from vlmserve.commands.batch.inputs.remote import RemoteTree, file_system
 
         system, path = file_system(word)
         tree = RemoteTree(word, system, path, self.media)
@@ -189,24 +186,23 @@ class _Opener:
             return self._media_or_each(files, lambda entry: tree.address(entry.path))
         try:
             info = system.info(path)
-        except Exception as error:  # whatever a driver raises
+        except Exception as error:  # a driver may raise anything
             raise SettingsError(f"INPUT {word!r}: {reason(error)}") from None
         if not is_media:
             return self._one_file(word)
         if info["type"] == "directory":
             return files
-        entry = Entry(path=info["name"], name=info["name"], is_folder=False, info=info)
+        entry = TreeEntry(path=info["name"], name=info["name"], is_folder=False, info=info)
         return _OneMedium(item=lambda: tree.item(entry, ""))
 
-    def _media_or_each(self, files: Files, address: Callable[[Entry], str]) -> Source:
-        """Of a pattern."""
+    def _media_or_each(self, files: Files, address: Callable[[TreeEntry], str]) -> Source:
         if self._format(files.word) == "media":
             return files
-        self._one_file(files.word)  # whose packages are missing, if they are
+        self._one_file(files.word)  # raises if its package is missing
         return _Each(names=lambda: files.named(address), open=self._one_file)
 
     def _one_file(self, address: str) -> Source:
-        """Raises SettingsError for a missing package."""
+        """Make the source of one file. Raises SettingsError for a missing package."""
         format = self._format(address)
         if format == "media":
             return _OneMedium(item=lambda: self.media.item(address))
@@ -235,8 +231,10 @@ class _Opener:
 
 
 def _expanded(word: str) -> Iterator[str]:
-    """The names that a word with ranges stands for, as WebDataset's shards are written: shard-{000000..000099}.tar.
-    Numbers are as wide as the range's first."""
+    """Yield the names of a word with ranges, as in WebDataset's shard-{000000..000099}.tar.
+
+    Numbers are as wide as the first of the range.
+    """
     match = _RANGE.search(word)
     if match is None:
         yield word

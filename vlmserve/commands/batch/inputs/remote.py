@@ -1,21 +1,27 @@
-"""Files elsewhere, by fsspec: each scheme's own package does the work, and its errors become OSErrors."""
+"""Remote files and folders, by fsspec: each scheme's own package does the work, and its errors become OSErrors."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import io
+import posixpath
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
-from processors.fetch.settings import ByteLimit
-from vlmserve.commands.batch.inputs.source import HTTP, need, reason
-from vlmserve.commands.client.media_names import scheme_of
+from processors.fetch.limits import ByteLimit
+from processors.inputs import Modality
+from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.source import HTTP, need, printable, reason
+from vlmserve.commands.batch.inputs.trees import Tree, TreeEntry, fixed_part
+from vlmserve.commands.batch.item import Failed, MediumItem
+from vlmserve.commands.client.media import scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
-# What may stand in a file that names others. Words of the command line may name any scheme.
+# Schemes that an input file may name. Words of the command line may name any.
 _STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf", "memory")
-# Of what fsspec's file systems tell about a file, what is another one when it has changed.
+# Details of fsspec's file systems that differ when a file has changed.
 _STAMPS = (
     *("ETag", "etag", "e_tag", "md5", "md5Hash", "Content-MD5", "checksum", "crc32c", "CRC", "sha", "blob_id"),
     *("mtime", "LastModified", "Last-Modified", "last_modified", "updated", "created"),
@@ -26,29 +32,29 @@ _CODE = "invalid_media_url"
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, and the path in it. Raises SettingsError, with what to install."""
+    """Return fsspec's file system for a URL, and the path in it. Raises SettingsError, with the package to install."""
     scheme = scheme_of(url)
     need(url, "fsspec", *(["aiohttp"] if scheme in HTTP else []))
     from fsspec.core import url_to_fs
 
     try:
         return cast("tuple[Any, str]", url_to_fs(url, use_listings_cache=False, **_options(scheme)))
-    except Exception as error:  # an unknown scheme, a package that it needs, whatever a driver raises
+    except Exception as error:  # an unknown scheme, a missing package, any error of a driver
         raise SettingsError(f"INPUT {url!r}: {reason(error)}") from None
 
 
 def open_remote(url: str) -> BinaryIO:
-    """A file to be read from its beginning to its end, or anywhere if its server can. Raises OSError."""
+    """Open a file for reading from beginning to end, or at any place if its server can. Raises OSError."""
     with _as_os_errors():
         system, path = file_system(url)
-        # A server that sends no parts sends all at once.
+        # A server that cannot send parts sends the whole file.
         in_parts = scheme_of(url) not in HTTP or _sends_parts(system, path)
         file = system.open(path, "rb", **({} if in_parts else {"block_size": 0}))
         return cast("BinaryIO", io.BufferedReader(_Remote(file, in_parts=in_parts), _BUFFER_BYTES))
 
 
 def signature_of(url: str) -> str:
-    """See `ItemFile.signature`. Raises OSError."""
+    """Return the signature of a file, see `ItemFile.signature`. Raises OSError."""
     with _as_os_errors():
         system, path = file_system(url)
         info = system.info(path)
@@ -56,13 +62,13 @@ def signature_of(url: str) -> str:
 
 
 def signature(info: Mapping[str, Any]) -> str | None:
-    """What fsspec tells about a file, as a signature; None if it tells too little."""
+    """Make a signature of fsspec's details of a file; None if there are too few."""
     stamp = next((info[name] for name in _STAMPS if info.get(name) is not None), None)
     return None if stamp is None else f"{info.get('size')} {stamp}"
 
 
 def read_whole(url: str, limit: ByteLimit) -> bytes:
-    """A medium that a file names. Raises BadRequestError."""
+    """Read a medium that an input file names. Raises BadRequestError."""
     scheme = scheme_of(url)
     if scheme not in _STORES or "::" in url:
         raise BadRequestError(f"{url!r}: files may name http, https, data and {', '.join(_STORES)} URLs", code=_CODE)
@@ -74,7 +80,7 @@ def read_whole(url: str, limit: ByteLimit) -> bytes:
 
 
 def read_path(system: Any, path: str, url: str, limit: ByteLimit) -> bytes:
-    """A file of a file system. url: its name in errors. Raises BadRequestError."""
+    """Read a file of a file system. url: its name in errors. Raises BadRequestError."""
     try:
         data = cast("bytes", system.cat_file(path, start=0, end=limit.bytes + 1))
     except Exception as error:
@@ -90,7 +96,7 @@ def _options(scheme: str) -> dict[str, Any]:
         return {}
     from aiohttp import ClientTimeout
 
-    # A shard may be read for hours; what counts is that something comes.
+    # A shard may be read for hours; only a stall is an error.
     return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_STALL_S)}}
 
 
@@ -113,7 +119,7 @@ def _as_os_errors() -> Iterator[None]:
 
 
 class _Remote(io.RawIOBase):
-    """A file of fsspec's. in_parts: otherwise it only goes forward."""
+    """A file of fsspec. in_parts: it can be read at any place, not forward only."""
 
     def __init__(self, file: Any, *, in_parts: bool) -> None:
         self._file = file
@@ -153,3 +159,49 @@ class _Remote(io.RawIOBase):
     def _skip(self, size: int) -> None:
         while size > 0 and (data := self._file.read(min(size, _BUFFER_BYTES))):
             size -= len(data)
+
+
+class RemoteTree(Tree):
+    """A tree of remote folders; drivers list one folder at a time. word: as the user wrote it. path: of the word."""
+
+    def __init__(self, word: str, system: Any, path: str, media: MediaReader) -> None:
+        self._word = word
+        self._system = system
+        self._path = path
+        self._media = media
+
+    def scan(self, folder: str) -> Iterator[TreeEntry | Failed]:
+        try:
+            entries = sorted(self._system.ls(folder, detail=True), key=lambda entry: str(entry["name"]))
+        except Exception as error:  # whatever a driver raises
+            message = f"cannot read the folder: {reason(error)}"
+            yield Failed(id=printable(self.address(folder)), message=message)
+            return
+        for info in entries:
+            name = info["name"].strip("/")
+            if name != folder.strip("/"):  # which some stores list, too
+                is_folder = info["type"] == "directory"
+                yield TreeEntry(path=info["name"], name=posixpath.basename(name), is_folder=is_folder, info=info)
+
+    def is_folder(self, path: str) -> bool:
+        return bool(self._system.isdir(path))
+
+    def item(self, entry: TreeEntry, root: str) -> MediumItem:
+        address = self.address(entry.path)
+        return self._media.held(
+            lambda: read_path(self._system, entry.path, address, self._media.fetcher.settings.limit(Modality.VIDEO)),
+            signature=signature(entry.info),
+            size=entry.info.get("size") or 0,
+            name=entry.path,
+            id=printable(address),
+        )
+
+    def address(self, path: str) -> str:
+        """Return the URL of a file or folder. It begins like the word."""
+        if path.strip("/") == self._path.strip("/"):
+            return self._word
+        first, chain, rest = self._word.partition("::")
+        scheme, _, written = first.partition("://")
+        folder = fixed_part(written) if glob.has_magic(written) else written.rstrip("/")
+        below = path.strip("/").removeprefix(fixed_part(self._path).strip("/")).strip("/")
+        return f"{scheme}://{folder}{'/' if folder else ''}{below}{chain}{rest}"

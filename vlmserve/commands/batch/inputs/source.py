@@ -1,4 +1,4 @@
-"""What every kind of input has in common."""
+"""The interface of all kinds of input, and the paths and URLs by which files are named."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import os
 import posixpath
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urljoin, urlsplit
 
 from vlmserve.commands.batch.item import Found
-from vlmserve.commands.client.media_names import local_path, scheme_of
+from vlmserve.commands.client.media import local_path, scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -20,23 +19,23 @@ HTTP = ("http", "https")
 
 
 class Source(Protocol):
-    """What one word of the command line stands for."""
+    """The items of one word of the command line."""
 
     def __iter__(self) -> Iterator[Found]:
-        """From the beginning; nothing is read before it is asked for."""
+        """Yield the items from the beginning. Nothing is read before it is asked for."""
         ...
 
     def count(self) -> Iterator[int | None]:
-        """How many there are, in parts to be added up; None, and no more, where only reading it all would tell."""
+        """Yield numbers that add up to the count of items; None, as the last, if only reading everything would tell."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """Which fields of a table's rows, or of a JSONL file's items, have a meaning of their own.
+    """The names of the columns of tables, or fields of JSONL items, that have a meaning of their own.
 
-    media: the medium, or its path or URL; None looks for one of the usual names. prompt, id: the item's own; None is
-    "prompt" and "id" in JSONL, and none in tables, where such columns are often about something else.
+    media: the medium, or its path or URL; None looks for one of the usual names. prompt, id: the item's own. None
+    means "prompt" and "id" in JSONL, and no column in tables, where these names often mean something else.
     """
 
     media: str | None = None
@@ -45,7 +44,7 @@ class Columns:
 
 
 def printable(text: str) -> str:
-    """File names may hold bytes that are no text: outputs are UTF-8 all the same."""
+    """Escape the bytes of a file name that are no text: outputs are UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -54,17 +53,16 @@ def printable(text: str) -> str:
 
 
 def resolved(address: str, base: str) -> str:
-    """The path or URL that an address in a file stands for. base: the folder of that file, as path or URL.
+    """Return the path or URL of an address in a file. base: the folder of that file, as a path or URL.
 
     Raises BadRequestError for a remote file that names a local one.
     """
     scheme, where = scheme_of(address), scheme_of(base)
     if scheme == "file":
         if where:
-            raise BadRequestError(
-                f"{address!r}: what came by {where} cannot name local files", code="invalid_media_url"
-            )
-        return str(local_path(address, Path()))
+            message = f"{address!r}: a file that came by {where} cannot name local files"
+            raise BadRequestError(message, code="invalid_media_url")
+        return str(local_path(address))
     if scheme:
         return address
     if not where:
@@ -76,7 +74,7 @@ def resolved(address: str, base: str) -> str:
 
 
 def folder_of(address: str) -> str:
-    """The path or URL of the folder that a file is in."""
+    """Return the path or URL of the folder that a file is in."""
     scheme = scheme_of(address)
     if not scheme:
         return os.path.dirname(address)
@@ -87,7 +85,7 @@ def folder_of(address: str) -> str:
 
 
 def path_in(address: str) -> str:
-    """What of a path or URL is a path."""
+    """Return the path of a URL; a path stays as it is."""
     scheme = scheme_of(address)
     if scheme in HTTP:
         return unquote(urlsplit(address).path)
@@ -95,7 +93,7 @@ def path_in(address: str) -> str:
 
 
 def name_fields(id: str, path: str | None) -> dict[str, Any]:
-    """What a prompt may use of every medium, as far as it has a name."""
+    """Return the fields that every medium has for its prompt. path: None for one without a name."""
     fields: dict[str, Any] = {"id": id}
     if path is not None:
         folder, name = os.path.split(printable(path))
@@ -104,7 +102,7 @@ def name_fields(id: str, path: str | None) -> dict[str, Any]:
 
 
 def reason(error: Exception) -> str:
-    """What an error of the system, or of a library, says."""
+    """Return the message of an error of the system or of a library."""
     told = getattr(error, "strerror", None)
     if isinstance(error, FileNotFoundError) and not told:
         return "there is no such file or folder"
@@ -112,7 +110,7 @@ def reason(error: Exception) -> str:
 
 
 def need(word: str, *packages: str) -> None:
-    """Raises SettingsError, with what to install, unless they are there. word: the input that needs them."""
+    """Raise SettingsError, naming the package to install, if one is missing. word: the input that needs them."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise SettingsError(f"INPUT {word!r} needs {package}: pip install 'vlmserve[caption]'")

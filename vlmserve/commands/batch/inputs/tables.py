@@ -1,4 +1,4 @@
-"""Parquet files, a few rows at a time."""
+"""Parquet files, read a few rows at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vlmserve.commands.batch.inputs.files import ItemFile
-from vlmserve.commands.batch.inputs.media import MediaReader
-from vlmserve.commands.batch.inputs.records import item_of, media_column
+from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
 from vlmserve.commands.batch.inputs.source import Columns, reason
 from vlmserve.commands.batch.item import Failed, Found
 from vlmserve_common.errors import BadRequestError
@@ -25,7 +24,7 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """See `Source`. Ids are as file.parquet#12 (rows count from 0): what columns say may be said twice."""
+    """A `Source` of a table's rows. Ids are like file.parquet#12, counted from 0: values of columns may repeat."""
 
     file: ItemFile
     media: MediaReader
@@ -99,7 +98,7 @@ def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _values(column: Array) -> list[Any]:
-    """Python has no words for some: text that is no UTF-8, dates before its calendar. They become None."""
+    """Convert to Python. None stands for values it cannot hold: text that is not UTF-8, dates outside its calendar."""
     try:
         return column.to_pylist()
     except (ValueError, OverflowError):

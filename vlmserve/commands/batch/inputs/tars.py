@@ -1,4 +1,4 @@
-"""Tars of samples, as WebDataset has them: files that differ only in what follows the first dot belong together."""
+"""Tars of samples, as WebDataset has them: files that differ only after the first dot belong together."""
 
 from __future__ import annotations
 
@@ -6,27 +6,81 @@ import contextlib
 import functools
 import json
 import os
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from processors.inputs import Modality
 from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
-from vlmserve.commands.batch.inputs.media import MediaReader, Own
-from vlmserve.commands.batch.inputs.records import jsonable
-from vlmserve.commands.batch.inputs.source import Columns, printable
-from vlmserve.commands.batch.inputs.tar_members import members
+from vlmserve.commands.batch.inputs.media import MediaReader, jsonable
+from vlmserve.commands.batch.inputs.source import Columns, printable, reason
 from vlmserve.commands.batch.item import Failed, Found
-from vlmserve.commands.client.media_names import PICTURES, VIDEOS
+from vlmserve.commands.client.media import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError
+
+_MOST_HEADER_BYTES = 2**20
+
+
+def members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files in a tar, while `file` stands at the beginning of their bytes.
+
+    Nothing is unpacked, no list is kept, and `file` is only read forward. Raises EOFError for a tar that is cut off,
+    OSError for a damaged one.
+    """
+    headers = _Headers(file)
+    try:
+        archive = tarfile.TarFile(fileobj=cast("BinaryIO", headers))
+        at = -1
+        while (member := archive.next()) is not None:
+            if archive.offset <= at:  # a size may be negative
+                raise OSError("a header leads backwards")
+            at = archive.offset
+            archive.members.clear()  # type: ignore[attr-defined]  # it keeps a list of all
+            if member.isreg() and not member.issparse():
+                yield member
+    except Exception as error:  # tarfile may raise anything for a made-up header
+        kind = EOFError if headers.ended or isinstance(error, EOFError) else OSError
+        raise kind(reason(error)) from None
+    # tarfile takes a damaged or missing header for the end.
+    if headers.ended:
+        raise EOFError("its end mark is missing")
+    if any(headers.last):
+        raise OSError("a header is damaged")
+
+
+class _Headers:
+    """The file as tarfile sees it. tarfile reads headers only, so a huge one is refused unread.
+
+    last: the bytes of the last read. ended: the last read got less than it asked for.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.last = b""
+        self.ended = False
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MOST_HEADER_BYTES:
+            raise OSError(f"a header of {size} bytes")
+        self.last = self._file.read(size)
+        self.ended = len(self.last) < size
+        return self.last
+
+    def seek(self, position: int) -> int:
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
 
 _MOST_TEXT_BYTES = 2**20
 _MOST_FILES = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Medium:
+class _TarMedium:
     name: str
     ending: str
     offset: int
@@ -35,13 +89,13 @@ class _Medium:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Sample:
-    """problem: why it cannot be had; its files are passed over then."""
+class _TarSample:
+    """Files of one key. problem: why the sample cannot be used; its other files are then skipped."""
 
     key: str
     files: int = 0
     held_bytes: int = 0
-    media: list[_Medium] = field(default_factory=list)
+    media: list[_TarMedium] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
@@ -53,9 +107,11 @@ class _Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Tar:
-    """See `Source`. A sample's picture or video is an item, its other small files are the item's fields: JSON's are
-    put among them, texts go by their endings. The item is called shard.tar/key; where a sample has several, all are
-    items, called shard.tar/key.ending."""
+    """A `Source` of samples. A sample's picture or video is an item, with the id shard.tar/key.
+
+    Its other small files are the item's fields: the fields of a JSON object, or a text under its ending. Several media
+    of one sample are several items, with ids shard.tar/key.ending.
+    """
 
     file: ItemFile
     media: MediaReader
@@ -70,7 +126,7 @@ class Tar:
                     samples += 1
                     yield from self._found(sample, signature)
                 if self.file.is_compressed:
-                    file.read(_MOST_TEXT_BYTES)  # at its end is what tells whether it is whole
+                    file.read(_MOST_TEXT_BYTES)  # the checksum comes at the end
         except BROKEN as error:
             yield self.file.broken(error, done=samples, what="sample")
 
@@ -87,8 +143,8 @@ class Tar:
         except BROKEN:
             return
 
-    def _samples(self, file: BinaryIO) -> Iterator[_Sample]:
-        sample: _Sample | None = None
+    def _samples(self, file: BinaryIO) -> Iterator[_TarSample]:
+        sample: _TarSample | None = None
         for member in members(file):
             key, ending = _split(member.name)
             if not key:
@@ -96,7 +152,7 @@ class Tar:
             if sample is None or sample.key != key:
                 if sample is not None:
                     yield sample
-                sample = _Sample(key=key)
+                sample = _TarSample(key=key)
             sample.files += 1
             if sample.files > _MOST_FILES:
                 sample.fail(f"it has more than {_MOST_FILES} files")
@@ -105,7 +161,7 @@ class Tar:
         if sample is not None:
             yield sample
 
-    def _take(self, sample: _Sample, file: BinaryIO, name: str, ending: str, size: int) -> None:
+    def _take(self, sample: _TarSample, file: BinaryIO, name: str, ending: str, size: int) -> None:
         modality = _modality(ending)
         if modality is None:
             if size <= _MOST_TEXT_BYTES:
@@ -125,9 +181,9 @@ class Tar:
                 sample.fail(f"its files have more than {most.bytes} bytes (setting {most.setting})")
                 return
             read = functools.partial(bytes, _exactly(file, size))
-        sample.media.append(_Medium(name=name, ending=ending, offset=offset, size=size, read=read))
+        sample.media.append(_TarMedium(name=name, ending=ending, offset=offset, size=size, read=read))
 
-    def _found(self, sample: _Sample, signature: str) -> Iterator[Found]:
+    def _found(self, sample: _TarSample, signature: str) -> Iterator[Found]:
         name = f"{self.file.name}/{printable(sample.key)}"
         if sample.problem is not None:
             yield Failed(id=name, message=sample.problem, code="sample_too_large")
@@ -135,18 +191,19 @@ class Tar:
         prompt = fields.get(self.columns.prompt or "")
         id = fields.get(self.columns.id or "")
         for medium in sample.media:
-            own = Own(
+            yield self.media.held(
+                medium.read,
+                signature=f"{signature} {medium.offset}",
+                size=medium.size,
+                name=medium.name,
                 id=(name if id in (None, "") else str(id)) + (f".{medium.ending}" if len(sample.media) > 1 else ""),
                 fields=fields,
                 prompt=prompt if isinstance(prompt, str) else None,
             )
-            yield self.media.held(
-                medium.read, own, signature=f"{signature} {medium.offset}", size=medium.size, name=medium.name
-            )
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Key and ending; no key for what belongs to no sample."""
+    """Return key and ending; an empty key for a file that belongs to no sample."""
     folder, base = os.path.split(name.removeprefix("./"))
     stem, dot, ending = base.partition(".")
     return (os.path.join(folder, stem), ending.lower()) if stem and dot else ("", "")

@@ -1,9 +1,10 @@
-"""Pictures and videos in folders, and those that a pattern stands for: found one by one, wherever the folders are."""
+"""Pictures and videos in folders, and those that match a pattern, found one by one."""
 
 from __future__ import annotations
 
 import fnmatch
 import glob
+import itertools
 import os
 import re
 from abc import ABC, abstractmethod
@@ -12,14 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.source import printable
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
-from vlmserve.commands.client.media_names import PICTURES, VIDEOS, begins_as_medium
+from vlmserve.commands.client.media import PICTURES, VIDEOS, begins_as_medium
+
+_SORTED = 4096
+"""The entries of a folder are sorted if there are no more than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """path: in its tree; begins as the folder that was searched does. is_link, is_local_file: a link, a regular file
-    (or a link to one) of this machine. info: what else the tree knows of it."""
+class TreeEntry:
+    """A file or folder of a tree. path: begins like the searched folder.
+
+    is_link, is_local_file: a link, a regular file (or a link to one) on this machine. info: the tree's own details.
+    """
 
     path: str
     name: str
@@ -30,31 +38,30 @@ class Entry:
 
 
 class Tree(ABC):
-    """Folders in folders, of this machine or elsewhere. passed_over: paths left out of `walk` with all that is in
-    them."""
+    """A tree of folders, local or remote. passed_over: paths that `walk` leaves out with everything in them."""
 
     passed_over: frozenset[str] = frozenset()
 
     @abstractmethod
-    def scan(self, folder: str) -> Iterator[Entry | Failed]:
-        """The entries of one folder, hidden ones too, or why it cannot be read."""
+    def scan(self, folder: str) -> Iterator[TreeEntry | Failed]:
+        """Yield the entries of one folder, hidden ones too, or the reason why it cannot be read."""
 
     @abstractmethod
     def is_folder(self, path: str) -> bool:
-        """Whether there is such a folder."""
+        """Return True if there is such a folder."""
 
     @abstractmethod
-    def item(self, entry: Entry, root: str) -> MediumItem:
-        """Of a picture or video. root: the folder that the search began in."""
+    def item(self, entry: TreeEntry, root: str) -> MediumItem:
+        """Make the item of a picture or video. root: the folder in which the search began."""
 
     def identity(self, folder: str) -> tuple[int, int] | None:
-        """The same for all paths of a folder, where links may lead in circles."""
+        """Return a value that is the same for all paths of a folder; None in trees without links."""
         return None
 
-    def walk(self, folder: str) -> Iterator[Entry | Failed]:
-        """All entries below a folder but hidden ones; a folder's own come right behind it.
+    def walk(self, folder: str) -> Iterator[TreeEntry | Failed]:
+        """Yield all entries below a folder, except hidden ones. The entries of a folder follow it.
 
-        Links are followed, but none to a folder around it, or to one that another link led to.
+        Links are followed, except those to an enclosing folder or to a folder that another link led to.
         """
         linked: set[tuple[int, int]] = set()
         around = [self.identity(folder)]
@@ -77,16 +84,18 @@ class Tree(ABC):
                     open_scans.append(self.scan(entry.path))
                 yield entry
 
-    def _is_passed_over(self, entry: Entry) -> bool:
+    def _is_passed_over(self, entry: TreeEntry) -> bool:
         return bool(self.passed_over) and os.path.abspath(entry.path) in self.passed_over
 
-    def matches(self, pattern: str) -> Iterator[Entry | Failed]:
-        """What a pattern stands for ("**" for any folders), and what could not be searched. A hidden entry fits only
-        what begins with a dot itself."""
+    def matches(self, pattern: str) -> Iterator[TreeEntry | Failed]:
+        """Yield the entries that match a pattern ("**": any folders), and the folders that could not be searched.
+
+        A hidden entry matches only a part that begins with a dot itself.
+        """
         parts = os.path.normpath(pattern).split(os.sep)
         return self._matches("", parts) if parts[0] else self._matches(os.sep, parts[1:])
 
-    def _matches(self, folder: str, parts: list[str]) -> Iterator[Entry | Failed]:
+    def _matches(self, folder: str, parts: list[str]) -> Iterator[TreeEntry | Failed]:
         part, rest = parts[0], parts[1:]
         if part == "**":
             if not rest:
@@ -114,9 +123,9 @@ class Tree(ABC):
 
 @dataclass(kw_only=True)
 class Files:
-    """See `Source`. word: a folder of the tree, or a pattern. can_count: going through it costs little.
+    """A `Source` of a tree's media. word: a folder of the tree, or a pattern. can_count: listing costs little.
 
-    searches_matches: folders that a pattern matches are searched too. ignored: files left out so far, as no media.
+    searches_matches: also search folders that the pattern matches. ignored: number of files left out, as no media.
     """
 
     tree: Tree
@@ -132,32 +141,36 @@ class Files:
             yield found if isinstance(found, Failed) else self.tree.item(found, root)
 
     def count(self) -> Iterator[int | None]:
-        return (1 for found in self._media(_is_medium) if isinstance(found, Entry)) if self.can_count else iter((None,))
+        return (
+            (1 for found in self._media(_is_medium) if isinstance(found, TreeEntry))
+            if self.can_count
+            else iter((None,))
+        )
 
-    def named(self, address: Callable[[Entry], str]) -> Iterator[str | Failed]:
-        """Of all files, whatever is in them, what `address` says."""
+    def named(self, address: Callable[[TreeEntry], str]) -> Iterator[str | Failed]:
+        """Yield the address of every file, whatever is in it."""
         for found in self.tree.matches(self.word):
             if isinstance(found, Failed):
                 yield found
             elif not found.is_folder:
                 yield address(found)
 
-    def _is_wanted(self, found: Entry | Failed) -> bool:
+    def _is_wanted(self, found: TreeEntry | Failed) -> bool:
         if wanted := _is_medium(found):
             return wanted
-        assert isinstance(found, Entry)
+        assert isinstance(found, TreeEntry)
         self.ignored += not found.is_folder
         return False
 
-    def _media(self, is_wanted: Callable[[Entry | Failed], bool]) -> Iterator[Entry | Failed]:
+    def _media(self, is_wanted: Callable[[TreeEntry | Failed], bool]) -> Iterator[TreeEntry | Failed]:
         if not self.is_pattern:
             yield from filter(is_wanted, self.tree.walk(self.word))
             return
-        # Where it names a suffix, that says which files are wanted. What ** matches comes with all that is below it.
+        # A pattern with a suffix decides which files are wanted. ** also matches everything below a folder.
         last = os.path.basename(self.word)
         suffix = os.path.splitext(last)[1]
         for found in self.tree.matches(self.word):
-            if isinstance(found, Entry) and found.is_folder:
+            if isinstance(found, TreeEntry) and found.is_folder:
                 if self.searches_matches and "**" not in last:
                     yield from filter(is_wanted, self.tree.walk(found.path))
             elif (suffix and not glob.has_magic(suffix)) or is_wanted(found):
@@ -165,18 +178,61 @@ class Files:
 
 
 def fixed_part(pattern: str) -> str:
-    """The folder in which the search of a pattern begins; a folder is its own."""
+    """Return the folder in which the search of a pattern begins. A folder stays as it is."""
     if not glob.has_magic(pattern):
         return pattern
     folder = os.path.dirname(pattern)
     return fixed_part(folder) if folder != pattern else folder
 
 
-def _is_medium(found: Entry | Failed) -> bool:
-    """By its suffix, also where it cannot be read; without one, by its first bytes. What cannot be searched stays."""
+def _is_medium(found: TreeEntry | Failed) -> bool:
+    """Return True for a medium by its suffix or, without one, by its first bytes; and for anything that failed."""
     if isinstance(found, Failed):
         return True
     suffix = os.path.splitext(found.name)[1].lower()
     if suffix and not found.is_folder:
         return suffix in PICTURES + VIDEOS
     return found.is_local_file and begins_as_medium(Path(found.path))
+
+
+class LocalTree(Tree):
+    """A tree of local folders. No list is kept: of a million files, a few thousand are known at a time."""
+
+    def __init__(self, media: MediaReader, passed_over: frozenset[str] = frozenset()) -> None:
+        self._media = media
+        self.passed_over = passed_over
+
+    def scan(self, folder: str) -> Iterator[TreeEntry | Failed]:
+        try:
+            with os.scandir(folder or os.curdir) as entries:
+                first = sorted(itertools.islice(entries, _SORTED), key=lambda entry: entry.name)
+                for entry in itertools.chain(first, entries):
+                    yield TreeEntry(
+                        path=os.path.join(folder, entry.name),
+                        name=entry.name,
+                        is_folder=_holds(entry.is_dir),
+                        is_link=entry.is_symlink(),
+                        is_local_file=_holds(entry.is_file),
+                    )
+        except OSError as error:
+            yield Failed(id=printable(folder), message=f"cannot read the folder: {error.strerror}")
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path or os.curdir)
+
+    def item(self, entry: TreeEntry, root: str) -> MediumItem:
+        return self._media.item(entry.path, root=Path(root))
+
+    def identity(self, folder: str) -> tuple[int, int] | None:
+        try:
+            status = os.stat(folder or os.curdir)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+
+def _holds(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except OSError:  # a link to itself, say
+        return False

@@ -1,1 +1,1 @@
-"""Where captions go: lines of JSON, parquet, WebDataset tars, files of their own."""
+"""The outputs of captions: lines of JSON, parquet, WebDataset tars, and one file per caption."""

@@ -1,4 +1,4 @@
-"""What all outputs are to a run."""
+"""The interface of all outputs, and the files that some of them share."""
 
 from __future__ import annotations
 
@@ -11,76 +11,75 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.commands.batch.item import Item
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.result import Captioned, Touched
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.files import flush_folder
 
 
 class OutputError(SettingsError):
-    """An output cannot be used, or not gone on with; the message says what to do."""
+    """An output cannot be used or continued. The message says what to do."""
 
 
 class Output(ABC):
-    """Written by one thread. Order for each few results: `write` -> the journal -> `written`.
+    """An output, written by one thread. Order of each batch of results: `write` -> the journal -> `written`.
 
-    needs_media: whether results must bring their media's bytes. by_path: whether each caption has a file of its own, so
-    that a local picture is known by where it is, however that is written. journal: from `begin` on.
+    needs_media: results must have the bytes of their media. by_path: each caption has its own file, so a local picture
+    is known by its absolute path. journal: set by `begin`.
     """
 
-    journal: Journal
+    journal: CaptionJournal
     needs_media = False
     by_path = False
 
     @abstractmethod
     def paths(self) -> Sequence[Path]:
-        """Of the files that `begin` opens or makes, which no input may be."""
+        """Return the files that `begin` opens or creates. No input may be among them."""
 
     @abstractmethod
-    def discard(self, journal: Journal) -> None:
-        """Before `begin`: delete what the run of the journal wrote. OutputError, OSError."""
+    def discard(self, journal: CaptionJournal) -> None:
+        """Delete everything that the journal's runs wrote, before `begin`. OutputError, OSError."""
 
     @abstractmethod
-    def begin(self, journal: Journal) -> None:
-        """Go on where the journal says the output is. OutputError, OSError."""
+    def begin(self, journal: CaptionJournal) -> None:
+        """Continue the output at the state in the journal. OutputError, OSError."""
 
     @abstractmethod
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """Bring results to disk; returns what the journal is to keep about the output. OSError."""
+        """Write results to disk; returns the state of the output for the journal. OSError."""
 
     def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
-        """The journal has the results: finish a part that is full. Returns the ones that have no place after all.
-        OSError."""
+        """Finish a full part, after the journal has the results. Returns results that could not be written. OSError."""
         return ()
 
     def target(self, item: Item) -> str | None:
-        """The file that an item's caption goes to, where each has one."""
+        """Return the file for an item's caption, if each caption has its own."""
         return None
 
     def refusal(self, item: Item, target: str | None) -> str | None:
-        """Why an item's caption cannot go to its target, if so: known before anything is computed."""
+        """Return the reason why an item's caption cannot go to its target, before it is computed; None if it can."""
         return None
 
     def check(self, item: Item) -> str | None:
-        """An item was finished by an earlier run: put back what is missing of it. Why not, if that cannot be."""
+        """Restore the missing caption file of a finished item. Returns the reason if that fails."""
         return None
 
     def room(self) -> int | None:
-        """How many results the part in work has room for; None where that does not matter."""
+        """Return how many more results fit in the current part; None for any number."""
         return None
 
     def finish(self) -> None:  # noqa: B027  # most have nothing to do
-        """The run has ended in order: what is finished is to be whole for readers."""
+        """Complete the output for readers, after a run that ended in order."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of files, after `finish` or after an error."""
+        """Close files, after `finish` or an error."""
 
 
 class Appended:
-    """A file that only grows, of which the journal says how much counts. Locked while it is open."""
+    """A file that only grows. The journal has its valid length. Locked while it is open."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Cut off what is beyond `size` bytes. OutputError if it is shorter, or another run has it."""
+        """Cut off everything beyond `size` bytes. OutputError if the file is shorter, or another run has it."""
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -88,7 +87,7 @@ class Appended:
             there = os.fstat(self._fd).st_size
             if there < size:
                 changed = f"{path} has {there} bytes, but {size} were written to it: it was changed since"
-                raise OutputError(f"{changed}; --restart deletes it, and begins anew")
+                raise OutputError(f"{changed}; --restart deletes it, and begins again")
             if there > size:
                 os.ftruncate(self._fd, size)
             flush_folder(path.parent)
@@ -98,7 +97,7 @@ class Appended:
         self.size = size
 
     def append(self, data: bytes | memoryview) -> None:
-        """Write at the end; not on disk before `sync`."""
+        """Write at the end. The bytes are on disk after `sync`."""
         view = memoryview(data)
         with self._told():
             while view:
@@ -107,27 +106,27 @@ class Appended:
                 view = view[count:]
 
     def sync(self) -> None:
-        """Return when everything is on disk."""
+        """Wait until everything is on disk."""
         with self._told():
             os.fsync(self._fd)
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Errors name the file."""
+        """Add the file's name to errors."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close and unlock the file."""
         os.close(self._fd)
 
 
 class PartNames:
-    """The names of an output's parts: `pattern` with their number put in for "%05d"; one without it has one part.
+    """The names of an output's parts: `pattern` with the number for "%05d". Without it there is one part.
 
-    many: whether there is more than one.
+    many: there may be several parts.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -135,7 +134,7 @@ class PartNames:
         self.many = "%" in pattern
 
     def path(self, part: int) -> Path:
-        """Of a part. Further parts of an output that is to have one are numbered before the suffix."""
+        """Return the path of a part. Without "%05d", parts after the first have a number before the suffix."""
         if self.many:
             return Path(self.pattern % part)
         path = Path(self.pattern)
@@ -143,7 +142,7 @@ class PartNames:
 
 
 def lock(fd: int, path: Path) -> None:
-    """Keep other runs from a file for as long as it is open. OutputError."""
+    """Lock a file against other runs until it is closed. OutputError."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -151,7 +150,7 @@ def lock(fd: int, path: Path) -> None:
 
 
 def remove_locked(path: Path) -> None:
-    """Delete a file, unless another run has it: OutputError."""
+    """Delete a file. OutputError if another run has it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -164,7 +163,7 @@ def remove_locked(path: Path) -> None:
 
 
 def check_own(path: Path, state: Mapping[str, Any]) -> None:
-    """OutputError for a file that is there, but of which the journal knows nothing."""
+    """Raise OutputError for an existing file without a state in the journal."""
     if not state and path.exists() and path.stat().st_size:
         raise OutputError(
             f"{path} is there already, and no journal says what is in it: name another --output, or remove it"

@@ -1,4 +1,4 @@
-"""Which output a command line asks for, and where its journal is."""
+"""Chooses the output of a command line, and the place of its journal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlmserve.commands.caption.feed import Shard
+from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.outputs.base import Output, PartNames
-from vlmserve.commands.caption.outputs.jsonl import JsonLines
+from vlmserve.commands.caption.outputs.jsonl import JsonLinesOutput
 from vlmserve.commands.caption.outputs.parquet import Parquet
 from vlmserve.commands.caption.outputs.sidecars import Sidecars
 from vlmserve.commands.caption.outputs.tars import Tars
@@ -23,8 +23,10 @@ _JOURNAL = ".vlmserve-caption"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputSettings:
-    """output: as the command line has it; None: beside the files. suffix, overwrite: see `Sidecars`. items_per_file:
-    in a part of parquet or tars."""
+    """Settings of an output. output: the word of the command line; None puts captions beside the files.
+
+    suffix, overwrite: see `Sidecars`. items_per_file: items in a part of parquet or tars.
+    """
 
     output: str | None
     suffix: str
@@ -33,7 +35,7 @@ class OutputSettings:
 
 
 def choose_output(settings: OutputSettings) -> Output:
-    """Told by the name. SettingsError for one that says nothing, or misses its number."""
+    """Make the output that the name asks for. SettingsError for a name of no known form."""
     name = settings.output
     if name is None:
         return Sidecars(None, suffix=settings.suffix, overwrite=settings.overwrite)
@@ -41,16 +43,19 @@ def choose_output(settings: OutputSettings) -> Output:
     if kind == "folder":
         return Sidecars(Path(name), suffix=settings.suffix, overwrite=settings.overwrite)
     if kind in _LINES:
-        return JsonLines(Path(name))
+        return JsonLinesOutput(Path(name))
     names = PartNames(name)
     if kind == _PARQUET:
         return Parquet(names, items_per_file=settings.items_per_file)
     return Tars(names, items_per_file=settings.items_per_file)
 
 
-def choose_journal(output: str | None, folders: Sequence[Path], shard: Shard) -> Path:
-    """Beside the output, or in it if it is a folder. folders: of the local files, where there is no output; the
-    journal goes to the one that holds them all, or to this process's if only the root does."""
+def choose_journal(output: str | None, folders: Sequence[Path], shard: ItemShard) -> Path:
+    """Return the path of the journal: beside the output, or in it if it is a folder.
+
+    folders: of the local files, if there is no output. The journal goes to the folder that holds them all, or to the
+    current one if only the root does.
+    """
     part = f"-{shard.index}-of-{shard.count}" if shard.count > 1 else ""
     if output is None:
         common = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path.cwd()
@@ -62,7 +67,7 @@ def choose_journal(output: str | None, folders: Sequence[Path], shard: Shard) ->
 
 
 def _kind(name: str) -> str:
-    """A suffix, or "folder"."""
+    """Return the suffix, or "folder"."""
     path = Path(name)
     numbers = _NUMBER.findall(path.name)
     suffix = path.suffix.lower()

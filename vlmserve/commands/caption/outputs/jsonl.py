@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.base import Appended, Output, check_own, remove_locked
 from vlmserve.commands.caption.result import Captioned, output_line
 
 
-class JsonLines(Output):
-    """See `Output`. A file that was removed is written anew from the journal."""
+class JsonLinesOutput(Output):
+    """An output of lines. A file that was removed is written again from the journal."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -22,11 +22,11 @@ class JsonLines(Output):
     def paths(self) -> Sequence[Path]:
         return [self._path]
 
-    def discard(self, journal: Journal) -> None:
+    def discard(self, journal: CaptionJournal) -> None:
         if journal.state():
             remove_locked(self._path)
 
-    def begin(self, journal: Journal) -> None:
+    def begin(self, journal: CaptionJournal) -> None:
         state = journal.state()
         check_own(self._path, state)
         anew = bool(state) and not self._path.exists()
@@ -35,7 +35,7 @@ class JsonLines(Output):
             for record in journal.records():
                 self._file.append(_line(record))
             self._file.sync()
-        if anew or not state:  # from here on the file is known to be this journal's
+        if anew or not state:  # from here on the journal owns the file
             journal.add((), (), {"bytes": self._file.size})
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
-"""Parquet: finished parts, made of the journal's records, each renamed to its name when it is whole.
+"""Parquet: complete parts, made of the journal's records. Each gets its name when it is complete.
 
-Order: the part, on disk, under its name -> the journal says which items it holds. After a crash in between the same
+Order: the part is on disk under its name -> the journal assigns its items to it. After a crash in between, the same
 part is written again.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.base import Output, PartNames, check_own, remove_locked
 from vlmserve.commands.caption.result import Captioned, Touched, output_line, texts
 from vlmserve_common.files import replacing
@@ -25,9 +25,9 @@ _COLUMNS = (
 
 
 class Parquet(Output):
-    """See `Output`. names: of the parts. items_per_file: rows in a part.
+    """An output of parquet files. names: of the parts. items_per_file: rows in a part.
 
-    An output of one file is written anew, from all the records of the journal, at the end of each run.
+    A single file is written again at the end of each run, from all records of the journal.
     """
 
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
@@ -40,11 +40,11 @@ class Parquet(Output):
     def paths(self) -> Sequence[Path]:
         return [self._names.path(0)]
 
-    def discard(self, journal: Journal) -> None:
+    def discard(self, journal: CaptionJournal) -> None:
         for part in range(journal.state()["next_part"] + 1 if journal.state() else 0):
             remove_locked(self._names.path(part))
 
-    def begin(self, journal: Journal) -> None:
+    def begin(self, journal: CaptionJournal) -> None:
         import pyarrow.parquet  # noqa: F401  # before anything is computed
 
         state = journal.state()
@@ -58,7 +58,7 @@ class Parquet(Output):
             self._changed = journal.count() != self._exported or not self._names.path(0).exists()
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """Nothing yet: the journal keeps them until a part is full."""
+        """Write nothing yet: the journal keeps the results until a part is full."""
         self._rows += len(results)
         self._changed = True
         return self._state()
@@ -90,7 +90,7 @@ class Parquet(Output):
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
-    """fields: as JSON, for files of one schema cannot hold what each source brings."""
+    """Return the row of a record. Its fields are JSON text, since all rows have one schema."""
     plain = output_line({name: value for name, value in record.items() if name != "custom_id"})
     finish = plain.get("finish_reason")
     return {

@@ -1,7 +1,7 @@
-"""A file for each caption: beside the pictures, or in a folder of their own.
+"""One file per caption: beside the pictures, or in a folder.
 
-The journal has every caption, on disk, before its file is written: so a file belongs to its item whatever ends a run,
-and one that is missing or empty when a later run passes by is written again. One that somebody has changed is left.
+The journal has every caption on disk before its file is written. So each file has a known owner whatever ends a run. A
+later run writes missing and empty files again, and leaves files that the user has changed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.commands.batch.item import Item, MediumItem
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.prompts import PROMPT_FILE
 from vlmserve.commands.caption.result import Captioned, Touched, as_text, file_name, output_line
@@ -25,8 +25,10 @@ _MOST_FOLDERS = 10_000
 
 
 class Sidecars(Output):
-    """See `Output`. folder: where they go; None: beside the files. suffix: ".txt" for the text, ".json" for all that
-    is known. overwrite: files that are there already, of somebody else, are replaced; else their items fail.
+    """An output of caption files. folder: their place; None puts them beside the pictures.
+
+    suffix: ".txt" for the text, ".json" for the whole record. overwrite: replace files of other origin; otherwise
+    their items fail.
     """
 
     by_path = True
@@ -40,11 +42,11 @@ class Sidecars(Output):
     def paths(self) -> Sequence[Path]:
         return ()
 
-    def discard(self, journal: Journal) -> None:
+    def discard(self, journal: CaptionJournal) -> None:
         for target in journal.targets():
             Path(target).unlink(missing_ok=True)
 
-    def begin(self, journal: Journal) -> None:
+    def begin(self, journal: CaptionJournal) -> None:
         self.journal = journal
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -70,12 +72,12 @@ class Sidecars(Output):
         return None
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
-        """Nothing yet: see above."""
+        """Write nothing yet: the journal comes first."""
         return {"suffix": self._suffix}
 
     def written(self, results: Sequence[Captioned]) -> Sequence[Touched]:
         written = [
-            Touched(work=result.work, trouble=self._write(Path(str(result.work.target)), result.record))
+            Touched(task=result.task, trouble=self._write(Path(str(result.task.target)), result.record))
             for result in results
         ]
         return [each for each in written if each.trouble]
@@ -91,7 +93,7 @@ class Sidecars(Output):
         return None if record is None else self._write(path, record)
 
     def _write(self, path: Path, record: Mapping[str, Any]) -> str | None:
-        """Why that cannot be, if so; OSError if nothing can be written any more."""
+        """Write a file. Returns the reason if that fails; OSError if nothing can be written any more."""
         try:
             if self._folder is not None and path.parent not in self._made:
                 path.parent.mkdir(parents=True, exist_ok=True)

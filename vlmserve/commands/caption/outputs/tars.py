@@ -1,8 +1,8 @@
-"""WebDataset: tars of media with their captions, each renamed to its name when it is finished.
+"""WebDataset: tars of media with their captions. Each gets its name when it is complete.
 
-A tar has no index, so an unfinished one (NAME.part) grows like any file and is cut back to where the journal says.
-Order at its end: the mark of the end, on disk -> the journal says that the next part is begun -> the new name. A run
-that finds a part of before the one in work under its old name gives it the new one.
+A tar has no index, so an incomplete one (NAME.part) grows like any file, and can be cut to the journal's length. Order
+at its end: the end mark is on disk -> the journal names the next part -> the file is renamed. If a run ended before the
+renaming, the next run does it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from processors.formats import file_format
 from processors.inputs import Modality
-from vlmserve.commands.caption.journal import Journal
+from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.base import Appended, Output, OutputError, PartNames, check_own, remove_locked
 from vlmserve.commands.caption.result import Captioned, Touched, as_text, output_line
 from vlmserve_common.files import flush_folder
@@ -25,9 +25,9 @@ _END = b"\0" * (2 * tarfile.BLOCKSIZE)
 
 
 class Tars(Output):
-    """See `Output`. names: of the parts. items_per_file: samples in a part; it ends at 3 GiB, too.
+    """An output of tars. names: of the parts. items_per_file: samples in a part, which also ends at 3 GiB.
 
-    A sample's key is its number in the output; its caption is in KEY.txt, all that is known in KEY.json.
+    A sample's key is its number in the output. KEY.txt has the caption, KEY.json the whole record.
     """
 
     needs_media = True
@@ -41,12 +41,12 @@ class Tars(Output):
     def paths(self) -> Sequence[Path]:
         return [self._names.path(0), self._unfinished(0)]
 
-    def discard(self, journal: Journal) -> None:
+    def discard(self, journal: CaptionJournal) -> None:
         for part in range(journal.state()["part"] + 1 if journal.state() else 0):
             for path in (self._unfinished(part), self._names.path(part)):
                 remove_locked(path)
 
-    def begin(self, journal: Journal) -> None:
+    def begin(self, journal: CaptionJournal) -> None:
         self.journal = journal
         state = journal.state()
         check_own(self._names.path(0), state)
@@ -60,7 +60,7 @@ class Tars(Output):
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = Appended(path, state.get("bytes", 0))
-        if not state:  # from here on the parts are known to be this journal's
+        if not state:  # from here on the journal owns the parts
             journal.add((), (), self._state())
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ class Tars(Output):
         return ()
 
     def finish(self) -> None:
-        """The part in work is finished, too, even where it is not full."""
+        """Complete the current part, even if it is not full."""
         if self._items:
             self._end_part()
 

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import BlockingFetcher
+from processors.fetch.limits import FetchSettings
 from vlmserve.commands.batch.inputs import Columns, InputFormat, Inputs, open_inputs
 from vlmserve.commands.batch.item import Failed, Found, MediumItem, RequestItem
 

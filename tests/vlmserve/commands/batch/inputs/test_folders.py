@@ -10,7 +10,7 @@ import pytest
 
 from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable
 from tests.vlmserve.commands.warmup.media import png
-from vlmserve.commands.batch.inputs import folders
+from vlmserve.commands.batch.inputs import trees
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -43,18 +43,20 @@ def test_a_folder_is_searched_with_all_that_is_in_it(here):
 def test_ids_begin_as_the_word_does(here):
     assert ids(opened(here / "pics")) == [str(here / name) for name in ALL]
     assert ids(opened("pics/deep/", "pics/a.png")) == ["pics/deep/er/c.webp", "pics/deep/noname", "pics/a.png"]
+    inputs = opened("pics", "pics/a.png", "pics/deep", "pics")
+    assert (sorted(ids(inputs)), total(inputs)) == (ALL, 4), "words that overlap bring nothing twice"
 
 
-def test_a_folder_with_the_name_of_a_pattern(here):
+def test_odd_names(here):
     touch(here / "set[1]/below/a.png", png(1))
     (item,) = media(opened("set[1]")).values()
     assert (item.id, str(item.root)) == ("set[1]/below/a.png", "set[1]")
-
-
-def test_words_that_overlap_bring_nothing_twice(here):
-    inputs = opened("pics", "pics/a.png", "pics/deep", "pics")
-    assert sorted(ids(inputs)) == ALL
-    assert total(inputs) == 4
+    touch(here / "http:x.png", png(1))
+    assert media(opened("http:x.png"))["./http:x.png"].read() == png(1)
+    with open(os.fsencode("pics/deep/") + b"\xff.png", "wb") as file:
+        file.write(png(7))
+    item = media(opened("pics"))["pics/deep/\\xff.png"]
+    assert (item.fields["name"], item.read()) == ("\\xff.png", png(7))
 
 
 def test_the_signature_changes_with_the_file(here):
@@ -105,7 +107,7 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_rest_goes_on(here, monkeyp
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
-    monkeypatch.setattr(folders.os, "scandir", refuses)
+    monkeypatch.setattr(trees.os, "scandir", refuses)
     found = list(opened("pics"))
     assert [one.id for one in found] == ["pics/a.png", "pics/b.JPG", "pics/deep"]
     (one,) = unreadable(found)
@@ -137,7 +139,7 @@ class _Endless:
 def test_a_folder_without_end_is_pulled(here, monkeypatch, word):
     inputs = opened(word)
     endless = _Endless()
-    monkeypatch.setattr(folders.os, "scandir", lambda path: endless)
+    monkeypatch.setattr(trees.os, "scandir", lambda path: endless)
     assert [found.id for found in itertools.islice(inputs, 3)] == [f"pics/{number:09}.png" for number in (1, 2, 3)]
     endless.given = 0
     last = list(itertools.islice(inputs, 6000))[-1]
@@ -182,17 +184,3 @@ def test_numbered_names(here):
 def test_words_that_stand_for_nothing(here, word):
     with pytest.raises(SettingsError, match=r"INPUT '.*': "):
         opened(word)
-
-
-def test_names_that_are_no_text(here):
-    path = os.fsencode("pics/deep/") + b"\xff.png"
-    with open(path, "wb") as file:
-        file.write(png(7))
-    item = media(opened("pics"))["pics/deep/\\xff.png"]
-    assert item.fields["name"] == "\\xff.png"
-    assert item.read() == png(7)
-
-
-def test_a_name_with_a_colon(here):
-    touch(here / "http:x.png", png(1))
-    assert media(opened("http:x.png"))["./http:x.png"].read() == png(1)

@@ -96,6 +96,9 @@ def chat(*parts: dict, **more: object) -> dict:
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}], **more}
 
 
+PLACE = "messages[0].content[0]"
+
+
 def test_chat_requests(here):
     picture = {"type": "image_url", "image_url": {"url": "pics/a.png", "detail": "low"}}
     inline = {"type": "image_url", "image_url": {"url": data_url(png(2))}}
@@ -124,33 +127,29 @@ def test_chat_requests(here):
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "message"),
+    ("lines", "param", "message"),
     [
-        (chat(max_tokens="7"), "max_tokens", "it must be a whole number"),
-        (chat(max_tokns=7), "max_tokns", "max_tokns"),
-        ({"messages": []}, "messages", "messages"),
-        (chat({"type": "image_url", "image_url": {"url": "none.png"}}), "messages[0].content[0]", "No such file"),
-        (chat({"type": "image", "image": "clip.mp4"}), "messages[0].content[0]", "limit is 100000"),
+        *(
+            ([body, {"custom_id": "b", "body": body}], param, message)
+            for body, param, message in (
+                (chat(max_tokens="7"), "max_tokens", "it must be a whole number"),
+                (chat(max_tokns=7), "max_tokns", "max_tokns"),
+                ({"messages": []}, "messages", "messages"),
+                (chat({"type": "image_url", "image_url": {"url": "none.png"}}), PLACE, "No such file"),
+                (chat({"type": "image", "image": "clip.mp4"}), PLACE, "limit is 100000"),
+            )
+        ),
+        ([{"custom_id": "b", "body": chat(), "method": "GET"}], "method", "method"),
+        ([{"custom_id": "b", "body": chat(), "url": "/v1/embeddings"}], "url", "url"),
+        ([{"custom_id": "b", "body": "hello"}], "body", "body"),
     ],
 )
-def test_mistakes_in_requests_are_told_when_they_are_read(here, body, param, message):
+def test_mistakes_in_requests_are_told_when_they_are_read(here, lines, param, message):
     touch(here / "in/clip.mp4", make_clip(4) + bytes(100_000))
-    items = requests(opened(write(here, body, {"custom_id": "b", "body": body})))
-    for item in items:
+    for item in requests(opened(write(here, *lines))):
         with pytest.raises(BadRequestError, match=message) as error:
             item.read()
         assert error.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("more", "param"),
-    [({"method": "GET"}, "method"), ({"url": "/v1/embeddings"}, "url"), ({"body": "hello"}, "body")],
-)
-def test_batch_lines_for_something_else(here, more, param):
-    (item,) = requests(opened(write(here, {"custom_id": "b", "body": chat(), **more})))
-    with pytest.raises(BadRequestError, match=param) as error:
-        item.read()
-    assert error.value.param == param
 
 
 def test_a_file_that_is_cut_off(here):

@@ -9,8 +9,8 @@ import tracemalloc
 
 import pytest
 
-from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import BlockingFetcher
+from processors.fetch.limits import FetchSettings
 from tests.vlmserve.commands.batch.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.commands.warmup.media import data_url, png
 from vlmserve.commands.batch.inputs import lines, open_inputs

@@ -115,7 +115,8 @@ def test_chains(here):
 
 def test_files_with_many_items(memory):
     base = "memory://box"
-    items = media(opened(f"{base}/s-0.tar", f"{base}/s-1.tar.gz", f"{base}/t.parquet"))
+    words = [f"{base}/{name}" for name in ("s-0.tar", "s-1.tar.gz", "t.parquet")]
+    items = media(opened(*words))
     assert list(items) == [
         *(f"{base}/{name}/{key}" for name in ("s-0.tar", "s-1.tar.gz") for key in "ab"),
         f"{base}/t.parquet#0",
@@ -124,11 +125,7 @@ def test_files_with_many_items(memory):
     assert [item.read() for item in items.values()] == [png(1), png(2)] * 3
     assert items[f"{base}/s-0.tar/a"].fields["txt"] == "one"
     signatures = [item.signature for item in items.values()]
-    assert signatures == [item.signature for item in media(opened(*items_words(base))).values()]
-
-
-def items_words(base: str) -> list[str]:
-    return [f"{base}/s-0.tar", f"{base}/s-1.tar.gz", f"{base}/t.parquet"]
+    assert signatures == [item.signature for item in media(opened(*words)).values()]
 
 
 def test_what_files_elsewhere_may_name(memory):
@@ -137,7 +134,7 @@ def test_what_files_elsewhere_may_name(memory):
     assert [item.id for item in items] == [f"{base}/items.jsonl:1", "x"]
     assert [item.read() for item in items] == [png(1)] * 2
     assert (refused.id, refused.code) == (f"{base}/items.jsonl:3", "invalid_media_url")
-    assert refused.message == "'file:///etc/passwd': what came by memory cannot name local files"
+    assert refused.message == "'file:///etc/passwd': a file that came by memory cannot name local files"
     listed = list(opened(f"{base}/list.txt"))
     assert [item.id for item in listed][:2] == [f"{base}/pics/a.png", "http://127.0.0.1:1/x.png"]
     assert listed[0].read() == png(1)
@@ -215,8 +212,8 @@ def test_packages_that_are_missing(here, monkeypatch, missing, word, message):
 def test_what_needs_no_packages(here):
     code = """
 import io
-from processors.fetch.blocking import BlockingFetcher
-from processors.fetch.settings import FetchSettings
+from processors.fetch.fetching import BlockingFetcher
+from processors.fetch.limits import FetchSettings
 from vlmserve.commands.batch.inputs import open_inputs
 fetcher = BlockingFetcher(FetchSettings(allowed_local_media_path="/"))
 words = ["s-0.tar", "s-1.tar.gz", "list.txt", "items.jsonl", "pics", "pics/*.png", "-"]

@@ -1,0 +1,276 @@
+"""An engine without a model: the real loop, schedulers, pools and caches over fake workers and encoders."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from processors.inputs import MultimodalDataItem
+from tests.vision.fake_backend import FakeBackend, make_pool
+from tests.vision.fake_disk import FakeDisk
+from tests.vlmserve.scheduler import fake_worker as fake
+from tests.vlmserve.scheduler.fake_grammars import FakeGrammars, spec
+from tests.vlmserve.scheduler.lazy_queue import LazyQueue
+from tests.vlmserve.scheduler.prompts import Foresight, expected, request
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.loop import EventLoop, GroupPlacement
+from vlmserve.engine.step import OneGroup
+from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput, FinishReason, TokenOutput
+from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
+from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.prefix_cache import ChunkCache
+from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.req_to_token import ReqPoolAllocator
+from vlmserve.scheduler.estimates import NewTokenRatio
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.req_media import FairOrder
+from vlmserve.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """encoders: beside the loop; 0: in its process. warmup_patches: of media encoded ahead of time."""
+
+    pool: int = 256
+    page: int = 4
+    chunk: int | None = 16
+    mixed: bool = False
+    radix: bool = True
+    policy: str = "fcfs"
+    depth: int = 1
+    stages: int = 1
+    drafts: int = 0
+    sessions: int = 4
+    host_pages: int = 0
+    rows: int = 6
+    queue: int = 100
+    context: int = 128
+    conservativeness: float = 0.3
+    encoders: int = 0
+    space_rows: int = 1000
+    host_rows: int | None = None
+    disk: bool = False
+    warmup_patches: int = 16
+
+
+class FakeGroups:
+    """A worker of several groups, each of which has a fake worker. forwards: which of them had a step, one by one."""
+
+    def __init__(self, workers: Sequence[fake.FakeWorker]) -> None:
+        self.workers = workers
+        self.forwards: list[tuple[bool, ...]] = []
+
+    def forward(self, steps):
+        self.forwards.append(tuple(step is not None for step in steps))
+        pairs = zip(self.workers, steps, strict=True)
+        return [None if step is None else worker.forward(step) for worker, step in pairs]
+
+    def sample(self, steps):
+        pairs = zip(self.workers, steps, strict=True)
+        return [None if step is None else worker.sample(*step) for worker, step in pairs]
+
+
+class Rig:
+    """tokens, finish, cached: of each request, by its id; outputs: all that was sent of it. warmed: answers to media
+    encoded ahead of time. now: of the clock. Of several groups, `scheduler`, `kv` and `worker` are the first one's."""
+
+    def __init__(self, knobs: Knobs = Knobs(), *, groups: int = 1, has_grammars: bool = True) -> None:
+        self.knobs, self.now = knobs, 0.0
+        self.messages: dict = {}
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.finish: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+        self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
+        self.warmed: dict[str, EncodeOutput] = {}
+        self.disk = FakeDisk() if knobs.disk else None
+        self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
+        self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
+        self.grammars = FakeGrammars()
+        self.router = Router(groups, method="shortest_queue")
+        placement = GroupPlacement(self.router) if groups > 1 else None
+        send = self.take if placement is None else placement.noting(self.take)
+        order = FairOrder()
+        self.workers: list[fake.FakeWorker] = []
+        schedulers = [self._scheduler(send, order, has_grammars) for _ in range(groups)]
+        self.scheduler, self.kv, self.worker = schedulers[0], schedulers[0].kv, self.workers[0]
+        self.groups = FakeGroups(self.workers)
+        self.loop = EventLoop(
+            schedulers,
+            worker=OneGroup(self.worker) if groups == 1 else self.groups,
+            device=LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue(),
+            encoder=self.pool,
+            send=send,
+            max_patches=knobs.warmup_patches,
+            placement=placement,
+        )
+
+    def _scheduler(self, send, order: FairOrder, has_grammars: bool) -> Scheduler:
+        knobs = self.knobs
+        allocator = TokenToKVPoolAllocator(knobs.pool, knobs.page)
+        if knobs.host_pages and knobs.radix:
+            cache = HiRadixCache(allocator, TokenToKVPoolAllocator(knobs.host_pages * knobs.page, knobs.page))
+        else:
+            cache = RadixCache(allocator) if knobs.radix else ChunkCache(knobs.page)
+        max_req_len = min(knobs.context, knobs.pool - knobs.page)
+        kv = KVCacheManager(allocator, cache, ReqPoolAllocator(knobs.rows, max_req_len + knobs.page))
+        self.workers.append(fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page))
+        return Scheduler(
+            EngineArgs(
+                model="none",
+                max_running_requests=knobs.rows,
+                max_queued_requests=knobs.queue,
+                max_prefill_tokens=64,
+                chunked_prefill_size=knobs.chunk or -1,
+                enable_mixed_chunk=knobs.mixed,
+                check_pools_when_idle=True,
+                page_size=knobs.page,
+                schedule_policy=knobs.policy,
+                pp_size=knobs.stages,
+            ),
+            max_req_len=max_req_len,
+            eos_token_ids=frozenset({fake.VOCAB + 1}),
+            kv=kv,
+            encoder=self.pool,
+            policy=make_policy(knobs.policy, match=kv.matched_len, path=kv.matched_path),
+            new_token_ratio=NewTokenRatio(knobs.conservativeness),
+            media_keys=MediaKeyTable(),
+            sessions=Sessions(cache, max_sessions=knobs.sessions, timeout_s=100, clock=lambda: self.now),
+            grammars=self.grammars if has_grammars else None,
+            send=send,
+            drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
+            encoder_order=order,
+            clock=lambda: self.now,
+        )
+
+    def take(self, message) -> None:
+        if isinstance(message, EncodeOutput):
+            assert message.rid not in self.warmed
+            self.warmed[message.rid] = message
+            return
+        for out in message.outputs:
+            assert out.rid not in self.finish, "an output after the last"
+            assert out.first == (out.rid not in self.outputs)
+            assert out.prompt_logprobs is None or out.first
+            self.outputs[out.rid].append(out)
+            self.cached[out.rid] = out.cached_tokens
+            self.tokens[out.rid] += out.token_ids
+            if out.finish_reason is not None:
+                self.finish[out.rid] = out.finish_reason
+
+    def handle(self, *messages) -> None:
+        """Hand messages to the loop."""
+        for message in messages:
+            if not isinstance(message, AbortReq):
+                self.messages[message.rid] = message
+            self.loop.handle(message)
+
+    def warm_up(self, rid: str, *items: MultimodalDataItem) -> None:
+        """Ask for media to be encoded ahead of time."""
+        self.loop.handle(EncodeReqInput(rid=rid, items=items))
+
+    def step(self) -> bool:
+        """Do one turn of the loop, which takes a second of the clock."""
+        self.now += 1.0
+        return self.loop.step()
+
+    def steps(self, count: int | None = None) -> None:
+        """Do so many turns; None: until there is nothing to do without the encoders."""
+        while (count is None or count > 0) and (self.step() or count is not None):
+            count = None if count is None else count - 1
+
+    def encode(self) -> bool:
+        """Let each encoder beside the loop finish a batch, the disk all it has to do, and one grammar be compiled.
+        Returns whether anything was done."""
+        busy = [number for number, queue in self.backend.queues.items() if queue]
+        for number in busy:
+            self.backend.finish(number)
+        on_disk = self.disk is not None and bool(self.disk.loads or self.disk.saves)
+        if on_disk:
+            self.disk.finish_all()
+        return self.grammars.finish() or bool(busy) or on_disk
+
+    def run(self, *messages, limit: int = 5000) -> None:
+        """Take these messages, and go on until everything is answered."""
+        self.handle(*messages)
+        while self.step() or self.encode():
+            limit -= 1
+            assert limit, "the loop does not come to an end"
+        assert self.loop.is_idle()
+        assert self.router.num_in_flight == 0
+
+    def play(self, messages, gaps: Sequence[int], aborts=(), finish_every: int = 0) -> dict[str, bool]:
+        """Run messages that come so many turns apart to their end. Returns which requests were aborted on the way, and
+        whether as finished.
+
+        aborts: (which message, at which turn, finished). finish_every: turns between two times that encoders finish.
+        """
+        turns, aborted = 0, {}
+        for at, (message, gap) in enumerate(zip(messages, gaps, strict=False)):
+            self.handle(message)
+            for _ in range(gap):
+                self.step()
+                turns += 1
+                if finish_every and turns % finish_every == 0:
+                    self.encode()
+                for which, when, finished in aborts:
+                    if when == turns and which <= at and f"r{which}" not in self.finish:
+                        aborted[f"r{which}"] = finished
+                        self.handle(AbortReq(rid=f"r{which}", finished=finished))
+        self.run()
+        return aborted
+
+    def check_answers(self, *messages) -> None:
+        """Check that each message has the answer that it would have alone."""
+        for message in messages:
+            assert self.tokens[message.rid] == expected(message), message.rid
+
+    def check_nothing_is_left(self) -> None:
+        """Check that an idle engine holds nothing but what it caches, and after a flush nothing at all."""
+        assert self.grammars.held == 0
+        stats = self.loop.stats()
+        for one in replicas_of(stats) or (stats,):
+            assert one.kv_free_tokens + one.kv_cached_tokens == self.knobs.pool
+            assert one.req_pool_free == self.knobs.rows
+        self.loop.flush_cache()
+        assert all(one.kv.allocator.available_size() == self.knobs.pool for one in self.loop.schedulers)
+        while self.encode():  # what nobody waits for any more
+            self.step()
+        assert self.pool.stats().queued == self.pool.stats().under_way == 0
+        assert self.pool.cache.device.stats().held_bytes == 0
+
+
+GAPS = st.lists(st.integers(0, 4), min_size=10, max_size=10)
+ABORTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), max_size=3, unique_by=lambda abort: abort[0]
+)
+
+
+@st.composite
+def requests(draw, grammars=()):
+    """Up to ten requests with common beginnings, pictures and clips, and these grammars."""
+    count = draw(st.integers(1, 10))
+    stems = [draw(st.lists(st.integers(0, 3), min_size=1, max_size=40)) for _ in range(2)]
+    found = []
+    for i in range(count):
+        ids = draw(st.sampled_from(stems))[: draw(st.integers(1, 40))] + draw(st.lists(st.integers(0, 3), max_size=12))
+        media = []
+        if len(ids) > 6 and draw(st.booleans()):
+            start = draw(st.integers(0, len(ids) - 5))
+            media = [(start, draw(st.integers(1, 2)), draw(st.sampled_from([b"aa", b"bb"])))]
+            rest = len(ids) - start - 2
+            if draw(st.booleans()):
+                patches = draw(st.lists(st.sampled_from([b"aa", b"bb", b"cc", b"dd"]), min_size=1, max_size=rest))
+                each = draw(st.integers(1, rest // len(patches)))
+                media.append((start + 2, len(patches) * each, b"-".join(patches)))
+        grammar = draw(st.sampled_from([None] * len(grammars) + [None, *grammars]))
+        forms = {"grammar": spec(grammar)} if grammar else {}
+        found.append(request(f"r{i}", ids, media, new=draw(st.integers(1, 20)), **forms))
+    return found

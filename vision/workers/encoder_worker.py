@@ -1,0 +1,72 @@
+"""An encoder worker: a process with a tower on its device, which encodes one batch after the other."""
+
+from __future__ import annotations
+
+import torch
+
+from vision.towers.loading import load_tower, tower_fingerprint
+from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import EncodeBatch
+from vision.towers.tower_graphs import capture_on_gpu
+from vision.workers.backend import attempt
+from vision.workers.cuda_rows import share, trial_rows
+from vision.workers.encoder_messages import EncodeDone, encoder_channel
+from vision.workers.lent_rows import LentRows
+from vision.workers.settings import WorkerSettings
+from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.compute.linear import pack_linears
+from vlmserve_common.compute.tensors import dtype_setting, to_array
+from vlmserve_common.kernels import fused
+from vlmserve_common.kernels.library import activate, torch_threads
+from vlmserve_common.process.child import Parent
+from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import MessageChannel
+
+
+def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:
+    """Load the tower, report its fingerprint, and encode batches. The process ends with its parent (see
+    `process.child`)."""
+    torch.set_num_threads(settings.threads)
+    device = torch.device(device_name)
+    if device.type == "cpu":
+        activate(settings.cpu_kernels, threads=settings.threads)
+    else:
+        torch.cuda.set_device(device)
+        fused.activate(settings.gpu_kernels, device)
+    tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
+    fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])
+    pack_linears(tower)
+    if device.type == "cpu":
+        torch.set_num_threads(torch_threads(settings.threads, next(tower.parameters()).dtype))
+    elif settings.cuda_graphs:
+        capture_on_gpu(tower, device)
+    runner = TowerRunner(tower, device)
+    channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
+    lent = LentRows(channel, share)
+    offer = lent.offer(lambda: trial_rows(device)) if settings.may_lend(device_name) else None
+    parent.ready({"fingerprint": fingerprint.hex()})
+    if offer is not None:
+        lent.agree(offer)
+    while True:
+        done = _answer_next(runner, channel, lent)
+        if not done and device.type == "cuda":
+            # After some errors a process cannot use its GPU any more. Then this raises, and a new worker is started.
+            torch.cuda.synchronize(device)
+
+
+def _answer_next(runner: TowerRunner, channel: MessageChannel, lent: LentRows[torch.Tensor]) -> bool:
+    """Encode the next batch; return True if that succeeded."""
+    work = lent.receive_work()
+    encoded, error = attempt(lambda: _encode(runner, work, lent))
+    channel.send(channel.encode(encoded or EncodeDone(number=work.number, error=error)))
+    return encoded is not None
+
+
+def _encode(runner: TowerRunner, work: EncodeBatch, lent: LentRows[torch.Tensor]) -> EncodeDone:
+    packed = runner.encode_packed(work.patches)
+    row_counts = runner.row_counts(work.patches)
+    if lent.agreed:
+        rows = packed if packed.untyped_storage().nbytes() == packed.nbytes else packed.clone()
+        return EncodeDone(number=work.number, lent=lent.lend(work.number, rows, row_counts))
+    arrays = [to_array(rows) for rows in packed.cpu().split(row_counts)]
+    return EncodeDone(number=work.number, rows=tuple(rows for rows, _ in arrays), dtype=arrays[0][1])

@@ -1,0 +1,1 @@
+"""`vlmserve bench gpu`: the engine on one GPU, offline, against what the device can and beside transformers."""

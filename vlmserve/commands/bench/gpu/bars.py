@@ -1,0 +1,130 @@
+"""The figures of `vlmserve bench gpu`, the bars that they are held to, and how both are shown and written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from vlmserve.commands.bench.figures import Spread
+
+NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFigure:
+    """A figure that was measured, or an error that says why not. key: its name in bars and JSON.
+
+    `ours` and `theirs` are our spread and transformers', in `unit`. `value` is the number that a bar limits; `of` says
+    of which kind it is ("x the floor", "of the GEMM rate" ...). `about` has more to know.
+    """
+
+    key: str
+    name: str
+    unit: str = ""
+    ours: Spread | None = None
+    theirs: Spread | None = None
+    value: float | None = None
+    of: str = ""
+    about: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bar:
+    """A limit of a figure's `value`. counted: True for a counted figure, which holds on any machine."""
+
+    limit: float
+    at_most: bool
+    counted: bool = False
+
+    def __str__(self) -> str:
+        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
+
+    def is_met(self, value: float) -> bool:
+        """Return True if a value keeps the limit."""
+        return value <= self.limit if self.at_most else value >= self.limit
+
+
+def _most(limit: float) -> Bar:
+    return Bar(limit=limit, at_most=True)
+
+
+def _least(limit: float) -> Bar:
+    return Bar(limit=limit, at_most=False)
+
+
+_BUDGET = {"launches-layer": 10, "launches-beside": 20, "uploads": 2, "upload-bytes": 112, "downloads": 1}
+COUNTED: Mapping[str, Bar] = MappingProxyType(
+    {key: Bar(limit=limit, at_most=True, counted=True) for key, limit in (_BUDGET | {"download-bytes": 8}).items()}
+)
+"""The budget of a greedy decode step, by the key of a figure; bytes are those of a request."""
+_EVERY = {"overlap": _least(0.9), "many-batched": _least(3), "many-alone": _least(8)}
+BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
+    {
+        "2b": _EVERY | {"decode-1": _most(2), "loading": _most(20)},
+        "8b": _EVERY
+        | {"decode-1": _most(1.35), "decode-64": _most(1.5), "prefill": _least(0.6), "tower": _least(0.45)},
+        "qwen2.5-7b": _EVERY,
+        "30b-a3b": _EVERY,
+    }
+)
+"""The bars on one H200, by model shape and key of a figure: ratios to what the same run measures."""
+
+
+def verdict(figure: GpuFigure, bar: Bar | None, *, counts: bool) -> str:
+    """Return "met", "not met", "not measured" or "". counts: True on a GPU at full size, where bars have a meaning."""
+    if bar is None:
+        return ""
+    if figure.value is None or not (counts or bar.counted):
+        return NOT_MEASURED
+    return "met" if bar.is_met(figure.value) else "not met"
+
+
+def line(figure: GpuFigure) -> str:
+    """Return a figure as a line, for people who wait."""
+    if figure.error:
+        return f"{figure.name}: {NOT_MEASURED}: {figure.error}"
+    parts = [f"{_shown(figure.ours)} {figure.unit}".strip()] if figure.ours else []
+    if figure.value is not None:
+        parts.append(f"{figure.value:.3g} {figure.of}".strip())
+    if figure.theirs:
+        parts.append(f"transformers {_shown(figure.theirs)} {figure.unit}")
+    return f"{figure.name}: {'; '.join([*parts, *[figure.about] * bool(figure.about)])}"
+
+
+def table(figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool) -> str:
+    """Return all figures as a Markdown table, with a row for each bar whose figure is missing."""
+    rows = [("figure", "ours", "transformers", "ratio to ...", "bar", "")]
+    for figure in figures:
+        value = "" if figure.value is None else f"{figure.value:.3g} {figure.of}"
+        ours = f"{_shown(figure.ours)} {figure.unit}" if figure.ours else figure.error and NOT_MEASURED
+        bar = bars.get(figure.key)
+        cells = (figure.name, ours, _shown(figure.theirs), value, str(bar or ""), verdict(figure, bar, counts=counts))
+        rows.append(cells)
+    there = {figure.key for figure in figures}
+    rows += [(key, "", "", "", str(bar), NOT_MEASURED) for key, bar in bars.items() if key not in there]
+    rows.insert(1, ("---", "---", "---", "---", "---", "---"))
+    return "\n".join("| " + " | ".join(cell.replace("|", "/").strip() for cell in row) + " |" for row in rows)
+
+
+def write_figures(
+    path: Path, about: Mapping[str, str], figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool
+) -> None:
+    """Write all figures so far. A reader sees the old file or the new one."""
+    rows: list[dict[str, Any]] = [
+        asdict(one) | {"bar": str(bars.get(one.key, "")), "verdict": verdict(one, bars.get(one.key), counts=counts)}
+        for one in figures
+    ]
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({"about": dict(about), "figures": rows}, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _shown(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.median:.4g}" if spread.least == spread.most else spread.shown(".4g")

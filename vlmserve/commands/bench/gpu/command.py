@@ -1,0 +1,126 @@
+"""The command `vlmserve bench gpu`. It has been run on CPUs only (`--device cpu --small`)."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from vlmserve.commands.bench.figures import bench_parser
+from vlmserve.commands.bench.gpu.bars import BARS, COUNTED, GpuFigure, line, table, write_figures
+from vlmserve.commands.bench.gpu.measures import PARTS, measured
+from vlmserve.commands.bench.gpu.run import Budget, GpuRun
+from vlmserve.commands.bench.gpu.shapes import FULL, SHAPES, SMALL, small, write_folder
+from vlmserve.config.flags import CommandParser
+from vlmserve_common.errors import EngineError
+from vlmserve_common.version import __version__
+
+_ABOUT = """\
+The engine on one GPU, offline: what the device reaches at copying and multiplying, how near to that prefill, decoding
+and the vision tower come, and transformers' generate with the same weights.
+"""
+_WHERE = {"loading": ("cuda", "2b"), "kernels": ("cuda", "8b"), "counts": ("cpu", "8b")}
+"""The parts that by default are measured on one device with one shape only."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure the parts asked for, print a line for each figure, and a table. Raises EngineError without a device."""
+    args = _parser().parse_args(argv)
+    budget = Budget(args.budget_s)
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise EngineError(
+            f"--device is {args.device}, and torch {torch.__version__} finds no CUDA device here; "
+            "--device cpu --small tries the benchmark out on a CPU"
+        )
+    shape = small(SHAPES[args.model_shape]) if args.small else SHAPES[args.model_shape]
+    bars = {} if args.model else BARS[args.model_shape]
+    if device.type == "cpu":
+        bars = {**bars, **COUNTED}
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs are counted here; read with Triton's import
+    counts = device.type == "cuda" and not args.small
+    began = time.monotonic()
+    figures: list[GpuFigure] = []
+    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as made:
+        what = str(args.model) if args.model else f"random weights, shaped as {shape.what}"
+        about = describe(device) | {"model": what, "dtype": args.dtype, "rounds": str(args.rounds)}
+        print("\n".join(f"{name}: {value}" for name, value in about.items()), flush=True)
+        run = GpuRun(
+            folder=args.model or write_folder(Path(made), shape),
+            load=SMALL if args.small else FULL,
+            device=device,
+            dtype=getattr(torch, args.dtype),
+            rounds=args.rounds,
+            budget=budget,
+            load_format="auto" if args.model else "dummy",
+        )
+        with closing(run):
+            for part in args.parts or default_parts(args.model_shape, device):
+                for figure in measured(part, run):
+                    figures.append(figure)
+                    print(line(figure), flush=True)
+                    if args.json:
+                        write_figures(args.json, about | _lasted(began), figures, bars, counts=counts)
+    print(f"\n{table(figures, bars, counts=counts)}\n\n{_lasted(began)['seconds']} s in all")
+    return 0
+
+
+def default_parts(shape: str, device: torch.device) -> list[str]:
+    """Return the parts that are measured by default with a model shape on a device."""
+    here = (device.type, shape)
+    return [part for part in PARTS if _WHERE.get(part, here) == here]
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Return the machine and the versions that figures depend on."""
+    gpu = device.type == "cuda"
+    return {
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if gpu else f"{device} ({platform.machine()})",
+        "vlmserve": __version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        **{name: _version(name) for name in ("triton", "flashinfer-python", "transformers")},
+    }
+
+
+def _lasted(began: float) -> dict[str, str]:
+    return {"seconds": f"{time.monotonic() - began:.0f}"}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: no repository here"
+
+
+def _parser() -> CommandParser:
+    parser = bench_parser("gpu", _ABOUT)
+    add = parser.add_argument
+    add("--model-shape", choices=list(SHAPES), default="2b", help="random weights, shaped as published")
+    add("--model", type=Path, help="a checkpoint folder instead")
+    add("--device", default="cuda", help="cuda, cuda:1 ..., or cpu")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type models compute")
+    add("--small", action="store_true", help="a tiny model and little work, to try the benchmark out")
+    add("--rounds", type=int, default=5, help="rounds of each figure at the most")
+    add("--budget-s", type=float, default=420.0, help="seconds after which rounds and parts are left out")
+    add("--parts", nargs="+", choices=list(PARTS), help="what to measure (default: all that is asked of the shape)")
+    return parser

@@ -1,1 +1,0 @@
-"""`vlmserve cache`: the embedding cache on disk, looked at and cleared by hand."""

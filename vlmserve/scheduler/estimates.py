@@ -1,0 +1,95 @@
+"""What the scheduler expects: how long steps take, and how much of their output requests will use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmserve.scheduler.req import Req
+
+_SMOOTH = 0.2
+_MIN_SLICE_S = 0.002
+_MIN_IDLE_SLICE_S = 0.05  # shorter ones are cut into smaller pieces, which cost more
+_LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
+_MARGIN = 0.85
+_LEAST_TOKENS = 16  # fewer cost about as much
+
+
+class _ChunkSize:
+    """Prompt tokens of a step that is to take a given time: as many more or fewer as the last one was too short or too
+    long. That follows the length of prompts, batch mates, and a busy machine."""
+
+    def __init__(self, tokens: float, least: int) -> None:
+        self.tokens = tokens
+        self._least = least
+
+    def observe(self, tokens: int, seconds: float, target_s: float) -> None:
+        """A step of so many prompt tokens took so long."""
+        change = min(max(_MARGIN * target_s / max(seconds, 1e-9), _LEAST_CHANGE), _MOST_CHANGE)
+        if change < 1 or tokens >= self.tokens - self._least:  # a smaller chunk says nothing of a larger one
+            self.tokens = max(min(self.tokens, tokens) * change, self._least)
+
+
+class StepCosts:
+    """slowdown: --max-decode-slowdown, 0 for no limit. max_step_s: 0 for no limit."""
+
+    def __init__(self, *, slowdown: float, max_step_s: float, page_size: int) -> None:
+        self._slowdown = slowdown
+        self._max_step_s = max_step_s
+        self._decode_s: float | None = None
+        least = max(_LEAST_TOKENS, page_size)
+        self._beside = _ChunkSize(4 * least, least)
+        self._alone = _ChunkSize(32 * least, least)
+
+    def observe(self, *, prompt_tokens: int, decoding: int, beside: bool, seconds: float) -> None:
+        """A step is done. decoding: requests that got a token of it. beside: there were some, in it or waiting."""
+        if not prompt_tokens:
+            before = seconds if self._decode_s is None else self._decode_s
+            self._decode_s = before + _SMOOTH * (seconds - before)
+        elif beside:
+            if self._slowdown and self._decode_s is not None:
+                times = self._slowdown if decoding else self._slowdown - 1
+                self._beside.observe(prompt_tokens, seconds, times * self._decode_s)
+        elif self._max_step_s:
+            self._alone.observe(prompt_tokens, seconds, self._max_step_s)
+
+    def chunk_tokens(self, *, decoding: bool) -> int | None:
+        """Most prompt tokens of the next step; None for no limit of this kind."""
+        if decoding:
+            return None if not self._slowdown else int(self._beside.tokens)
+        return None if not self._max_step_s else int(self._alone.tokens)
+
+    def slice_s(self, *, decoding: bool) -> float:
+        """Seconds of encoding before the next step."""
+        if not decoding:  # a newcomer waits for one: no longer than its own step, about
+            most = self._max_step_s or float("inf")
+            return most if self._decode_s is None else min(max(self._decode_s, _MIN_IDLE_SLICE_S), most)
+        if not self._slowdown:
+            return float("inf")
+        return max(_MARGIN * (self._slowdown - 1) * (self._decode_s or 0.0), _MIN_SLICE_S)
+
+
+_INITIAL, _FLOOR, _DECAY_STEPS = 0.7, 0.1, 600
+_STEPS_AHEAD = 20
+
+
+class NewTokenRatio:
+    """Starts cautious, decays with every decode step, jumps up when a request had to be retracted."""
+
+    def __init__(self, conservativeness: float) -> None:
+        self._initial = min(_INITIAL * conservativeness, 1.0)
+        self._floor = min(_FLOOR * conservativeness, self._initial)
+        self.value = self._initial
+
+    def decay(self) -> None:
+        """One decode step went well."""
+        self.value = max(self.value - (self._initial - self._floor) / _DECAY_STEPS, self._floor)
+
+    def raise_after_retraction(self, running: Sequence[Req]) -> None:
+        """The share of their output that the remaining requests will have used some steps from now."""
+        used = sum(len(req.output_ids) + _STEPS_AHEAD for req in running)
+        total = sum(req.max_new_tokens for req in running)
+        self.value = min(1.0, max(self.value, used / max(total, 1)))
+
+    def reset(self) -> None:
+        """Nothing runs."""
+        self.value = self._initial

@@ -1,0 +1,171 @@
+"""What happens to a request: its status, where its time goes, and the logprobs of its prompt."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from vlmserve.executor.model_worker_batch import RowLogprobs
+from vlmserve.ipc.messages import PromptLogprobs, ReturnOptions, StageTimes
+
+
+class ReqStatus(enum.Enum):
+    """WAITING_FOR_*: in the queue, but not to be tried before what it waits for is there. RETRACTED: in the queue
+    again, with tokens that it was given before."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_ENCODER = enum.auto()
+    WAITING_FOR_GRAMMAR = enum.auto()
+    WAITING_FOR_REMOTE_KV = enum.auto()
+    PREFILLING = enum.auto()
+    DECODING = enum.auto()
+    RETRACTED = enum.auto()
+    FINISHED = enum.auto()
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether a request of this status is in the waiting queue."""
+        return self in _QUEUED
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it is not to be tried for now."""
+        return self in _BLOCKED
+
+
+_BLOCKED = frozenset({ReqStatus.WAITING_FOR_ENCODER, ReqStatus.WAITING_FOR_GRAMMAR, ReqStatus.WAITING_FOR_REMOTE_KV})
+_QUEUED = _BLOCKED | {ReqStatus.WAITING, ReqStatus.RETRACTED}
+_ADMITTED = frozenset({ReqStatus.PREFILLING, ReqStatus.FINISHED})
+MOVES: dict[ReqStatus, frozenset[ReqStatus]] = {
+    ReqStatus.WAITING: _BLOCKED | _ADMITTED,
+    **{status: frozenset({ReqStatus.WAITING, *_ADMITTED}) for status in _BLOCKED},
+    ReqStatus.PREFILLING: frozenset({ReqStatus.DECODING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.DECODING: frozenset({ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.RETRACTED: _BLOCKED | _ADMITTED,
+    ReqStatus.FINISHED: frozenset(),
+}
+
+
+class ReqTimes:
+    """Takes a request's events as they happen; each costs a look at the clock. clock: seconds, never backwards."""
+
+    __slots__ = ("_arrived", "_began", "_cached", "_clock", "_encoded", "_encodes", "_first", "_retractions")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._arrived = clock()
+        self._encodes = False
+        self._encoded: float | None = None
+        self._cached = False
+        self._began: float | None = None
+        self._first: float | None = None
+        self._retractions = 0
+
+    def arrived(self, *, encodes: bool) -> None:
+        """It came. encodes: it needs embeddings that no prefix has made unnecessary."""
+        self._arrived = self._clock()
+        self._encodes = encodes
+
+    def encoded(self, *, cached: bool) -> None:
+        """All embeddings that it needs are there. cached: none of them had to be computed for it."""
+        if self._encoded is None:
+            self._encoded, self._cached = self._clock(), cached
+
+    def prefill_began(self) -> None:
+        """A chunk of its prompt goes into a step; the first one counts."""
+        if self._began is None:
+            self._began = self._clock()
+
+    def first_token(self) -> None:
+        """Its prompt is done. Once only: a prompt computed again gives no first token."""
+        if self._first is None:
+            self._first = self._clock()
+
+    def retracted(self) -> None:
+        """Its KV slots were taken back. The wait for others, and computing them again, count where it was."""
+        self._retractions += 1
+
+    def so_far(self) -> StageTimes:
+        """The stages that it has come to, the last of them until now; all of them once it has its last token."""
+        now = self._clock()
+        encoded = (now if self._encoded is None else self._encoded) if self._encodes else self._arrived
+        began = now if self._began is None else self._began
+        first = now if self._first is None else self._first
+        return StageTimes(
+            queue_s=max(0.0, began - encoded),
+            encode_s=encoded - self._arrived if self._encodes else None,
+            encode_cached=self._cached if self._encodes else None,
+            prefill_s=None if self._began is None else first - began,
+            decode_s=None if self._first is None else now - first,
+            total_s=now - self._arrived,
+            retractions=self._retractions,
+        )
+
+
+class PromptScores:
+    """What is known of the tokens at positions `start` .. L-1 of a prompt; the logits of position p tell of p + 1.
+
+    The last token of a chunk so tells of the first of the next, which the host knows: chunks need nothing of one
+    another. Position 0 comes after nothing, so nothing is said of it.
+    """
+
+    def __init__(self, input_ids: np.ndarray, returns: ReturnOptions) -> None:
+        assert returns.prompt_logprobs is not None
+        self._ids = input_ids
+        self._start = returns.logprob_start_len
+        self._tops = returns.prompt_logprobs
+        self._next = max(self._start, 1)  # the first position that nothing is known of
+        self._parts: list[RowLogprobs] = []
+
+    @property
+    def matchable_len(self) -> int:
+        """How much of the prompt may come from the prefix cache, where there are no logits."""
+        return len(self._ids) if self._next >= len(self._ids) else self._next - 1
+
+    def wanted(self, start: int, end: int) -> tuple[int, int]:
+        """Positions [first, last) that tokens [start, end), computed next, tell of; they may be none."""
+        first = max(start + 1, self._next)
+        return first, max(first, min(end + 1, len(self._ids)))
+
+    def take(self, first: int, rows: RowLogprobs) -> None:
+        """What came of positions from `first` on. Steps come in the order in which they were launched."""
+        assert first == self._next, (first, self._next)
+        self._parts.append(rows)
+        self._next += len(rows.logprobs)
+
+    def message(self, num_asked: int) -> PromptLogprobs | None:
+        """All of it; None as long as something is missing. num_asked: tokens asked for at each position."""
+        if self._next < len(self._ids):
+            return None
+        parts = [_nothing(num_asked)] * (self._start == 0) + self._parts
+        tops = max((part.top_ids.shape[1] for part in self._parts), default=0)
+        tops = min(tops, self._tops)  # the step was shared with requests that want more
+
+        def wide(part: np.ndarray) -> np.ndarray:
+            missing = ((0, 0), (0, max(tops - part.shape[1], 0)))
+            fill = np.nan if part.dtype.kind == "f" else 0
+            return np.pad(part, missing, constant_values=fill)[:, :tops]
+
+        return PromptLogprobs(
+            start=self._start,
+            token_ids=self._ids[self._start :],
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            ranks=np.concatenate([part.ranks for part in parts]),
+            top_ids=np.concatenate([wide(part.top_ids) for part in parts]),
+            top_logprobs=np.concatenate([wide(part.top_logprobs) for part in parts]),
+            token_ids_logprobs=np.concatenate([part.asked.reshape(len(part.ranks), num_asked) for part in parts]),
+        )
+
+
+def _nothing(num_asked: int) -> RowLogprobs:
+    """Of position 0."""
+    return RowLogprobs(
+        logprobs=np.full(1, np.nan, dtype=np.float32),
+        ranks=np.zeros(1, dtype=np.int64),
+        top_ids=np.zeros((1, 0), dtype=np.int64),
+        top_logprobs=np.zeros((1, 0), dtype=np.float32),
+        asked=np.full(num_asked, np.nan, dtype=np.float32),
+    )
