@@ -7,17 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlmserve_common.compute.activations import activation
+from tests.vlmserve_common.kernels.products import random, true_product
 from vlmserve_common.kernels.packed_linear import ACTS, linear, pack
 
 pytestmark = pytest.mark.usefixtures("operators")
 SHAPES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers, seeded."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @SHAPES
@@ -39,10 +34,7 @@ def test_products_are_the_true_ones_rounded_once(rows, inner, outer, dtype, act,
     offset = random(outer, dtype=dtype, seed=seed + 2) if bias else None
     packed = pack(weight, offset, gated=gated)
     other = random(rows, packed.outputs, dtype=dtype, seed=seed + 3) if residual else None
-    truth = x.double() @ weight.double().t() + (offset.double() if bias else 0)
-    rest = truth[:, outer // 2 :] if gated else 1
-    truth = truth[:, : packed.outputs]
-    truth = (activation(act)(truth) if act else truth) * rest + (other.double() if residual else 0)
+    truth = true_product(x, weight, offset, other, act=act, gated=gated)
     out = linear(x, packed, act=act, residual=other)
     assert out.dtype == dtype
     assert out.shape == (rows, packed.outputs)

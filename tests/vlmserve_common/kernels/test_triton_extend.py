@@ -73,7 +73,7 @@ def test_neither_batch_mates_nor_chunks_change_a_bit():
     for begin, end in chunks:
         chunk = PagedStep(
             lengths=[(20 + begin, end - begin)],
-            q=first.q[begin:end],
+            qkv=first.qkv[begin:end],
             cache=step.cache,
             table=step.table,
             req_pool_indices=first.req_pool_indices,
