@@ -12,9 +12,11 @@ from pydantic import ValidationError
 
 from processors.video.options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
-from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.frontend.chat_messages import ImageRef, VideoRef, to_template_messages
 from vlmserve.frontend.chat_template import ChatTemplate, load_chat_template
+from vlmserve.frontend.openai.protocol import (
+    ChatCompletionRequest,
+)
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 HI = [{"role": "user", "content": "hi"}]
