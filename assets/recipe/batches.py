@@ -42,7 +42,7 @@ def _up(value: int, step: int) -> int:
 def collate(lessons: list[Lesson]) -> Batch:
     """Pad to the longest, and to few different shapes: a CPU's matrix kernels are made anew for each shape they meet.
 
-    So that the number of patches is one of a few too, one blank picture follows the others; no row has its tokens.
+    One blank picture comes last, so that the number of patches is one of a few, too; no row has its tokens.
     """
     count, length = len(lessons), _up(max(len(lesson.ids) for lesson in lessons), _LENGTHS)
     patches = np.concatenate([lesson.patches for lesson in lessons])

@@ -15,7 +15,7 @@ class Stage:
 
     rate: learning rate; it goes down to `last` of it over the last `decay` steps. hint_weight: of the hints' loss.
     budget: most tokens in a lesson; 0: no questions, so that the hints alone teach the tower. look_every: one of so
-    many batches is of `looks`, twice as many lessons of the kinds there, without questions; 0: none is.
+    many batches shows `looks`, twice as many lessons of the kinds there, without questions; 0: none does.
     """
 
     name: str

@@ -65,7 +65,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Play:
-    """A clip before it is drawn: how it looks at `first`, of whose things the first one is the actor; what it does.
+    """A clip before it is drawn: how it looks at first (`first`), and the event. The first thing of `first` is the
+    actor.
 
     `rate` is in frames a second, `crf` the H.264 encoder's rate factor (smaller is better).
     """

@@ -56,4 +56,4 @@ def coverage(distance: Field) -> Field:
 
 
 def _first_tip(shape: str) -> float:
-    return math.pi / 4 if shape == "square" else 0.0  # upright: a square on its side, the others point up
+    return math.pi / 4 if shape == "square" else 0.0  # upright: a square lies on its side, all other shapes point up
