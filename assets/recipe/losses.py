@@ -37,7 +37,7 @@ class Hinter(torch.nn.Module):
         told = {name: value.to(tokens.device) for name, value in batch.hints.items()}
         out = self.things(tokens).float()
         shown = told["things"] > 0
-
+        # Objects and background count the same, though most of a picture is background.
         loss = _classes(out[:, : self.classes], told["things"])
         off = functional.smooth_l1_loss(out[:, self.classes :], told["offsets"], reduction="none", beta=0.3)
         loss = loss + 0.5 * (off.sum(-1) * shown).sum() / shown.sum().clamp(min=1)

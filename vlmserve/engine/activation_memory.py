@@ -1,7 +1,7 @@
 """Memory for computing, beside weights and caches: estimated from shapes, or measured on a GPU by a pass over zeros.
 
-The largest step that the settings allow counts: a prompt chunk with every request that decodes beside it, and a batch
-of the vision tower at its limit of patches, or one larger picture.
+The largest step that the settings allow counts. It has a prompt chunk, every request that decodes beside it, and a
+batch of the vision tower at its limit of patches, or one larger picture.
 """
 
 from __future__ import annotations

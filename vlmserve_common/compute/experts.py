@@ -274,7 +274,7 @@ class SparseMLP(nn.Module):
         return self.slots.first if isinstance(self._exchange, Replicated) and self.slots.is_plain else None
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
-        """Return this process's part of a sum [N, size] of all tokens that is to be added; None if there is none. x:
+        """Return this process's part of a sum [N, size] of all tokens, which the caller adds; None if there is none. x:
         the MLP's input; routed: the tokens that are routed here."""
         return None
 

@@ -20,7 +20,7 @@ _ROWS: Mapping[str, str] = MappingProxyType({"top": "top", "upper": "top", "bott
 _COLUMNS: Mapping[str, str] = MappingProxyType({"left": "left", "right": "right"})
 _MIDDLES = frozenset({"middle", "mid", "center", "centre", "central", "centered", "centred"})
 
-
+# Names that no scene has: an answer that gives one is wrong, not empty.
 _FOREIGN_COLOURS = "pink brown grey gray cyan magenta teal turquoise violet indigo lime maroon navy gold silver beige"
 _FOREIGN_SHAPES = "rectangle oval ellipse pentagon hexagon octagon diamond rhombus heart cross cube sphere ball dot"
 _SPELLINGS: Mapping[str, str] = MappingProxyType({"circular": "circle", "triangular": "triangle"})

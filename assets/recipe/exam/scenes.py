@@ -1,8 +1,8 @@
 """Scenes: a few solid things on a background, described exactly, drawn, and saved as picture files.
 
-What a scene promises: every thing lies wholly inside the picture and overlaps no other; the sides of its bounding box
-are 12% to 50% of the picture's short side, and no less than ten pixels, below which a JPEG file leaves but a smudge of
-some colours; its colour goes by one name and contrasts with the whole background.
+Every thing lies wholly inside the picture and overlaps no other. The sides of its bounding box are 12% to 50% of the
+picture's short side. They have at least ten pixels: in a JPEG file, smaller things become a smudge in some colours. A
+thing's colour goes by one name and contrasts with the whole background.
 """
 
 from __future__ import annotations

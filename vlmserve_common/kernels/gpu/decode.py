@@ -72,8 +72,8 @@ def decode_attention(
 
     table: int32 [rows, context], the slots of a request's tokens at its row; req_pool_indices [B]: that row; seq_lens
     int32 [B]: tokens, those of q included, and 0 for rows that are not in use, which get zeros. Without `requests`,
-    request i has row i of q. With them, int32 [n], only these requests are attended to, at row starts[request] of q,
-    and other rows of `out` are left alone. scale > 0. Other requests' slots are not read.
+    request i has row i of q. If they are given, int32 [n], only these requests are attended to, at row starts[request]
+    of q. Other rows of `out` are left alone. scale > 0. Other requests' slots are not read.
     """
     assert scale > 0
     _, heads, dim = q.shape
