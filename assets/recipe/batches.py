@@ -16,7 +16,8 @@ from assets.recipe.sizes import MERGE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """ids, branches: int64 [B, L]; taught, visual: bool [B, L]; positions: int64 [3, B, L]; branch -1 is padding.
+    """Lessons padded to one length. ids, branches: int64 [B, L]; branch -1 is padding. taught, visual: bool [B, L].
+    positions: int64 [3, B, L].
 
     patches: float16 [n, 1536]; grids: int64 [pictures, 3].
     hints: of all pictures, as tensors.

@@ -60,7 +60,8 @@ class Hints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lesson:
-    """ids, branches: int64 [L]; all tokens see branch 0, only its own tokens see another branch.
+    """A lesson of L tokens. ids, branches: int64 [L]; all tokens see branch 0, and another branch is seen by its own
+    tokens.
 
     taught: bool [L], tokens to predict. positions: int64 [3, L]. visual: bool [L], pad tokens of pictures.
     patches: float16 [n, 1536] of all pictures in order; grids: (t, h, w) of each.

@@ -35,8 +35,8 @@ Meter: TypeAlias = Callable[[Callable[[], object]], int]
 """Runs a function, and returns the peak of the bytes that were allocated meanwhile."""
 
 _LOGITS = 14
-"""Float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p: as computed, scaled, as
-logprobs, sorted with their places (which take twice as much), and their sums."""
+"""The float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p. They are logits as
+computed, scaled ones, logprobs, a sorted copy with its places (which takes twice as much), and its sums."""
 
 
 @dataclass(frozen=True, kw_only=True)

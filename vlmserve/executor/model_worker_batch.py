@@ -31,8 +31,8 @@ class PrefixSlots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSnapshot:
-    """Keep, as state `target`, what the state of request number `index` is behind its first `tokens` tokens of this
-    step, above 0."""
+    """Keep, as state `target`, the state of request number `index` behind its first `tokens` tokens of this step, above
+    0."""
 
     index: int
     tokens: int
@@ -78,8 +78,8 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsProcessing:
-    """A logits processor by its name, for number `row` of those that get a token. prompt_ids, output_ids: int64, all
-    of its tokens so far; no prompt_ids where embeddings stand in their place."""
+    """A logits processor by its name, for number `row` of the requests that get a token. prompt_ids, output_ids: int64,
+    all of the request's tokens so far; no prompt_ids if embeddings replace them."""
 
     row: int
     name: str
@@ -100,21 +100,20 @@ def _no_ids() -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatchInfo:
-    """How the S requests that get a token are sampled; arrays of length S unless said otherwise.
+    """The sampling of the S requests that get a token. Arrays have length S unless said otherwise.
 
-    batch_indices: int64, of them in the batch, ascending; one whose tokens are drafts (see `ModelWorkerBatch`) is there
+    batch_indices: int64, their numbers in the batch, ascending. A request with drafts (see `ModelWorkerBatch`) is there
     as often as it has tokens. token_indices: int64, the batch token that each of the S follows. temperatures, top_ps,
     min_ps: float32. top_ks: int64, <= 0 is off. seeds, output_indices: int64; sampling noise depends on these two only.
     num_logprobs: int64, -1 is none. bias_*: [K] triples (index among the S, token id, value added to the logit).
-    count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties, by index
-    and id. presence, frequency: float32 penalties.
-    seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
-    repetition penalty. repetition: float32, 1 is none.
-    in_flight_*: int64 [U] pairs (index among the S, its number among the tokens of its request) of tokens of those with
-    any penalty that only the worker knows: the last `RECENT_TOKENS` of a request at the most.
-    logprobs: of these, where anything is asked beyond `num_logprobs`. processing: in the order of application.
-    masked_rows: int64 [G], indices among the S of those with a grammar. bitmasks: int32 [G, ceil(vocab / 32)], a bit
-    for each token, the lowest first: 1 where it may come next.
+    count_*: [K] triples (index among the S, token id, times it was produced so far) of requests with penalties, by
+    index and id. presence, frequency: float32 penalties. seen_*: [K] pairs (index among the S, token id) of the tokens
+    of prompt and answer, of requests with a repetition penalty. repetition: float32, 1 is none. in_flight_*: int64 [U]
+    pairs (index among the S, its number among the tokens of its request) of tokens that only the worker knows, of
+    requests with any penalty: the last `RECENT_TOKENS` of a request at the most. logprobs: of the S rows, if a request
+    wants more than `num_logprobs`. processing: in the order of application. masked_rows: int64 [G], indices among the S
+    of requests with a grammar. bitmasks: int32 [G, ceil(vocab / 32)], a bit for each token, the lowest first. A bit is
+    1 if its token may come next.
     """
 
     batch_indices: np.ndarray
