@@ -119,9 +119,9 @@ class _FormerModules(MetaPathFinder, Loader):
     _names = frozenset(
         f"vlmserve.{name}"
         for name in (
-            *("client", "client.boxes", "messages", "offline", "offline.async_llm"),
+            *("client", "client.boxes", "messages", "offline", "offline.async_llm", "offline.llm"),
             *("tokenizer", "tokenizer.chat_messages", "tokenizer.input_embeds"),
-            *("tokenizer.request_builder", "tokenizer.stage"),
+            *("tokenizer.request_builder", "tokenizer.sampling", "tokenizer.stage"),
         )
     )
 

@@ -96,6 +96,7 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
         ("--cpu-offload-gb 4", "--cpu-offload-gb is '4'; only 0 is supported"),
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
         ("--enable-lora", "--enable-lora is not supported"),
+        ("--revision main", "--revision is not supported"),
         ("--kv-cache-dtype fp8", "--kv-cache-dtype is 'fp8'; it must be 'auto', 'fp8_e4m3' or 'int8'"),
         ("--attention-backend flashmla", "it must be 'auto', 'native', 'torch', 'triton' or 'flashinfer'"),
         ("--decode-attention-backend fa3", "--decode-attention-backend is not supported; use --attention-backend"),

@@ -55,7 +55,7 @@ class PageRequest:
         if self.after is not None:
             places = [place for place, item in enumerate(found) if id_of(item) == self.after]
             if not places:
-                raise invalid_value("after", f"after is {self.after[:80]!r}; it must be the id of an item in the list")
+                raise invalid_value("after", f"after is {self.after[:80]!r}; it must be an id in the list")
             found = found[places[0] + 1 :]
         items = found[: self.limit]
         ids = {"first_id": id_of(items[0]) if items else None, "last_id": id_of(items[-1]) if items else None}

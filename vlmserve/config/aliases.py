@@ -157,6 +157,11 @@ _INSTEAD = {
     "compilation_config O": "disable_cuda_graph cuda_graph_bs",
     "speculative_config speculative_draft_model_path": "speculative_algorithm",
 }
+_REFUSED = (
+    "revision download_dir tokenizer tokenizer_path ssl_keyfile ssl_certfile root_path fastapi_root_path chat_template "
+    "override_generation_config lora_modules max_loras max_lora_rank lora_paths max_loras_per_batch moe_dense_tp_size "
+    "pp_max_micro_batch_size mm_encoder_attn_backend mm_attention_backend"
+)
 _INSTEAD_OF_SWITCHES = {
     "enable_priority_scheduling schedule_low_priority_values_first": "schedule_policy",
     "enable_expert_parallel": "ep_size",
@@ -172,6 +177,7 @@ ALIASES: Mapping[str, Alias] = {
         for name in names.split()
     },
     **{name: Alias(switch=True, taken=("false",)) for name in _OFF_ONLY.split()},
+    **{name: Alias() for name in _REFUSED.split()},
     **{name: Alias(instead=tuple(ours.split())) for names, ours in _INSTEAD.items() for name in names.split()},
     **{
         name: Alias(switch=True, taken=("false",), instead=(ours,))
@@ -218,7 +224,7 @@ def our_settings(alias: Alias, value: Any, place: str) -> Mapping[str, Any]:
         return {}
     if alias.instead:
         raise SettingsError(f"{place} is not supported; use {' or '.join(map(flag, alias.instead))}")
-    if alias.switch:
+    if alias.switch or not alias.taken:
         raise SettingsError(f"{place} is not supported")
     raise SettingsError(f"{place} is {value!r}; only {', '.join(alias.taken)} is supported")
 

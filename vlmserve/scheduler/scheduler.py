@@ -228,10 +228,11 @@ class Scheduler:
             decoding = self._prepare_for_decode(decoding, in_flight, alone=not prompts)
             drain |= not prompts and not decoding
         found = bool(prompts or decoding)
+        batch = self._make_batch(prompts, decoding) if found else None
         alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0)
         decode = bool(prompts) and alternate and not drain  # once drained, the place is taken first
         self.due = Due(decode=decode, drain=drain, urgent=None if found else self.due.urgent)
-        return self._make_batch(prompts, decoding) if found else None
+        return batch
 
     def _decodable(self) -> list[Req]:
         """Return the requests that may get a token of the next step.

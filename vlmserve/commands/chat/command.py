@@ -40,7 +40,7 @@ _ABOUT = """\
 Chat with a model in the terminal, about pictures and videos too.
 
 Without --url, a `vlmserve serve` of the chat's own serves the model, and ends with the chat. It takes all options that
-`vlmserve serve --help` lists. Without a MODEL, it serves the small built-in one.
+`vlmserve serve --help-all` lists. Without a MODEL, it serves the small built-in one.
 
 FILEs are pictures and videos (or their web addresses) for the first question; - is standard input. In the chat, name
 files anywhere in a question, or drop them on the terminal; /help lists the commands. With --ask, or with a question on
@@ -166,10 +166,10 @@ def _parser() -> argparse.ArgumentParser:
         if name not in _servers_own():
             options.add_argument(flag(name), metavar="VALUE", default=None, help=option.help)
     shown = set(parser._actions)
-    add_settings(parser, _servers_own())
+    add_settings(parser, _servers_own(), help_all=False)
     for action in parser._actions:
         if action not in shown:
-            action.help = argparse.SUPPRESS  # `vlmserve serve --help` shows them
+            action.help = argparse.SUPPRESS  # `vlmserve serve --help-all` shows them
     return parser
 
 

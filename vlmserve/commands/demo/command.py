@@ -32,7 +32,7 @@ _ABOUT = """\
 A page to chat with a model about pictures and videos.
 
 Without --url, a `vlmserve serve` of the demo's own serves the model, and ends with this command. MODEL and all other
-options go to that server (`vlmserve serve --help` lists them). Without a MODEL, it serves the small built-in one.
+options go to that server (`vlmserve serve --help-all` lists them). Without a MODEL, it serves the small built-in one.
 """
 _EPILOG = """\
 examples:
