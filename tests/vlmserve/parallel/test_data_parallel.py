@@ -116,17 +116,18 @@ def await_running(server, expected: list[int]) -> None:
 
 
 def test_streams_are_aborted_where_they_run(client, server):
+    before = figures(server, "generation_tokens")
     streams = [
         answer(client, question("Go on and on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
         for n in range(2)
     ]
     for stream in streams:
         next(iter(stream))
-    await_running(server, [1, 1])
-    streams[1].close()
-    await_running(server, [1, 0])
-    streams[0].close()
+    for stream in streams:
+        stream.close()
     await_running(server, [0, 0])
+    grown = [b - a for a, b in zip(before, figures(server, "generation_tokens"), strict=True)]
+    assert all(0 < tokens < 3000 for tokens in grown), "none was computed to its end"
 
 
 def test_stop_strings_and_several_answers(client):
