@@ -2,7 +2,8 @@
 #
 #   make serve ARGS="--port 9000"        flags of `vlmserve serve`, a MODEL too
 #   make test                            linters, types, import rules, and the quick tests
-#   make test-full                       the slow tests
+#   make test-full                       the slow tests; the GPU's tests on the CPU; the quick tests on an older CPU with
+#                                        a fresh seed (SEED=number repeats one), and beside two busy processes
 #   make docs                            docs/flags.md, made of the settings
 #   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
 #   make gpu-report OUT=folder           checks and measures everything on a GPU, with results in files
@@ -15,13 +16,24 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
-# The quick tests run in several processes, a file in one of them, so that what a file sets up is set up once. Files come
-# in their order: files of few tests, which would come last otherwise, are long. Each computes with one thread: more would
-# wait for one another.
+# The quick tests run in several processes. All tests of a file run in one process, so that they can share what the file
+# sets up. Files are taken in their order, since the files with few tests take longest. Each process computes with one
+# thread: more threads would wait for one another.
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+QUICK = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
+# How NumPy's BLAS, torch with its libraries, and our own operators compute on a CPU with AVX2 and without AVX-512, and
+# on one without AVX2 (which our own operators do not run on).
+AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AVX2 += VLMSERVE_CPU_LEVEL=avx2
+AVX := OPENBLAS_CORETYPE=Sandybridge ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX MKL_ENABLE_INSTRUCTIONS=AVX
+# The first examples of the property tests in `make test-full`.
+ifndef SEED
+SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+endif
+FRESH = --hypothesis-profile=fresh --hypothesis-seed=$(SEED)
 DEVICE ?= cuda
 
-.PHONY: serve setup setup-test lint test test-full test-gpu gpu-report docs clean
+.PHONY: serve setup setup-test lint test test-full test-slow test-older-cpu test-busy test-gpu gpu-report docs clean
 .DEFAULT_GOAL := serve
 
 serve: setup
@@ -53,10 +65,25 @@ lint: setup-test
 	@$(BIN)/lint-imports
 
 test: lint
-	@HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
+	@$(QUICK)
 
 test-full: setup-test
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+	@$(MAKE) test-slow SEED=$(SEED)
+	@$(MAKE) test-gpu DEVICE=cpu
+	@$(MAKE) test-older-cpu SEED=$(SEED)
+	@$(MAKE) test-busy
+
+test-slow: setup-test
+	@echo 'The seed of the property tests is $(SEED): make test-slow SEED=$(SEED)'
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(FRESH) $(PYTEST_ARGS)
+
+test-older-cpu: setup-test
+	@echo 'On a CPU with AVX2; the seed of the property tests is $(SEED): make test-older-cpu SEED=$(SEED)'
+	@$(AVX2) $(QUICK) $(FRESH)
+
+test-busy: setup-test
+	@echo 'On a CPU with AVX, beside two busy processes'
+	@$(AVX) .ci/beside-busy env $(QUICK)
 
 test-gpu: setup-test
 	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

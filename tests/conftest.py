@@ -1,4 +1,7 @@
-"""Property tests try the same examples in every run: a failure is the change's doing, not the dice's."""
+"""Set-up of all tests. Property tests try the same examples in every run, so that only a change can make them fail.
+
+`--hypothesis-profile=fresh --hypothesis-seed=NUMBER` has them try other examples, as `make test-full` does.
+"""
 
 import contextlib
 import os
@@ -18,6 +21,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU, then; read when Triton is imported
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("fresh", database=None, deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 

@@ -43,7 +43,7 @@ _LATE = [
     "vlmserve_common.checkpoint.fp8",
     "vlmserve_common.compute.graphs",
     "vlmserve_common.kernels.gpu.catalogue",
-    "vlmserve_common.kernels.gpu.fp8_variants",
+    "vlmserve_common.kernels.gpu.fp8",
 ]
 _BENCH = "from vlmserve import cli; sys.exit(cli.main({words!r}))"
 

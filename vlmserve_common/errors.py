@@ -1,4 +1,4 @@
-"""Errors that name what was wrong; the server turns them into OpenAI error bodies."""
+"""Errors that name the wrong value; the server turns them into OpenAI error bodies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class BadRequestError(VlmserveError):
     """The request is at fault: answered with `status` (4xx) and OpenAI's error body.
 
     `message` names the wrong value, the limit and the setting that changes it; `param` is the request field
-    (e.g. "messages[0].content[1]"); `code` a short machine-readable word (e.g. "context_length_exceeded"). As text it
-    is the message, with the place in the messages before it where it does not say that itself.
+    (e.g. "messages[0].content[1]"); `code` a short machine-readable word (e.g. "context_length_exceeded"). Its text
+    is the message, after the place in the messages if the message does not name it.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path, *, on_disk: bool) -> Iterator[Path]:
-    """A file beside it to be written, which takes its place in the end: readers see all of it or none. on_disk: return
-    when it is there."""
+    """Yield a file to write, which replaces `path` in the end: readers see the whole new file or the old one.
+
+    on_disk: return only once the file is on disk.
+    """
     # as short as any: names may be as long as the file system takes
     unfinished = path.with_name(f".{hashlib.blake2b(os.fsencode(path.name), digest_size=8).hexdigest()}.part")
     try:

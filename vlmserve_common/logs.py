@@ -7,11 +7,11 @@ import sys
 from contextvars import ContextVar
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that this code works for, where that is known: lines about it begin with it."""
+"""The id of the request that this code works for, or "" if unknown: log lines about a request begin with its id."""
 
 
 class _NameRequest(logging.Filter):
-    """Gives each line the request that it is about, unless it names it anyhow."""
+    """Adds the request's id to each line that does not name it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         name = request_id.get()

@@ -25,11 +25,10 @@ from processors.pool.messages import (
 )
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.child import ChildProcess, is_stopped_by_a_signal
-from vlmserve_common.process.keeper import EndedInOrderError, ProcessKeeper, ProcessPlan
+from vlmserve_common.process.supervisor import EndedInOrderError, ProcessKeeper, ProcessPlan
 from vlmserve_common.process.wake_up import WakeUp
-from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
-from vlmserve_common.transport.wire import WireError
+from vlmserve_common.transport.wire import MessageChannel, WireError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

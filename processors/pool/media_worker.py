@@ -29,8 +29,8 @@ from processors.pool.messages import (
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.process.limits import ProcessLimits, allow_cpu_time, confine, return_memory
-from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
+from vlmserve_common.transport.wire import MessageChannel
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import Parent
-from vlmserve_common.process.keeper import ProcessPlan
+from vlmserve_common.process.supervisor import ProcessPlan
 from vlmserve_common.transport.shm import SharedArrays
 
 WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.api.protocol import ChatCompletionRequest, FormedRequest
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest, FormedRequest
 
 FIELDS = set(ChatCompletionRequest.model_fields)
 PAGE = (ROOT / "docs" / "flags-of-others.md").read_text(encoding="utf-8")

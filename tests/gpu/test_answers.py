@@ -70,7 +70,7 @@ def test_float32_answers_are_those_of_transformers(asked, device, settings):
 
 def first_logits(llm: LLM, conversation: list, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Logits [vocabulary] of an answer's first token."""
-    model, taken = llm._runner.model, []
+    model, taken = llm.engine.runner.model, []
     compute = model.compute_logits
 
     def note(hidden: torch.Tensor) -> torch.Tensor:

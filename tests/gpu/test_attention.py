@@ -132,6 +132,15 @@ def test_an_answer_does_not_depend_on_batch_mates(device, name):
         assert off(alone.run(backend), rows[number]) < TOLERANCES[dtype] / 3
 
 
+def test_neither_batch_mates_nor_chunks_nor_programs_change_a_bit(cuda, monkeypatch):
+    """Run on a GPU what tests of the kernels run under the interpreter, whose sums are made to have one order."""
+    from tests.vlmserve_common.kernels import test_triton_decode, test_triton_extend
+
+    test_triton_extend.test_neither_batch_mates_nor_chunks_change_a_bit()
+    monkeypatch.setattr(test_triton_decode.decode, "SHORTEST_SPLIT", 32)
+    test_triton_decode.test_neither_batch_mates_nor_the_number_of_programs_change_a_bit(monkeypatch)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
 @pytest.mark.parametrize("dim", [64, 72, 80])
 def test_segments_of_towers(device, dim, dtype):

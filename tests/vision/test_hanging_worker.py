@@ -21,7 +21,7 @@ from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncodeBatch
 from vision.workers.process_backend import ProcessBackend
-from vlmserve_common.process import keeper
+from vlmserve_common.process import supervisor
 from vlmserve_common.process.child import ChildProcess
 
 LIMIT_S = 0.25  # by the clock of the tests; that often it is looked at
@@ -148,7 +148,7 @@ def test_the_time_that_a_worker_takes_to_start_is_not_its_batches(tmp_path, monk
             assert begun.wait(PATIENCE_S)
             return super().take_report()
 
-    monkeypatch.setattr(keeper, "ChildProcess", Slow)
+    monkeypatch.setattr(supervisor, "ChildProcess", Slow)
     bench = Bench(tmp_path)
     bench.backend.start(0, batch(1))
     bench.now = 10 * LIMIT_S

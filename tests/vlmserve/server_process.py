@@ -19,6 +19,7 @@ from typing import Any
 import openai
 
 from vlmserve.commands.bench.processes import children_of
+from vlmserve_common.kernels.build import LEVEL_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 60.0
@@ -33,7 +34,11 @@ class ServerProcess:
     def __init__(self, words: Sequence[str], runtime: Path, **environment: str) -> None:
         self.runtime = runtime
         self.runtime.mkdir(exist_ok=True)
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name == LEVEL_VARIABLE or not name.startswith("VLMSERVE_")
+        }
         self.process = subprocess.Popen(
             words,
             cwd=ROOT,

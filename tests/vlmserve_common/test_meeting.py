@@ -24,7 +24,7 @@ from vlmserve_common.parallel.ranks import Ranks
 CPU = torch.device("cpu")
 
 
-def place(address: object, *, size: int = 2, seconds: float = 30.0) -> MeetingPlace:
+def place(address: object, *, size: int = 2, seconds: float = 120.0) -> MeetingPlace:
     return MeetingPlace(address=str(address), size=size, ready_by=time.monotonic() + seconds, timeout_s=seconds)
 
 
@@ -82,7 +82,7 @@ def test_those_on_other_machines_are_told_before_the_first_one_ends():
     code = f"""
 import time
 from vlmserve_common.parallel.meeting import MeetingPlace, meet
-meet(MeetingPlace(address={address!r}, size=2, ready_by=time.monotonic() + 30, timeout_s=30), 0, {{"model": "a"}})
+meet(MeetingPlace(address={address!r}, size=2, ready_by=time.monotonic() + 120, timeout_s=120), 0, {{"model": "a"}})
 """
     first = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:

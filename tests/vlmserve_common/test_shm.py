@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from vlmserve_common.transport import shm
 from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
-from vlmserve_common.transport.shm_block import block_of
+from vlmserve_common.transport.shm_block import Block, block_of
 
 LARGE = (2, MAPPED_FROM_BYTES)
 _Room = namedtuple("_Room", "f_bavail f_frsize f_blocks")
@@ -212,19 +212,20 @@ def test_whatever_is_done_in_whatever_order_contents_stay(tmp_path_factory, step
     assert not names(folder)
 
 
-def test_a_block_is_in_use_before_others_see_it(tmp_path):
-    free = []
+def test_a_block_is_in_use_before_others_see_it(tmp_path, monkeypatch):
+    shared, others = SharedArrays(tmp_path, spare_bytes=2**23), []
 
-    class Kept(list):
-        def append(self, block):
-            free.append(block.is_free())
-            super().append(block)
+    class Interrupted(Block):
+        def array(self, shape, dtype):
+            if not others:  # another thread asks for an array just now
+                others.append(None)
+                others.append(filled(shared, 2))
+            return super().array(shape, dtype)
 
-    shared = SharedArrays(tmp_path, spare_bytes=2**23)
-    shared._kept = Kept()
+    monkeypatch.setattr(shm, "Block", Interrupted)
     array = filled(shared, 1)
-    assert free == [False]
-    assert not np.shares_memory(array, filled(shared, 2))
+    assert not np.shares_memory(array, others[1])
+    assert (others[1] == 2).all()
 
 
 def test_an_array_that_cannot_be_kept_drives_nothing_out(tmp_path):

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmserve_common.checkpoint.progress import Progress
-from vlmserve_common.checkpoint.stream import HostCopies, Part, Stream, cut
+from vlmserve_common.checkpoint.stream import HostCopies, Part, Progress, Stream, cut
 from vlmserve_common.errors import CheckpointError
 
 THREADS, PART_BYTES = 3, 64

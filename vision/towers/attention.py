@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from vision.towers.grids import Segments, StaticSegments
 from vision.towers.pieces import TORCH_ROWS, Kind, Piece, PieceLimits, Steps, even_tiles, limited_tiles
 from vlmserve_common.compute.rotary import Rotation, rotate
+from vlmserve_common.kernels.fused import gpu_kernels_work
 from vlmserve_common.kernels.segment_attention import BLOCK_PATCHES, SegmentAttention, can_attend
-from vlmserve_common.kernels.segment_trial import gpu_kernels_work
 
 # Rotating and packing a patch takes as long as attending to this many keys.
 _PACK_KEYS = 64

@@ -15,7 +15,7 @@ from vision.towers.pieces import UNLIMITED, finish
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer, Graph
 from vlmserve_common.compute.memory import free_memory, show_gib
 from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.kernels.segment_trial import gpu_kernels_work
+from vlmserve_common.kernels.fused import gpu_kernels_work
 
 BUCKETS = (256, 512, 768, 1024, 1536, 2048)
 """Numbers of patches.

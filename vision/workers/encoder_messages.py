@@ -9,9 +9,8 @@ from typing import TypeAlias, get_args
 import numpy as np
 
 from vision.towers.temporal_patch import EncodeBatch
-from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
-from vlmserve_common.transport.wire import Frame
+from vlmserve_common.transport.wire import Frame, MessageChannel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,8 +19,8 @@ from vlmserve_common.compute.tensors import dtype_setting, to_array
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
 from vlmserve_common.process.child import Parent
-from vlmserve_common.transport.channel import MessageChannel
 from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.wire import MessageChannel
 
 
 def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> None:

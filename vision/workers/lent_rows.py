@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.encoder_messages import RowsAnswer, RowsHandle, RowsOffer, RowsTaken
-from vlmserve_common.transport.channel import MessageChannel
+from vlmserve_common.transport.wire import MessageChannel
 
 _Rows = TypeVar("_Rows")
 

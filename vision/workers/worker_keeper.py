@@ -25,10 +25,9 @@ from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
-from vlmserve_common.process.keeper import ProcessKeeper, ProcessPlan
-from vlmserve_common.transport.channel import MessageChannel
+from vlmserve_common.process.supervisor import ProcessKeeper, ProcessPlan
 from vlmserve_common.transport.shm import SharedArrays
-from vlmserve_common.transport.wire import Frame
+from vlmserve_common.transport.wire import Frame, MessageChannel
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
-import pydantic_core
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from vlmserve.api.body_budget import HeldBody, check_items, check_values
-from vlmserve.api.errors import refuse_invalid
-from vlmserve.api.protocol import FIELDS_INSIDE
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve_common.errors import BadRequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -94,26 +92,3 @@ def checked_within(raw: dict[str, Any], model: type[_Model], settings: ServerSet
     """Check the number of an object's items, then the object as `checked` does."""
     check_items(raw, settings)
     return checked(raw, model)
-
-
-def json_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
-    """Parse a JSON object. what: its name in errors. Raises BadRequestError."""
-    if not text or text.isspace():
-        raise BadRequestError(f"the {what} is empty; it must be a JSON object", code="invalid_json")
-    try:
-        raw = pydantic_core.from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        why = str(error).replace("EOF while parsing", "it ends within")
-        raise BadRequestError(f"the {what} is not valid JSON: {why}", code="invalid_json") from None
-    if not isinstance(raw, dict):
-        raise BadRequestError(f"the {what} must be a JSON object", code="invalid_json")
-    return raw
-
-
-def checked(raw: dict[str, Any], model: type[_Model]) -> _Model:
-    """Return an object as a model. Raises BadRequestError."""
-    try:
-        return model.model_validate(raw)
-    except ValidationError as error:
-        inside = len(error.errors(include_url=False, include_input=False)[0]["loc"]) > 1
-        raise refuse_invalid(error, raw, FIELDS_INSIDE if inside else model.model_fields) from None

@@ -13,18 +13,18 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
-from vlmserve.api.answers import AnswerHead, AnswerWriter
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.convert import to_generate_request
 from vlmserve.api.errors import Error, describe
 from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
-from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, sse_event, while_connected
-from vlmserve.api.tools import tool_use
+from vlmserve.api.streaming import DONE, EventStream, while_connected
 from vlmserve.api.tracing import asked_of
+from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
+from vlmserve.frontend.openai.convert import to_generate_request, tool_use
+from vlmserve.frontend.openai.json_bodies import sse_event
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve.frontend.parsers.answer import AnswerReading
 from vlmserve.frontend.request_builder import GenerateReqInput
 

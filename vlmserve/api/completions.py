@@ -12,17 +12,18 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import TextCompletion, TextCompletionChunk
-from vlmserve.api.answers import AnswerHead
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.completion_answers import CompletionWriter
-from vlmserve.api.completion_protocol import CompletionRequest
-from vlmserve.api.convert import named, sampling_of
-from vlmserve.api.errors import Error, describe, invalid_value
+from vlmserve.api.errors import Error, describe
 from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, sse_event, while_connected
+from vlmserve.api.streaming import DONE, EventStream, while_connected
+from vlmserve.frontend.openai.answers import AnswerHead
+from vlmserve.frontend.openai.completion_answers import CompletionWriter
+from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.convert import named, sampling_of
+from vlmserve.frontend.openai.json_bodies import invalid_value, sse_event
 from vlmserve.frontend.request_builder import GenerateReqInput, TextPrompt, TokensPrompt
 from vlmserve.frontend.sampling import MAX_TOP_LOGPROBS, check_range
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions

@@ -17,8 +17,8 @@ from typing_extensions import TypedDict
 from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error, error_body
 from vlmserve.api.openapi.operation import BODY_ERRORS, ENGINE_ERRORS, ID_ERRORS, operation
-from vlmserve.api.protocol import StrictModel
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.database import is_full
-from vlmserve.config.plain_problems import did_you_mean, sentence
+from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -47,11 +46,6 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     """Return {"error": {message, type, param, code}}. The type follows from the HTTP status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def invalid_value(param: str, what: str) -> BadRequestError:
-    """Return the error of a field whose value is not allowed."""
-    return BadRequestError(what, param=param, code="invalid_value")
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -89,18 +83,6 @@ def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None 
     return JSONResponse(body, status_code=status, headers=extra)
 
 
-def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[str] = ()) -> BadRequestError:
-    """Return the error for the first problem of a request body, with the path of its field.
-
-    The path is as the client wrote it. known_fields: candidates for "did you mean" if the field is unknown.
-    """
-    problem = error.errors(include_url=False)[0]
-    path = _path_in(raw, problem["loc"], absent=problem["type"] == "missing")
-    guess = did_you_mean(path.rpartition(".")[2], known_fields)
-    message = sentence(problem, path or "the request body", guess)
-    return BadRequestError(message, param=path or None, code="invalid_value")
-
-
 def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
     """Answer every failure of `app` in OpenAI's form. retry_after_s: see `error_response`."""
 
@@ -125,24 +107,3 @@ def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> No
     app.add_exception_handler(BadRequestError, on_error)
     app.add_exception_handler(EngineError, on_error)
     app.add_exception_handler(ClientDisconnect, on_disconnect)
-
-
-def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
-    """Return a pydantic location as a path like messages[0].content[1].text, without the tags of unions.
-
-    absent: the last step of the location is a missing field.
-    """
-    path, value = "", raw
-    for place, step in enumerate(loc):
-        missing = absent and place == len(loc) - 1
-        if (
-            isinstance(value, dict)
-            and value.get("type") == step
-            and loc[place + 1 : place + 2] in [(k,) for k in value]
-        ):
-            continue  # a tag that is the name of a field, too: {"type": "video", "video": ...}
-        if isinstance(step, int) and isinstance(value, list) and step < len(value):
-            path, value = f"{path}[{step}]", value[step]
-        elif isinstance(step, str) and isinstance(value, dict) and (step in value or missing):
-            path, value = f"{path}.{step}" if path else step, value.get(step)
-    return path

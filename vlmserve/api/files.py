@@ -14,12 +14,12 @@ from typing_extensions import TypedDict
 from vlmserve.api.auth import owner_of
 from vlmserve.api.body import body_parts
 from vlmserve.api.database import NO_SPACE
-from vlmserve.api.errors import invalid_value
 from vlmserve.api.file_store import FileRecord, FileStore, Upload
 from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
 from vlmserve.api.paging import Page, PageRequest, page_query
 from vlmserve.api.upload_form import UploadForm
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve_common.errors import BadRequestError, EngineError
 
 PURPOSES = ("vision", "user_data", "batch")

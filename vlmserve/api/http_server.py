@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vlmserve.api.connections import ConnectionLimits, Connections
 from vlmserve.api.errors import RETRY_AFTER_S, error_body
 from vlmserve.config.settings import ServerSettings
-from vlmserve_common.process.open_files import open_files_limit
+from vlmserve_common.process.limits import open_files_limit
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from vlmserve.ipc.ready import Ready, ReadyReport, of_all
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess
-from vlmserve_common.process.open_files import raise_open_files
+from vlmserve_common.process.limits import raise_open_files
 from vlmserve_common.process.stop_signals import (
     STOP_SIGNALS,
     StopRequested,

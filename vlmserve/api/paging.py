@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from typing_extensions import TypedDict
 
-from vlmserve.api.errors import invalid_value
+from vlmserve.frontend.openai.json_bodies import invalid_value
 
 _T = TypeVar("_T")
 

@@ -16,15 +16,15 @@ from typing_extensions import TypedDict
 from vlmserve.api.answer_types import PromptTokensDetails
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.convert import named
-from vlmserve.api.errors import invalid_value
 from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
-from vlmserve.api.prompt_logprobs import finite
-from vlmserve.api.protocol import ScoreRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
 from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.openai.answers import finite
+from vlmserve.frontend.openai.convert import named
+from vlmserve.frontend.openai.json_bodies import invalid_value
+from vlmserve.frontend.openai.protocol import ScoreRequest
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.frontend.sampling import SamplingOverrides

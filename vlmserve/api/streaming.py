@@ -11,24 +11,12 @@ import contextlib
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
-import pydantic_core
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
-
-
-def sse_event(data: Any) -> bytes:
-    """Return one event with a JSON payload."""
-    return b"data: " + json_text(data) + b"\n\n"
-
-
-def json_text(data: Any) -> bytes:
-    """Return JSON as events have it: short, in UTF-8. Python's own encoder takes several times as long, which shows in
-    answers with logprobs."""
-    return pydantic_core.to_json(data)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

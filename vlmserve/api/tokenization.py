@@ -14,10 +14,10 @@ from typing_extensions import TypedDict
 from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, MODEL_ERRORS, operation
-from vlmserve.api.protocol import Messages, StrictModel, Tool, _keep_raw
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
+from vlmserve.frontend.openai.protocol import Messages, StrictModel, Tool, _keep_raw
 from vlmserve.frontend.parsers.tool_use import ToolUse
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.frontend.sampling import check_token

@@ -12,10 +12,10 @@ from typing_extensions import TypedDict
 from vlmserve.api.auth import client_of, owner_of, tenant_of
 from vlmserve.api.body import read_body
 from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
-from vlmserve.api.protocol import WarmupRequest
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
+from vlmserve.frontend.openai.protocol import WarmupRequest
 from vlmserve.frontend.tokenizer_manager import WarmupInput
 from vlmserve.ipc.messages import EncodedItem
 from vlmserve_common.errors import BadRequestError

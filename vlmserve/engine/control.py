@@ -1,4 +1,4 @@
-"""What operators may do to a running engine: pause it, forget cached prefixes, profile it, end requests, look at it."""
+"""Operators' requests to a running engine: pause it, flush its cache, profile it, end requests, describe it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class ControlledEngine(Protocol):
-    """What control asks of the engine; see `EventLoop`."""
+    """The part of `EventLoop` that control needs."""
 
     def handle(self, message: AbortReq) -> None: ...
 
@@ -49,7 +49,8 @@ class _RefusedError(Exception):
 
 
 class EngineControl:
-    """Call `step` in place of the engine's own, and `handle` between steps, in the same thread.
+    """Answers operators' requests, and pauses the engine. Call `step` in place of the engine's own, and `handle`
+    between steps, in the same thread.
 
     device, dtype: the model's, for `ServerInfo`.
     """
@@ -72,7 +73,7 @@ class EngineControl:
         )
 
     def step(self) -> bool:
-        """The engine's next step; while it is paused none begins, as if there were nothing to do."""
+        """Do the engine's next step. While the engine is paused no step begins, as if there were nothing to do."""
         if self.paused:
             self._engine.drain()
             return False
@@ -82,7 +83,7 @@ class EngineControl:
         return busy
 
     def handle(self, message: ControlRequest) -> ControlResult:
-        """The answer. Never raises: what goes wrong is told."""
+        """Answer a request. Never raises: errors become answers."""
         try:
             return self._dispatch(message)
         except _RefusedError as refusal:

@@ -1,4 +1,4 @@
-"""Messages by their type: each type has one handler, and one that has none is an error."""
+"""Dispatch of messages by their type: each type has one handler, and an unknown type is an error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vlmserve_common.errors import EngineError
 
 
 class TypeDispatcher:
-    """Calls the handler of a message's type, which must be exactly that type.
+    """Calls the handler of a message's exact type.
 
-    covers: types that must have a handler; EngineError names those that have none.
+    covers: types that must have a handler; EngineError names the missing ones.
     """
 
     def __init__(self, handlers: Mapping[type, Callable[[Any], Any]], *, covers: Iterable[type] = ()) -> None:
@@ -21,7 +21,7 @@ class TypeDispatcher:
             raise EngineError(f"no handler for messages of type {', '.join(missing)}")
 
     def __call__(self, message: object) -> Any:
-        """What the handler returns. EngineError for an unknown type."""
+        """Return the handler's result. EngineError for an unknown type."""
         handler = self._handlers.get(type(message))
         if handler is None:
             known = ", ".join(sorted(cls.__name__ for cls in self._handlers))

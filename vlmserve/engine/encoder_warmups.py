@@ -1,7 +1,7 @@
 """Media that are encoded ahead of time, beside the requests.
 
-A warmup holds a few of its temporal patches at a time, and each no longer than until its embeddings are on disk (in
-memory, where there is no disk): memory does not grow with a video's length, and what is confirmed is durable.
+A warmup holds a few of its temporal patches at a time, so memory does not grow with a video's length. It holds a patch
+until its embeddings are on disk, so confirmed embeddings are durable. Without a disk tier they stay in memory.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from vision.encoder_pool import EncoderPool
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.ipc.messages import EncodedItem, EncodeOutput, EncodeReqInput, FinishReason
 
-# With those whose embeddings are there and being written, so many times as many may be held.
+# Patches that are encoded and being written to disk may be held, too: in all, so many times `max_patches`.
 _SAVING_FACTOR = 4
 
 
 @dataclass
 class _Held:
-    """A temporal patch of item number `item`. order, place: as in the pool. ready: its embeddings have come; asked: to
-    have them on disk."""
+    """A temporal patch of item number `item`. order, place: as in the pool. ready: its embeddings have come. asked: the
+    pool was asked to save them."""
 
     key: bytes
     order: int
@@ -33,7 +33,7 @@ class _Held:
 
 
 class _Warmup:
-    """What became of a message's items so far, and what is still to be done."""
+    """The items of a message: their results so far, the patches held, and the patches still to be asked for."""
 
     def __init__(self, message: EncodeReqInput, *, saved: bool | None) -> None:
         self.rid = message.rid
@@ -53,9 +53,10 @@ class _Warmup:
 
 
 class EncoderWarmups:
-    """A client of an encoder pool, which takes messages through it in turn.
+    """Encodes media ahead of time: a client of an encoder pool that serves one message after the other.
 
-    send: gets the answers. max_patches: vision patches under way at a time; one larger temporal patch goes alone.
+    send: gets the answers. max_patches: so many vision patches are under way at a time. A larger temporal patch goes
+    alone.
     """
 
     def __init__(self, pool: EncoderPool, *, send: Callable[[EncodeOutput], None], max_patches: int) -> None:
@@ -63,18 +64,19 @@ class EncoderWarmups:
         self._send = send
         self._max_patches = max_patches
         self._warmups: dict[str, _Warmup] = {}
-        self._asked = 0  # temporal patches so far: those of one order come in the order they were asked for
+        self._asked = 0  # temporal patches so far; patches of one order are encoded in the order they were asked for
 
     def __len__(self) -> int:
         return len(self._warmups)
 
     def add(self, message: EncodeReqInput) -> None:
-        """Take a message. It is answered in an `advance` to come."""
+        """Take a message. A later `advance` answers it."""
         saved = None if self._pool.store is None else True
         self._warmups[message.rid] = _Warmup(message, saved=saved)
 
     def abort(self, rid: str) -> bool:
-        """Give a message up, without an answer; whether it was here. What the encoder has begun it ends."""
+        """Give a message up without an answer. Returns whether it was here. Patches that are being encoded are
+        finished."""
         warmup = self._warmups.pop(rid, None)
         if warmup is not None:
             for held in warmup.held:
@@ -82,9 +84,10 @@ class EncoderWarmups:
         return warmup is not None
 
     def advance(self, *, order: int | None) -> bool:
-        """To be called after the pool's: let go of what is ready, and ask for more; whether anything changed.
+        """Let go of patches that are done, and ask for more. Call it after the pool's `advance`. Returns whether
+        anything changed.
 
-        order: of what is asked for now; None asks for nothing.
+        order: the order of the patches that are asked for now; None asks for none.
         """
         changed = False
         for warmup in list(self._warmups.values()):
@@ -133,21 +136,21 @@ class EncoderWarmups:
         return done
 
     def _is_saved(self, warmup: _Warmup, held: _Held) -> bool | None:
-        """Whether embeddings are on disk as they are to be; None: that is seen to."""
+        """Return whether embeddings are on disk, pinned if the message asks for it; None while they are being saved."""
         pool, key = self._pool, held.key
         if held.asked or not warmup.pin:
             saved = pool.is_saved(key)
             if saved or held.asked:
                 return saved
-            if pool.is_saving(key):  # on the pool's own accord
+            if pool.is_saving(key):  # the pool does that by itself
                 return None
-        if pool.is_ready(key):  # they may have been given up for others meanwhile
+        if pool.is_ready(key):  # otherwise they were evicted meanwhile
             pool.save(key, pin=warmup.pin)
             held.asked = True
         return None
 
     def _ask(self, order: int) -> bool:
-        """Hold as many more temporal patches as there may be, of the first messages; whether there were any."""
+        """Hold as many more temporal patches as fit, of the first messages. Returns whether there were any."""
         everything = [held for warmup in self._warmups.values() for held in warmup.held]
         total = sum(held.num_patches for held in everything)
         under_way = sum(held.num_patches for held in everything if not held.ready)

@@ -1,17 +1,17 @@
-"""The event loop of an engine: which scheduler is asked for what, what is in flight, and when to wait.
+"""The event loop of an engine: it launches steps and slices of encoding on the device, and waits for their results.
 
 Each turn of the loop
 
-1. takes what the encoder has brought, and lets every scheduler take what came since the last turn,
-2. asks every scheduler for its next batch and launches them as one step on the device,
+1. collects embeddings from the encoder, and lets every scheduler take embeddings, grammars and prefixes,
+2. asks every scheduler for its next batch, and launches these batches as one step on the device,
 3. launches a slice of encoding, if the encoder works in this process,
-4. waits for the oldest step in flight, if there are enough of them, and hands its results to the schedulers.
+4. waits for the oldest step, if enough steps are in flight, and hands its results to the schedulers.
 
-With one step in flight that is the plain loop. With two, a step is decided while the one before it is computed.
+This is the plain loop if one step is in flight. If there are two, a step is decided while the last one is computed.
 
-There is one scheduler, or one for each attention group (`--enable-dp-attention`). Groups have requests, KV and prefixes
-of their own, and share the device and the encoder: a step holds a batch of each group, and a group without a batch
-joins the collectives of the others. If a step fails, its requests are answered with an error, and no others.
+There is one scheduler, or one for each attention group (`--enable-dp-attention`). Groups have their own requests, KV
+and prefixes. They share the device and the encoder. A step holds a batch of each group, and a group without a batch
+joins the collectives of the other groups. If a step fails, the requests of its batches are answered with an error.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ _MOST_PROMPTS = 4096
 class EventLoop:
     """The loop over the schedulers of one engine. Single-threaded: call `handle` and `step` in turn.
 
-    worker: computes steps on `device`. It has one group for each of the `schedulers`.
-    encoder: shared by all schedulers and by media that are encoded ahead of time. max_patches: see `EncoderWarmups`.
-    placement: chooses a group for each request; needed if there are several schedulers.
-    send: gets answers to requests that have no scheduler, and those of steps.
+    worker: computes the steps of all schedulers on `device`. encoder: shared by all schedulers, and by media that are
+    encoded ahead of time. send: gets the outputs of steps, and answers about media encoded ahead of time.
+    max_patches: see `EncoderWarmups`. placement: chooses a group for each request; needed for several schedulers.
     """
 
     def __init__(
@@ -115,14 +114,14 @@ class EventLoop:
             self.schedulers[group].handle(message, also_waiting=len(self._warmups))
 
     def _queue_is_full(self) -> FinishReason | None:
-        """Return why no group takes another request, or None if one does."""
+        """Return why no group takes another request; None if a group takes one."""
         reasons = [scheduler.queue_is_full(also_waiting=len(self._warmups)) for scheduler in self.schedulers]
         return reasons[0] if all(reasons) else None
 
     # ------------------------------------------------------------ turns
 
     def step(self) -> bool:
-        """Do one turn. False: there is nothing to do before a message comes, or one of `wait_handles` is readable."""
+        """Do one turn. False: there is nothing to do until a message comes, or one of `wait_handles` is readable."""
         moved = self._take_ready()
         encoding, steps = self._encoding_group(), self._steps
         batches = self._launch_step(encoding)
@@ -138,13 +137,13 @@ class EventLoop:
         return self._encode_ahead(busy)
 
     def step_or_wait(self) -> None:
-        """Do one turn, for callers without messages of their own. If requests wait for the encoder, wait with them."""
+        """Do one turn, for callers without a message queue. If requests wait for the encoder, wait with them."""
         if not self.step() and not self.is_idle():
             wait(self.wait_handles())
 
     def wait_handles(self) -> list[int]:
-        """Return the file descriptors that make another turn worth while, after `step` said False: one of them becomes
-        readable then. None if only a message can change anything."""
+        """Return file descriptors to wait for after `step` returned False. One of them becomes readable when another
+        turn has something to do. The list is empty if only a message can change anything."""
         handles = self.encoder.wait_handles() if self.encoder.busy else []
         intakes = [scheduler.intake for scheduler in self.schedulers]
         return [*handles, *(intake.wait_handle for intake in intakes if intake.is_fetching)]
@@ -155,7 +154,7 @@ class EventLoop:
             self._take_oldest()
 
     def _take_ready(self) -> bool:
-        """Let all schedulers take what came since the last turn. True if the encoder or a request moved."""
+        """Collect embeddings, and let all schedulers take them. Returns whether any have come, or failed."""
         encoded = False
         for urgent in dict.fromkeys([scheduler.due.urgent for scheduler in self.schedulers]):
             encoded |= self.encoder.advance(urgent=urgent)
@@ -166,8 +165,11 @@ class EventLoop:
         return moved
 
     def _launch_step(self, encoding: int) -> list[ScheduleBatch | None] | None:
-        """Launch the next batch of each group as one step; no step if no group has any. None: no group was asked, as
-        tokens that the next step reads have not been sampled yet. encoding: see `_encoding_group`."""
+        """Launch the next batch of each group as one step, if any group has one. Returns the batches; None if no group
+        was asked, as the next step reads tokens that have not been sampled yet.
+
+        encoding: see `_encoding_group`.
+        """
         for step in self._in_flight:
             if not step.is_sampled:
                 return None
@@ -180,14 +182,17 @@ class EventLoop:
             if reqs:
                 self._steps += 1
                 self._in_flight.append(StepHandle(self._submit(reqs), self.worker, batches, self._steps))
-        except BaseException as failure:  # interrupted: nothing of the step may stay behind
+        except BaseException as failure:  # an interrupted launch must leave nothing of the step behind
             self._fail(batches, failure)
             raise
         return batches
 
     def _launch_slice(self, group: int, batches: Sequence[ScheduleBatch | None] | None) -> bool:
-        """Launch a slice of encoding, if the encoder works in this process. Prompts beside requests that decode take
-        turns with it: behind such a step there is none. group: see `_encoding_group`."""
+        """Launch a slice of encoding, if the encoder works in this process. Returns whether one was launched: behind a
+        step of prompts beside requests that decode there is none, and the next step is for decoding.
+
+        group: see `_encoding_group`.
+        """
         if not self.encoder.has_work:
             return False
         scheduler, batch = self.schedulers[group], None if batches is None else batches[group]
@@ -198,7 +203,7 @@ class EventLoop:
         return True
 
     def _resting(self, batches: Sequence[ScheduleBatch | None] | None) -> list[Scheduler]:
-        """Return the schedulers that have nothing in flight, and decided on nothing when they were asked."""
+        """Return the schedulers that have nothing in flight, and had no batch when they were asked."""
         if batches is None or None not in batches:
             return []
         return [
@@ -238,7 +243,7 @@ class EventLoop:
         for scheduler, batch, result in zip(self.schedulers, step.batches, results, strict=True):
             if batch is not None:
                 outputs += scheduler.process_batch_result(batch, result)
-        if self._in_flight:  # the tokens that the next step is sampled by have come
+        if self._in_flight:  # the tokens that its sampling depends on have come
             self._in_flight[0].sample()
         if outputs:  # sent while the device samples
             self._send(BatchTokenOutput(outputs=tuple(outputs)))
@@ -249,8 +254,8 @@ class EventLoop:
                 scheduler.fail_batch(batch, failure)
 
     def _encode_ahead(self, busy: bool) -> bool:
-        """Let the media that are encoded ahead of time have their turn, behind the requests that are there and before
-        those to come. Returns whether there is anything to do now."""
+        """Go on with media that are encoded ahead of time, behind the requests that are there and before later ones.
+        Returns whether there is anything to do now."""
         idle = self._has_no_requests()
         if len(self._warmups):
             may_ask = not self.encoder.inline or idle or self._turns % _TURNS_PER_WARMUP == 0
@@ -272,8 +277,8 @@ class EventLoop:
         return self.device.depth if self._num_decoding() >= self.device.least_reqs else 1
 
     def _encoding_group(self) -> int:
-        """Return the group whose steps take turns with slices of encoding. It is the one with most to lose by them, so
-        it knows best how long they may be."""
+        """Return the group whose steps take turns with slices of encoding: the one with most requests that decode. It
+        knows best how long a slice may be."""
         if len(self.schedulers) == 1:
             return 0
         decoding = [len(scheduler.running_batch) for scheduler in self.schedulers]
@@ -288,26 +293,27 @@ class EventLoop:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not computed yet."""
+        """Return how many requests are not computed yet."""
         return sum(len(scheduler.waiting_queue) for scheduler in self.schedulers)
 
     def is_idle(self) -> bool:
-        """Whether there is no request, no step in flight, and nothing to encode ahead of time."""
+        """Return True if there is no request, nothing in flight, and nothing to encode ahead of time."""
         return not len(self._warmups) and self._has_no_requests()
 
     def _has_no_requests(self) -> bool:
-        """Whether there is no request, and nothing in flight."""
+        """Return True if there is no request, and nothing in flight."""
         if self._in_flight or self._slices:
             return False
         return all(scheduler.is_idle() for scheduler in self.schedulers)
 
     def _held_bytes(self) -> int:
-        """Return the bytes of embeddings that nobody should hold when a group is idle; 0 if others may hold some."""
+        """Return the bytes of embeddings that are held by error when a group is idle; 0 if another group, or media
+        encoded ahead of time, may hold some."""
         shared = len(self._warmups) or not all(scheduler.is_idle() for scheduler in self.schedulers)
         return 0 if shared else self.encoder.cache.device.held_bytes
 
     def check_pools(self) -> None:
-        """Check that nothing is lost. EngineError unless everything is free or cached; for idle engines only."""
+        """Check an idle engine for lost memory: EngineError unless everything is free or cached."""
         for scheduler in self.schedulers:
             scheduler.check_pools(held_bytes=self._held_bytes())
 
@@ -318,8 +324,8 @@ class EventLoop:
         return sum(scheduler.flush_cache() for scheduler in self.schedulers)
 
     def stats(self) -> SchedulerStats:
-        """Return figures of this moment: of all groups together and, if there are several, of each. What groups share
-        is part of the first group's figures."""
+        """Return figures of this moment: of all groups together and, if there are several, of each. Figures of the
+        encoder and of experts are part of the first group's."""
         encoder = self.encoder.stats()
         first, *others = [scheduler.stats() for scheduler in self.schedulers]
         first = replace(first, encoder=encoder, experts=self._expert_stats(), num_warmups=len(self._warmups))
@@ -366,13 +372,13 @@ class GroupPlacement:
         return group
 
     def end(self, rid: str) -> int | None:
-        """Forget a request that is given up. Returns its group; None if it has ended, or never was."""
+        """Forget a request that is given up. Returns its group; None if the request is unknown or has ended."""
         group = self._router.replica_of(rid)
         self._router.end(rid)
         return group
 
     def forget(self) -> None:
-        """Forget what is cached where: caches are empty."""
+        """Forget which group has cached which prefixes, as their caches are empty."""
         self._router.forget()
 
     def noting(self, send: Callable[[SchedulerOutput], None]) -> Callable[[SchedulerOutput], None]:

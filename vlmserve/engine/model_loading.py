@@ -18,7 +18,7 @@ from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_p
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.checkpoint.quantized import Scheme
+from vlmserve_common.checkpoint.gptq_awq import Scheme
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device

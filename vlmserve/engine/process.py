@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GRACE_S = 0.5
-"""For the engine's thread to say what it had no time for, well within the patience of who stops the process."""
+"""So long the engine's thread may take to log what it had no time for. The launcher waits longer than that."""
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
-    """Work until the end, which comes with the parent's (see `vlmserve_common.process.child`).
+    """Run the scheduler process until its parent ends it, see `vlmserve_common.process.child`.
 
-    Between steps all waiting messages are taken, then what operators ask; with nothing to compute the process sleeps on
-    its sockets.
+    Between steps it takes all waiting messages and operators' requests. If there is nothing to compute, it sleeps until
+    a socket is readable.
     """
     args = replica_args(args, channels.replica)
     args, ranks = _join(args, channels, start)
@@ -72,7 +72,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         auto_pixels=info.auto_pixels,
         before_end=partial(_finish, loop.encoder, ending, stores_kv=args.hicache_storage_dir is not None),
     )
-    gc.freeze()  # what is there by now stays: looking through it would stop answers for a tenth of a second
+    gc.freeze()  # the objects of now stay for good, and collecting among them would stop answers for 0.1 s
     presence = None if ranks is None else ranks.presence
     elsewhere = [] if presence is None else presence.handles
     busy = False
@@ -99,7 +99,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
 
 
 def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
-    """The work of a rank but the first."""
+    """Run the process of any rank but the first."""
     from vlmserve.engine.rank_processes import follow, meeting_place
 
     args = replica_args(args, channels.replica)
@@ -109,7 +109,7 @@ def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings,
 
 
 def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[EngineArgs, Ranks | None]:
-    """The first rank's own settings, once it has met the others."""
+    """Let the first rank meet the other ranks. Returns its own settings, and the connections to the others."""
     if args.world_size == 1:
         return args, None
     from vlmserve.engine.rank_processes import join_ranks, meeting_place, rank_args
@@ -126,7 +126,7 @@ def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | GroupsWorker:
 
 
 def message_dispatcher(loop: EventLoop, send: Callable[[Any], None], replica: int = 0) -> TypeDispatcher:
-    """What becomes of each message to the scheduler process. send: to the detokenizer. replica: which one this is."""
+    """Make the dispatcher of messages to the scheduler process. send: to the detokenizer. replica: of this process."""
 
     def take_batch(batch: BatchTokenizedGenerateReqInput) -> None:
         for request in batch.requests:
@@ -139,7 +139,7 @@ def message_dispatcher(loop: EventLoop, send: Callable[[Any], None], replica: in
 
     def pass_on(lost: RequestsLost) -> None:
         send(lost)
-        for rid in lost.rids:  # known here if the lost message was an abort
+        for rid in lost.rids:  # the request is here if the lost message was its abort
             loop.handle(AbortReq(rid=rid))
 
     return TypeDispatcher(
@@ -156,7 +156,8 @@ def message_dispatcher(loop: EventLoop, send: Callable[[Any], None], replica: in
 
 
 def _finish(encoder: EncoderPool, ending: Ending, *, stores_kv: bool) -> None:
-    """In the thread that is told of the end, while the engine's writes its prefixes."""
+    """Write embeddings to disk, in the thread that is told of the end. The engine's thread writes prefixes
+    meanwhile."""
     ending.tell()
     lost = encoder.flush(FINISH_S)
     if lost:

@@ -1,4 +1,4 @@
-"""What each of several replicas has of the machine."""
+"""The share of the machine that each of several replicas gets."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from vlmserve_common.errors import EngineError
 
 
 def replica_args(args: EngineArgs, replica: int | None) -> EngineArgs:
-    """A replica's own settings: its GPUs, the next ones after those of the replica before, or its share of the CPU's
-    cores and memory. None: there is one, which has all. EngineError for more replicas than there are GPUs for."""
+    """Return a replica's own settings: its GPUs, which follow those of the replica before, or its share of the CPU's
+    cores and memory. EngineError if there are too few GPUs. replica: None for a single engine, which gets
+    everything."""
     if replica is None:
         return args
     device, ranks = resolve_device(args.device), len(args.own_ranks)

@@ -14,11 +14,11 @@ class ModelWorker(Protocol):
     """Computes the steps of one scheduler: the `ModelRunner`, a process that holds one, or a test's fake."""
 
     def forward(self, batch: ModelWorkerBatch) -> Any:
-        """Compute a step up to what it is sampled from."""
+        """Compute a step without its sampling. Returns the states that tokens are sampled from."""
         ...
 
     def sample(self, forwarded: Any, info: SamplingBatchInfo) -> PendingResult:
-        """Sample the tokens of a step, which may be still to come."""
+        """Launch the sampling of a step's tokens."""
         ...
 
 
@@ -27,11 +27,11 @@ class GroupsWorker(Protocol):
     None is a group that takes no part."""
 
     def forward(self, steps: Sequence[ModelWorkerBatch | None]) -> Sequence[Any]:
-        """Compute a step of each group up to what it is sampled from."""
+        """Compute a step of each group without its sampling. Returns the states that tokens are sampled from."""
         ...
 
     def sample(self, steps: Sequence[tuple[Any, SamplingBatchInfo] | None]) -> Sequence[PendingResult | None]:
-        """Sample the tokens of a step of each group."""
+        """Launch the sampling of the tokens of each group's step."""
         ...
 
 
@@ -84,19 +84,19 @@ class StepHandle:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the sampling of all groups has been launched: later steps read the tokens that come of it."""
+        """Return True if the sampling of all groups has been launched. Later steps read the sampled tokens."""
         return not self._late
 
     def sample(self) -> None:
-        """Sample the groups that have not been sampled yet, by the tokens known now."""
+        """Launch the sampling of groups that had to wait, by the tokens known now."""
         if self._late:
             late, self._late = self._late, []
             self._sample(late)
 
     def results(self) -> Sequence[ModelWorkerResult | None]:
-        """Wait for the step and return each group's result; raises what computing it raised.
+        """Wait for the step and return each group's result. An error of the step is raised here.
 
-        An interrupted wait can be repeated: a result that has come is kept.
+        An interrupted wait can be repeated: results that have come are kept.
         """
         self.sample()
         for group in range(len(self._results), len(self.batches)):

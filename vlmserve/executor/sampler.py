@@ -19,7 +19,7 @@ from vlmserve.executor.penalties import adjust
 from vlmserve.executor.sampler_inputs import RandomRows, SamplerInputs
 from vlmserve_common.compute.transfers import Upload, transfers_for
 from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.argmax import argmax
+from vlmserve_common.kernels.rows import argmax
 
 _M1 = -4658895280553007687  # 0xBF58476D1CE4E5B9, the multipliers of SplitMix64's finalizer (Steele et al. 2014)
 _M2 = -7723592293110705685  # 0x94D049BB133111EB

@@ -19,8 +19,8 @@ from vlmserve.models.qwen import QWEN2_DEFAULTS, QWEN3_DEFAULTS, QWEN3_MOE_DEFAU
 from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
+from vlmserve_common.checkpoint.gptq_awq import Scheme, quantized_tensors, read_scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
-from vlmserve_common.checkpoint.quantized import Scheme, quantized_tensors, read_scheme
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, read_json
 from vlmserve_common.checkpoint.weights import match_weights
 from vlmserve_common.compute.communicator import ALONE, Communicator

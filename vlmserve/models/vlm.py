@@ -16,8 +16,8 @@ from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.layers import Embedding, VocabEmbedding
 from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_weight
 from vlmserve_common.errors import CheckpointError
-from vlmserve_common.kernels import linear as packed_products
-from vlmserve_common.kernels.linear import PackedWeight
+from vlmserve_common.kernels import packed_linear as packed_products
+from vlmserve_common.kernels.packed_linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode
 
 WEIGHT_RULES = WeightRules(

@@ -21,7 +21,7 @@ from vlmserve.scheduler.waiting_queue import WaitingQueue
 class PromptAdmission:
     """Chooses the prompts of a step from the scheduler's queue.
 
-    retract: lets a request wait again, which is in no list of requests that run any more.
+    retract: makes a request wait again that is in no list of running requests any more.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PromptAdmission:
             return result in (AddReqResult.CONTINUE, AddReqResult.NOT_READY) and not adder.full
 
         queue.visit(attempt)
-        for req in begun:  # a waiting request without a place holds nobody up whose prompt has begun
+        for req in begun:  # prompts in progress go on, even if a waiting request before them has found no place
             if adder.full:
                 break
             drain |= self._continue_prompt(adder, req, in_flight) is AddReqResult.DRAIN
@@ -134,7 +134,7 @@ class PromptAdmission:
             req.media.hold_from(self._kv.matched_len(req))
         if not adder.is_ready(req):
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
-        if leaders is not None and leaders.must_wait(req):
+        if leaders is not None and leaders.follow(req):
             return AddReqResult.NOT_READY
         result = adder.add_one_req(req)
         while result is AddReqResult.NO_TOKEN and self._sessions.release_oldest():
@@ -169,20 +169,21 @@ class PromptAdmission:
 
 
 def may_be_tried(req: Req) -> bool:
-    """Whether what a blocked request waits for is there, as far as is known."""
+    """Return True if the grammar, embeddings or prefix that a blocked request waits for have come, as far as is
+    known."""
     if req.status is ReqStatus.WAITING_FOR_GRAMMAR:
         return not req.grammar_compiles
     return req.prefetch.done() if req.prefetch is not None else PrefillAdder.is_ready(req)
 
 
 class PrefixLeaders:
-    """Of one step: whose prefixes are being computed.
+    """Finds waiting requests whose prefix another request is computing, while one step is decided.
 
-    Requests that share min_shared or more tokens (or a page, if larger) which are not cached yet, such as the `n`
-    answers to one picture: the first leads, the others find its prefix in the cache some steps later. Pointless where
-    prefixes are not cached.
+    Requests may share tokens that are not cached yet, such as the `n` answers to one picture. From min_shared tokens on
+    (a page, if that is more), the first request leads. The others wait and find its prefix in the cache.
 
-    match: cached tokens of a waiting request. key_of: its prefix cache key, int64, as `match` looks it up.
+    match: returns the cached tokens of a waiting request. key_of: returns its prefix cache key, int64, as `match` looks
+    it up.
     """
 
     def __init__(
@@ -197,16 +198,16 @@ class PrefixLeaders:
         self._key_of = key_of
         self._page = page_size
         self._shared = max(min_shared, page_size)
-        # Keys whose next uncached tokens are equal, from an equal offset on, are compared as a whole.
+        # keys with equal uncached tokens from an equal offset on, which are then compared as a whole
         self._leaders: dict[tuple[bytes, int, bytes], list[np.ndarray]] = {}
 
     def lead(self, req: Req) -> None:
-        """A prompt that is being computed leads. What others find of it is what it has committed, in whole pages."""
+        """Let a prompt lead that is being computed. Other requests find the whole pages that it has committed."""
         key = req.radix_key(min(req.fill_len, req.prompt_len))
         self._join(req.namespace, key, req.kv_committed_len // self._page * self._page)
 
-    def must_wait(self, req: Req) -> bool:
-        """Whether a waiting request follows another; if not, it leads from now on."""
+    def follow(self, req: Req) -> bool:
+        """Let a waiting request follow another one, or else lead from now on. Returns whether it follows."""
         key, cached = self._key_of(req), self._match(req)
         return len(key) - cached >= self._shared and not self._join(req.namespace, key, cached)
 

@@ -1,7 +1,7 @@
 """Guesses of the next tokens of an answer, which a step checks together (speculative decoding).
 
-A guess changes no answer: what is sampled behind the tokens that came before it is what would have been sampled there
-anyway, and a guess that is something else is dropped with all behind it.
+A guess changes no answer. Behind each guess a token is sampled as always. The first guess that differs from the sampled
+token is dropped, with all guesses behind it.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from vlmserve.scheduler.req import Req
 
 
 class Drafter(Protocol):
-    """Guesses what comes next."""
+    """Guesses the next tokens of an answer."""
 
     def propose(self, req: Req) -> tuple[int, ...]:
-        """Of a request whose tokens are all known, the next ones; none if there is no good guess."""
+        """Return the next tokens of a request whose tokens are all known; none if there is no good guess."""
         ...
 
 
 class NGramDrafter:
-    """Prompt lookup: where the last tokens stood before, in the prompt or in the answer, what followed them then.
+    """Looks up where the last tokens stood before, in the prompt or in the answer, and guesses the tokens that followed
+    them there (prompt lookup).
 
-    Answers that repeat what they were asked about gain: text read off a picture twice, lists, JSON.
+    That helps answers that repeat themselves or their prompt: text read off a picture twice, lists, JSON.
     """
 
     def __init__(self, num_draft_tokens: int, *, least: int = 2, most: int = 5) -> None:
-        """least, most: how many tokens must be the same at least, and are looked at to choose the better place."""
+        """least: so many tokens must be the same. most: so many are compared to choose between places."""
         self._num_draft_tokens = num_draft_tokens
         self._least, self._most = least, most
 
     def propose(self, req: Req) -> tuple[int, ...]:
-        """See `Drafter`."""
+        """Return the tokens that followed the best place."""
         ids = np.concatenate([req.prompt_token_ids, np.asarray(req.output_ids, dtype=np.int64)])
         places = np.arange(len(ids) - 1)  # where the last token stood before; those that go on alike
         alike = 0

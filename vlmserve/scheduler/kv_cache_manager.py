@@ -30,7 +30,7 @@ MAX_ROOM = 1024
 
 
 class KVCacheManager:
-    """The scheduler's one place for KV slots and the request pool."""
+    """Gives KV slots and places in the request pool to requests, and takes them back."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class KVCacheManager:
         states: RequestStates | None = None,
         close: Callable[[float | None], int] = lambda _: 0,
     ) -> None:
-        """groups: what the model keeps of its tokens beside KV of full attention. They let go of what hangs on pages
-        that are freed, and a prefix is matched as far as all of them can go on from it. states: of recurrent layers,
-        another such group. close: see there."""
+        """groups: other memory of the model that hangs on KV pages, beside KV of full attention. A group frees its part
+        with the page, and a prefix is matched only as far as every group can continue it.
+        states: of recurrent layers, another such group. close: see the method."""
         self.states = states
         self.groups = CacheGroups([*groups, *([states.pool] if states is not None else [])])
         if self.groups:
@@ -56,30 +56,31 @@ class KVCacheManager:
 
     @property
     def page_size(self) -> int:
-        """Slots in a page."""
+        """Return how many slots a page has."""
         return self.allocator.page_size
 
     @property
     def cut_size(self) -> int:
-        """Prompts had better be cut at multiples of so many tokens: whole pages, where states can be kept."""
+        """Return the number of tokens at whose multiples prompts are best cut: whole pages, where states can be
+        kept."""
         return self.page_size if self.states is None else self.states.unit
 
     def reachable(self) -> int:
-        """Slots that are free or could be freed by eviction."""
+        """Return how many slots are free or could be freed by eviction."""
         return self.allocator.available_size() + self.prefix_cache.evictable_size()
 
     def matched_len(self, req: Req) -> int:
-        """How many tokens of a waiting request are cached, leaving at least one to compute."""
+        """Return how many tokens of a waiting request are cached, leaving at least one to compute."""
         if self.groups:
             return self.groups.common_prefix(self.prefix_cache.match_slots(self.key_of(req), req.namespace))
         return self.prefix_cache.match_len(self.key_of(req), req.namespace)
 
     def matched_path(self, req: Req) -> list[int]:
-        """The nodes of the prefix cache along a waiting request's cached prefix, from the root, by their numbers."""
+        """Return the numbers of the prefix cache's nodes along a waiting request's cached prefix, from the root."""
         return self.prefix_cache.path_ids(self.key_of(req), req.namespace)
 
     def key_of(self, req: Req) -> np.ndarray:
-        """What of a waiting request is looked up in the prefix cache, int64: all but its last token, or less."""
+        """Return the key of a waiting request in the prefix cache, int64: all its tokens but the last one, or fewer."""
         return req.radix_key(req.matchable_len)
 
     def start(self, req: Req) -> MatchResult | None:
@@ -95,14 +96,15 @@ class KVCacheManager:
         return match
 
     def _match(self, req: Req) -> MatchResult:
-        """What every group can go on from. Groups keep nothing on the host, so with any nothing comes from there."""
+        """Match the prefix that every group can continue. Groups keep nothing on the host: with a group, no prefix
+        comes from there."""
         key = self.key_of(req)
         if self.groups:
             key = key[: self.matched_len(req)]
         return self.prefix_cache.match_prefix(key, req.namespace)
 
     def load_back(self, req: Req, match: MatchResult) -> None:
-        """Of what `start` found on the host, as much as there is room for becomes part of the request's prefix."""
+        """Add the part of its prefix that `start` found on the host, as far as there is room for it."""
         if match.host_len:
             self._take_prefix(req, self.prefix_cache.load_back(match))
 
@@ -162,14 +164,13 @@ class KVCacheManager:
             req.kv_allocated_len = req.kv_len + 1
 
     def truncate(self, req: Req, end: int) -> None:
-        """What was computed of a request from token `end` on is not wanted: it goes on from there. No step in flight
-        may compute for it."""
+        """Drop the KV of a request from token `end` on, where it continues. No step in flight may compute for it."""
         assert req.kv_committed_len <= end <= req.kv_allocated_len == req.kv_len, (req.rid, end, req.kv_len)
         self.allocator.truncate(end, req.kv_len, self.slots(req, end, req.kv_len))
         req.kv_len = req.kv_allocated_len = end
 
     def commit(self, req: Req, end: int) -> None:
-        """The result of a step has come: its KV is there up to token `end`."""
+        """Note that a step has come: the request's KV is there up to token `end`."""
         assert req.kv_committed_len <= end <= req.kv_len, (req.rid, req.kv_committed_len, end, req.kv_len)
         req.kv_committed_len = end
 
@@ -195,10 +196,10 @@ class KVCacheManager:
         req.last_node, req.protected_len = match.last_node, full
 
     def release(self, req: Req) -> None:
-        """Take everything from a request that ends or is retracted; what it committed stays cached.
+        """Take all slots from a request that ends or is retracted; committed tokens stay cached.
 
-        Steps in flight may still write to its slots. That harms nobody: steps are computed in the order in which they
-        were launched, so whoever gets these slots writes to them later.
+        Steps in flight may still write to these slots. That does no harm: steps are computed in the order of their
+        launch, so the next owner writes to the slots later.
         """
         slots = self.slots(req, 0, req.kv_allocated_len)
         kept = req.protected_len
@@ -215,14 +216,16 @@ class KVCacheManager:
                 else:
                     self.allocator.free(ours)  # computed twice
                 kept = full
-        self.allocator.free(slots[kept:])  # the partial last page and those in flight, or all without a prefix cache
+        self.allocator.free(
+            slots[kept:]
+        )  # the partial last page and slots of steps in flight; all of them without a prefix cache
         if len(slots):
             self.allocator.release_room(int(slots[-1]))
         self._unlock(req)
         self._leave_pool(req)
 
     def _free_twins(self, ours: np.ndarray, theirs: np.ndarray) -> None:
-        """Free whole pages of a request whose tokens were computed twice: the prefix cache has them at `theirs`."""
+        """Free whole pages whose tokens were computed twice: the prefix cache has these tokens at `theirs`."""
         if self.groups:
             self.groups.replace_pages(*(part[:: self.page_size] // self.page_size for part in (ours, theirs)))
         self.allocator.free(ours)
@@ -241,11 +244,11 @@ class KVCacheManager:
         req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = 0
 
     def close(self, timeout_s: float | None = None) -> int:
-        """End what the prefix cache uses; see `KVWriteback.close`. Nothing is to be in flight."""
+        """Close the tiers of the prefix cache, see `KVWriteback.close`. No step may be in flight."""
         return self._close(timeout_s)
 
     def slots(self, req: Req, start: int, end: int) -> np.ndarray:
-        """Slots of tokens [start, end) of a request, int64."""
+        """Return the slots of tokens [start, end) of a request, int64."""
         assert req.req_pool_idx is not None
         return self.req_pool.slots(req.req_pool_idx, start, end)
 
@@ -257,7 +260,13 @@ class _Session:
 
 
 class Sessions:
-    """Least recently used first. timeout_s: how long an idle one is kept. clock: seconds."""
+    """Keeps the KV of conversations between their turns, least recently used first.
+
+    Without a session, a prefix that no request uses is the first to be evicted. A session keeps the prefix of its last
+    turn locked until slots run out, until it is idle for too long, or until there are too many sessions.
+
+    timeout_s: how long an idle session is kept. clock: in seconds.
+    """
 
     def __init__(
         self, prefix_cache: PrefixCache, *, max_sessions: int, timeout_s: float, clock: Callable[[], float]
@@ -272,7 +281,7 @@ class Sessions:
         return len(self._sessions)
 
     def keep(self, name: str, key: np.ndarray, namespace: bytes = b"") -> None:
-        """A turn has ended: keep what is cached of this prefix cache key, and let go of what the turn before left."""
+        """Keep the cached prefix of this key as a turn ends, and let go of the turn before."""
         if not self._max or not self._cache.shares:
             return
         match = self._cache.match_prefix(key, namespace, count_hit=False)
@@ -286,7 +295,7 @@ class Sessions:
             self.release_oldest()
 
     def expire(self) -> None:
-        """Let go of those that have been idle for too long."""
+        """Let go of sessions that have been idle for too long."""
         if not self._sessions:
             return
         limit = self._clock() - self._timeout_s
@@ -294,7 +303,7 @@ class Sessions:
             self.release_oldest()
 
     def release_oldest(self) -> bool:
-        """Let one go; whether there was one."""
+        """Let the oldest session go. Returns whether there was one."""
         if not self._sessions:
             return False
         session = self._sessions.pop(next(iter(self._sessions)))
@@ -302,6 +311,6 @@ class Sessions:
         return True
 
     def release_all(self) -> None:
-        """Let all go."""
+        """Let all sessions go."""
         while self.release_oldest():
             pass

@@ -1,4 +1,4 @@
-"""The figures of a scheduler: counts of its events, the line in the log, and the check that nothing is lost."""
+"""The figures of a scheduler: counts of its events, lines in the log, and the check that nothing is lost."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve_common.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 _REQS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -25,7 +27,7 @@ class Histogram:
         self._sum = 0
 
     def add(self, value: int) -> None:
-        """Count one."""
+        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -35,7 +37,7 @@ class Histogram:
 
 
 class SchedulerMeter:
-    """One call at each event of a scheduler. Keeps its requests' `ReqTimes`, too."""
+    """Counts the events of a scheduler, one call for each. Keeps its requests' `ReqTimes`, too."""
 
     def __init__(self) -> None:
         self._step_reqs, self._step_tokens = Histogram(_REQS), Histogram(_TOKENS)
@@ -44,7 +46,7 @@ class SchedulerMeter:
         self._encoding: list[Req] = []
 
     def arrived(self, req: Req) -> None:
-        """It is on the waiting queue, and holds what it needs of the encoder."""
+        """Note a request that is on the waiting queue, and holds the embeddings that it needs."""
         encodes = req.media.needs_embeds(0, req.prompt_len)
         req.times.arrived(encodes=encodes)
         if encodes and req.media.first_unready() is None:
@@ -53,7 +55,7 @@ class SchedulerMeter:
             self._encoding.append(req)
 
     def encoder_moved(self) -> None:
-        """The encoder has got on: see whose embeddings are there."""
+        """Note that the encoder has brought something: find requests whose embeddings are there."""
         waiting = []
         for req in self._encoding:
             if req.finish_reason is not None:
@@ -65,7 +67,7 @@ class SchedulerMeter:
         self._encoding = waiting
 
     def step(self, batch: ScheduleBatch) -> None:
-        """A step is about to be launched."""
+        """Note a step that is about to be launched."""
         self._step_reqs.add(len(batch))
         self._step_tokens.add(batch.num_tokens)
         self._prompt_tokens += batch.prompt_tokens
@@ -73,18 +75,18 @@ class SchedulerMeter:
             part.req.times.prefill_began()
 
     def first_token(self, req: Req) -> None:
-        """Its prompt is computed."""
+        """Note that a request's prompt is computed."""
         req.times.first_token()
         self._queries += req.prompt_len
         self._hits += req.cached_tokens
 
     def drafted(self, count: int, wrong: int) -> None:
-        """So many guessed tokens were checked, of which so many were wrong."""
+        """Note that so many guessed tokens were checked, of which so many were wrong."""
         self._drafted += count
         self._accepted += count - wrong
 
     def preempted(self, req: Req) -> None:
-        """Its KV slots were taken back, and it waits again."""
+        """Note that a request's KV slots were taken back, and it waits again."""
         req.times.retracted()
         self._preempted += 1
 
@@ -103,14 +105,13 @@ class SchedulerMeter:
         )
 
 
-log = logging.getLogger(__name__)
-
-
 class BatchLog:
-    """Call `step` after each turn of the loop. interval_s: seconds of work between two lines; 0 for none.
+    """Writes a line about the engine's work every so often. Call `step` after each turn of the loop.
 
-    Time without requests does not count, neither for the interval nor for rates: these say what the engine makes while
-    it is at it, and an idle server says nothing. Figures are gathered only when a line is due. clock: in seconds.
+    Time without requests does not count, neither for the interval nor for rates, and an idle server writes nothing.
+    Figures are gathered only when a line is due.
+
+    interval_s: seconds of work between two lines; 0 for none. clock: in seconds.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class BatchLog:
         self._before: SchedulerStats | None = None
 
     def step(self, stats: Callable[[], SchedulerStats], *, idle: bool) -> None:
-        """A turn is over. idle: there is no request left."""
+        """Note the end of a turn. idle: there is no request left."""
         if not self._interval_s:
             return
         now = self._clock()
@@ -144,7 +145,7 @@ class BatchLog:
 
 
 def describe(before: SchedulerStats | None, now: SchedulerStats, seconds: float) -> str:
-    """The line. before: as of the last one; None: from the start. seconds: of work since then."""
+    """Return the line. before: figures of the last line; None: from the start. seconds: of work since then."""
     used = now.kv_total_tokens - now.kv_free_tokens - now.kv_cached_tokens
 
     def since(figure: Callable[[SchedulerStats], int]) -> int:
@@ -167,9 +168,11 @@ def describe(before: SchedulerStats | None, now: SchedulerStats, seconds: float)
 
 
 def check_pools(stats: SchedulerStats, *, held_bytes: int, sessions: int, held_states: int = 0) -> None:
-    """When idle: free + cached = total, for KV slots, the request pool and states of recurrent layers, and none of the
-    encoder's memory is held; else EngineError. sessions: conversations that keep KV locked. held_states: those that are
-    neither free nor cached."""
+    """Check an idle scheduler for lost memory: free + cached = total, for KV slots, the request pool and states of
+    recurrent layers, and no embeddings are held. Raises EngineError.
+
+    sessions: conversations that keep KV locked. held_states: states that are neither free nor cached.
+    """
     problems = []
     if stats.kv_locked_tokens and not sessions:
         problems.append(f"{stats.kv_locked_tokens} KV slots are locked")

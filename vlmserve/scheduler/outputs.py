@@ -14,10 +14,12 @@ from vlmserve.scheduler.schedule_batch import ScheduleBatch, ScheduledReq
 
 
 class PartResult(NamedTuple):
-    """tokens: sampled, if any were; of drafts, those that were right, and one more, if it
-    does not end before. logprobs: of each, or none.
-    prompt: logprobs of prompt positions from `part.scored[0]` on. hidden: [1, hidden].
-    failure: why the token means nothing."""
+    """The results of a step for one of its requests.
+
+    tokens: sampled ones; behind drafts, these are the drafts that were right and one more token, up to the answer's
+    end. logprobs: of each token, if they are asked for. prompt: logprobs of prompt positions from `part.scored[0]` on.
+    hidden: float32 [1, hidden]. failure: why the tokens mean nothing.
+    """
 
     part: ScheduledReq
     tokens: tuple[int, ...]
@@ -28,7 +30,7 @@ class PartResult(NamedTuple):
 
 
 def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[PartResult]:
-    """In the order of the batch."""
+    """Cut a step's arrays into the results of its requests, in the order of the batch."""
     tokens = result.next_token_ids.tolist()
     failures = dict(result.failures)
     sampled = asked = scored = scored_asked = hidden = 0
@@ -73,7 +75,7 @@ def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[Pa
 
 
 def _right(tokens: list[int], drafts: tuple[int, ...], stop_ids: frozenset[int]) -> tuple[int, ...]:
-    """Of tokens sampled behind each draft: those behind what is really the answer, up to its end."""
+    """Return the sampled tokens that belong to the answer: up to the first wrong draft, or to the answer's end."""
     right = 0
     while right < len(drafts) and tokens[right] == drafts[right] and tokens[right] not in stop_ids:
         right += 1
@@ -81,7 +83,7 @@ def _right(tokens: list[int], drafts: tuple[int, ...], stop_ids: frozenset[int])
 
 
 def error(status: int, message: str, *, param: str | None = None) -> FinishReason:
-    """Why a request ends without its whole answer, with an HTTP status. param: its field that is at fault."""
+    """Return why a request ends without its whole answer, with an HTTP status. param: the field that is at fault."""
     return FinishReason(type="error", status=status, message=message, param=param)
 
 
@@ -91,7 +93,7 @@ def token_output(
     logprobs: tuple[TokenLogprobs, ...] | None = None,
     hidden_states: np.ndarray | None = None,
 ) -> TokenOutput:
-    """What a step brought a request."""
+    """Return the message of a request's new tokens."""
     first, req.reported = not req.reported, True
     scores = req.prompt_scores if first else None
     return TokenOutput(
@@ -113,7 +115,7 @@ def token_output(
 
 
 def refused(message: TokenizedGenerateReqInput, reason: FinishReason) -> TokenOutput:
-    """The only output of a request that is not taken."""
+    """Return the only output of a request that is not taken."""
     return TokenOutput(
         rid=message.rid,
         token_ids=(),

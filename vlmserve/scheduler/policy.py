@@ -15,20 +15,23 @@ from vlmserve.scheduler.req import Req
 Key: TypeAlias = tuple[float, ...]
 
 HEAD = 64
-"""Policies that look at the prefix cache look at so many requests of the front of a queue, and at no others."""
+"""Policies that look at the prefix cache look at so many requests of the front of a queue only."""
 AGEING = 16
 """Tokens that one arrival counts in keys made of tokens."""
 
 
 class SchedulePolicy(Protocol):
-    """static: a request's key does not change while it waits. preempts: a request may take the place of a running one
-    whose key is worse."""
+    """Orders waiting requests by keys.
+
+    static: a request's key does not change while it waits. preempts: a request may take the place of a running one
+    whose key is worse.
+    """
 
     static: bool
     preempts: bool
 
     def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """Sort keys of requests that wait; asked for `HEAD` at a time, at the most, if they are not static."""
+        """Return the sort keys of waiting requests; of at most `HEAD` at a time, if they are not static."""
         ...
 
 
@@ -42,12 +45,12 @@ class _Static:
         self.preempts = preempts
 
     def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """See `SchedulePolicy`."""
+        """Return the key of each request."""
         return [self._key(req) for req in reqs]
 
 
 class LongestPrefixMatch:
-    """Most cached tokens first. match: cached tokens of a request; must change nothing."""
+    """Puts requests with most cached tokens first. match: returns a request's cached tokens, and changes nothing."""
 
     static = False
     preempts = False
@@ -56,14 +59,14 @@ class LongestPrefixMatch:
         self._match = match
 
     def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """See `SchedulePolicy`."""
+        """Return the age of each request, less the tokens that are cached."""
         return [(AGEING * req.turn - self._match(req), req.turn) for req in reqs]
 
 
 class DfsWeight:
-    """Requests that share cached prefixes side by side, the prefixes that most requests share first.
+    """Puts requests that share cached prefixes side by side, the prefixes that most requests share first.
 
-    path: the nodes of the prefix cache along a request's cached prefix, from the root, by any number of their own.
+    path: returns the nodes of the prefix cache along a request's cached prefix, from the root. A node is any number.
     """
 
     static = False
@@ -73,8 +76,8 @@ class DfsWeight:
         self._path = path
 
     def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """See `SchedulePolicy`. Sorting by the weights along the paths is a depth-first walk, heaviest child first.
-        What has waited for `HEAD` others goes before it."""
+        """Return the weights along each path. Sorting by them is a depth-first walk, heaviest child first. A request
+        that was overtaken by `HEAD` later ones goes first."""
         paths = [self._path(req) for req in reqs]
         weight = Counter(node for path in paths for node in path)
         newest = max((req.turn for req in reqs), default=0)
@@ -89,7 +92,8 @@ class DfsWeight:
 def make_policy(
     name: str, *, match: Callable[[Req], int], path: Callable[[Req], Sequence[int]], seed: int = 0
 ) -> SchedulePolicy:
-    """The policy of a --schedule-policy; match, path: see `LongestPrefixMatch`, `DfsWeight`. ValueError for others."""
+    """Make the policy of a --schedule-policy; ValueError for other names. match: see `LongestPrefixMatch`. path: see
+    `DfsWeight`."""
     match name:
         case "fcfs":
             return _Static(lambda req: (req.turn,))
@@ -109,22 +113,22 @@ def make_policy(
 
 
 def _noise(arrival: int, seed: int) -> float:
-    """A number in [0, 1) that looks random (Knuth's multiplicative hash, twice)."""
+    """Return a number in [0, 1) that looks random (Knuth's multiplicative hash, twice)."""
     mixed = (arrival * 2654435761 + seed * 40503 + 12345) & 0xFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 2246822519) & 0xFFFFFFFF
     return (mixed ^ (mixed >> 13)) / 2**32
 
 
 def less_urgent(waiting: Req, running: Sequence[Req]) -> Req | None:
-    """By priority (lower goes first): the running request of the lowest, if that is lower than the waiting one's."""
+    """Return the running request with the worst priority, if that is worse than the waiting request's. Lower numbers
+    go first."""
     victim = max(running, key=lambda req: (req.priority, req.arrival), default=None)
     return victim if victim is not None and victim.priority > waiting.priority else None
 
 
 def over_share(waiting: Req, running: Sequence[Req], places: int) -> Req | None:
-    """By clients: the newest running request of the client with the most, if it has more than its share of the places
-    and the waiting one's client has less than that. Among the answers to one prompt and other requests of a client
-    likewise: the prompt with the most."""
+    """Return the newest running request of the client with most places, if that client has more than its share of them
+    and the waiting request's client has less. The prompts of one client share its places in the same way."""
     for owner in (lambda req: req.client, lambda req: req.group):
         held = Counter(owner(req) for req in running)
         held.setdefault(owner(waiting), 0)

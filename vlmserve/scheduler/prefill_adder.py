@@ -10,14 +10,14 @@ from vlmserve.scheduler.req import Req
 
 CLIP_MAX_NEW_TOKENS = 4096
 MIN_TEXT_CHUNK = 256
-"""Fewer tokens than these, without a picture's embedding among them, are not worth a step before it is ready."""
+"""Text before a picture that is not ready: fewer tokens than these wait for the picture with the rest."""
 
 
 class AddReqResult(enum.Enum):
     """Why a request is in the step, or is not."""
 
-    CONTINUE = enum.auto()  # it is, and others may follow
-    NOT_READY = enum.auto()  # its next tokens need embeddings that are not there yet; others may go on
+    CONTINUE = enum.auto()  # it is in the step, and more requests may follow
+    NOT_READY = enum.auto()  # its next tokens need embeddings that are not there yet; other requests may follow
     NO_TOKEN = enum.auto()  # KV slots are short
     NO_ROW = enum.auto()  # all places for running requests are taken
     DRAIN = enum.auto()  # a running request gives its place up for it, once the steps in flight have come
@@ -27,14 +27,18 @@ class AddReqResult(enum.Enum):
 class PrefillAdder:
     """Collects the prompt chunks of one step.
 
-    Budgets, in tokens: KV slots (free or evictable, less what is expected of requests that were admitted before: the
-    rest of their prompts, and of their output, clipped, times new_token_ratio), prompt tokens a step
-    (max_prefill_tokens) and chunk tokens a step (chunk_size; 0 or less leaves prompts whole, but for those whose
-    pictures come bit by bit). A chunk ends before the first embedding that is not ready. Requests that ignore the end
-    token are known to use all of their output: for them it is checked that slots last until each of them has ended.
+    There are three budgets, in tokens:
 
-    running, in_progress: requests that decode, and whose prompts were begun. max_running: of both, at the most.
-    can_run: the requests of the step. full: a chunk was cut by a budget, so nothing more fits.
+    - KV slots that are free or evictable, less those that admitted requests are expected to take: the rest of their
+      prompts, and the rest of their output, clipped, times new_token_ratio. Requests that ignore the end token use all
+      of their output; for them it is checked that slots last until each of them has ended.
+    - prompt tokens of a step (max_prefill_tokens).
+    - tokens of a chunk (chunk_size; 0 or less leaves prompts whole, unless their pictures come bit by bit).
+
+    A chunk ends before the first embedding that is not ready.
+
+    running: requests that decode. in_progress: requests whose prompts were begun. max_running: the most of both.
+    can_run: the requests of the step. full: a budget has cut a chunk, so nothing more fits.
     """
 
     def __init__(
@@ -55,13 +59,13 @@ class PrefillAdder:
         self._admitted = [*running, *in_progress]
         self._ratio = new_token_ratio
         self._max_running = max_running
-        self._reserved: float | None = None  # not known as long as nobody wants to be admitted
+        self._reserved: float | None = None  # computed when the first request is tried
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
         self._rem_chunk = None if chunk_size <= 0 else max(chunk_size - mixed_decode_tokens, kv.page_size)
 
     def _reserve(self) -> float:
-        """Slots that the admitted requests are expected to take from now on."""
+        """Return how many slots the admitted requests are expected to take from now on."""
         prompts, outputs = 0, 0
         for req in self._admitted:  # `extend_len` and `remaining_new_tokens`, for hundreds in every step
             made = len(req.output_ids) + req.in_flight
@@ -70,7 +74,7 @@ class PrefillAdder:
         return prompts + outputs * self._ratio + len(self._admitted) * self.kv.page_size
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
-        """The next chunk of a request begun earlier."""
+        """Add the next chunk of a request begun earlier."""
         ready = self._ready_part(req)
         if ready == 0:
             return AddReqResult.NOT_READY
@@ -84,7 +88,7 @@ class PrefillAdder:
 
     @classmethod
     def is_ready(cls, req: Req) -> bool:
-        """Whether a waiting request might be admitted, as far as that is known without a look at the prefix cache."""
+        """Return True if a waiting request might be admitted, as far as is known without the prefix cache."""
         return not cls._waits_for_embeds(req, start=0)
 
     def add_one_req(self, req: Req) -> AddReqResult:
@@ -123,7 +127,7 @@ class PrefillAdder:
         return AddReqResult.CONTINUE
 
     def _expected(self, req: Req) -> int:
-        """Slots of a request in all, from its cached prefix on."""
+        """Return how many slots a request takes in all, from its cached prefix on."""
         return req.extend_len + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS) + self.kv.page_size
 
     def _fits(self, req: Req) -> bool:
@@ -133,8 +137,8 @@ class PrefillAdder:
         return self._expected(req) <= self.kv.reachable() - self._reserved
 
     def _lasts(self, newcomer: Req) -> bool:
-        """Whether slots last until each request has ended, if all grow by a token a step and give back what is theirs
-        at their end. Those that may end earlier are expected to by the ratio."""
+        """Return True if slots last until each request has ended. All requests grow by a token a step, and give their
+        slots back at the end. The ratio says when requests end that may end early."""
         ends = []
         for req in (*self._admitted, newcomer):
             certain = req.sampling_params.ignore_eos or req is newcomer
@@ -155,7 +159,7 @@ class PrefillAdder:
         return True
 
     def _ready_part(self, req: Req) -> int:
-        """How many tokens could be computed now, for all that their embeddings say; 0 where it is better to wait."""
+        """Return how many tokens have their embeddings; 0 if it is better to wait for more."""
         until = req.media.ready_until(req.kv_len)
         if until is None:
             return req.extend_len
@@ -165,13 +169,13 @@ class PrefillAdder:
 
     @staticmethod
     def _waits_for_embeds(req: Req, start: int) -> bool:
-        """Whether a request that is computed up to `start` had better wait for its next embeddings."""
+        """Return True if a request that is computed up to `start` should wait for its next embeddings."""
         until = req.media.ready_until(start)
         return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds(start, until)
 
     def _chunk_of(self, req: Req, ready: int) -> int:
-        """How many of the `ready` tokens to compute this step: all, a chunk that ends on a page boundary (so that it
-        can be shared at once), or 0 to leave them to a later step."""
+        """Return how many of the `ready` tokens to compute in this step: all, or a chunk that ends on a page boundary,
+        so that it can be shared at once, or 0 to leave them to a later step."""
         limit = self._rem_input if self._rem_chunk is None else min(self._rem_chunk, self._rem_input)
         if ready <= limit:
             return ready
@@ -182,7 +186,7 @@ class PrefillAdder:
         return self._whole_pages(req, limit) or (0 if self.can_run else limit)
 
     def _whole_pages(self, req: Req, length: int) -> int:
-        """The most of the next `length` tokens that end on a page boundary, and where states can be kept, if any do."""
+        """Return the most of the next `length` tokens that end on a page boundary, and where states can be kept."""
         for size in (self.kv.cut_size, self.kv.page_size):
             whole = (req.kv_len + length) // size * size - req.kv_len
             if whole > 0:

@@ -1,4 +1,4 @@
-"""One request's whole life on the scheduler's side."""
+"""A request on the scheduler's side: its lengths, its tokens, and its place in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vlmserve.scheduler.req_life import MOVES, PromptScores, ReqStatus, ReqTimes
 from vlmserve.scheduler.req_media import ReqMedia
 
 TURNS_PER_CHOICE = 8
-"""The second of several answers to a prompt waits as if so many other requests had come before it, and so on."""
+"""The second of several answers to a prompt waits as if so many more requests had come before it, and so on."""
 
 
 class Req:
@@ -28,16 +28,17 @@ class Req:
         |<- kv_len ----------------------------------------------->|<- extend_len: not scheduled yet ->|
         |<- fill_len: tokens of the prompt, of the output, and `in_flight` ones that only the worker knows ->|
 
-    drafts: guesses of its next tokens, in a step that is in flight. They take their places among those in flight; those
-    that were wrong go, with what was computed for them.
+    drafts: guesses of its next tokens, in a step that is in flight. They count among the tokens in flight; wrong ones
+    are dropped, together with their KV.
 
-    The first `protected_len` of its KV slots belong to the prefix cache and are locked by this request (`last_node`
-    is the lock's handle); those from there to kv_len are the request's own. prefix_unsent: the worker does not know
-    yet which slots hold its first kv_len tokens. flow: whose requests it takes turns with (see `WaitingQueue`).
-    state: of the recurrent layers, where the model has some and while the request has a place.
-    prefetch: under way while more of its prefix is read from disk. grammar_compiles: it waits for its `grammar`, which
-    has taken all of `output_ids`.
-    arrival counts requests as they come; turn is that, and more for the later of several answers to one prompt.
+    The first `protected_len` of its KV slots belong to the prefix cache. The request has locked them, and `last_node`
+    is the lock's handle. The slots from there to kv_len are the request's own.
+    prefix_unsent: the worker does not know yet which slots hold the first kv_len tokens.
+    state: the request's state of recurrent layers, if the model has such layers and the request has a place.
+    flow: the requests that it takes turns with, see `WaitingQueue`.
+    prefetch: under way while more of its prefix is read from disk.
+    grammar: has taken all of `output_ids`. grammar_compiles: the request waits for it.
+    arrival counts requests as they come. turn is the arrival, and more for later ones of several answers to one prompt.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Req:
         self.arrival = arrival
         self.turn = arrival + TURNS_PER_CHOICE * message.choice
         self.is_penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
-        # the host needs all its tokens for how the next is sampled: see `Scheduler.run_batch`
+        # the host needs all its tokens to sample the next one: see `ScheduleBatch.samples_late`
         self.samples_by_history = bool(message.logits_processors) or params.grammar is not None
         self.times = times or ReqTimes()
 
@@ -103,25 +104,25 @@ class Req:
         self.position_delta = 0 if message.mm_inputs is None else message.mm_inputs.mrope_position_delta
 
     def move_to(self, status: ReqStatus) -> None:
-        """Change the status; only as `MOVES` allows."""
+        """Change the status, as far as `MOVES` allows it."""
         assert status in MOVES[self.status], (self.rid, self.status, status)
         self.status = status
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has had its last token, or was ended before."""
+        """Return True if it has its last token, or was ended before."""
         return self.status is ReqStatus.FINISHED
 
     @property
     def may_draft(self) -> bool:
-        """Whether its next tokens may be guessed: all so far are known, and none is needed for how the next is
-        sampled."""
+        """Return True if its next tokens may be guessed: all tokens so far are known, and sampling depends on none."""
         by_history = self.is_penalised or self.samples_by_history
         return not self.in_flight and not by_history and self.returns.hidden_states != "all"
 
     @property
     def matchable_len(self) -> int:
-        """How much of it may come from the prefix cache: the last token, and what logprobs are asked of, may not."""
+        """Return how many of its tokens may come from the prefix cache: not the last one, and none whose logprobs are
+        asked for."""
         end = self.fill_len - 1
         return end if self.prompt_scores is None else min(end, self.prompt_scores.matchable_len)
 
@@ -143,21 +144,21 @@ class Req:
 
     @property
     def extend_len(self) -> int:
-        """Tokens that no step has been scheduled for."""
+        """Return how many tokens no step has been scheduled for."""
         return self.fill_len - self.kv_len
 
     @property
     def remaining_new_tokens(self) -> int:
-        """Output tokens still allowed, besides those in flight."""
+        """Return how many output tokens are still allowed, besides those in flight."""
         return self.max_new_tokens - len(self.output_ids) - self.in_flight
 
     def finish(self, reason: FinishReason) -> None:
-        """End it, for this reason."""
+        """End the request for this reason."""
         self.move_to(ReqStatus.FINISHED)
         self.finish_reason = reason
 
     def fill_ids(self, start: int, end: int) -> np.ndarray:
-        """Real token ids [start, end) of prompt + output, int64; -1 for one in flight (see `ModelWorkerBatch`)."""
+        """Return the real token ids [start, end) of prompt + output, int64; -1 for a token in flight."""
         known = self.prompt_len + len(self.output_ids)
         if end <= known:
             return self._slice(self.origin_input_ids, start, end)
@@ -168,12 +169,12 @@ class Req:
         )
 
     def token_at(self, index: int) -> int:
-        """The id of an output token; -1 for one in flight."""
+        """Return the id of an output token; -1 for a token in flight."""
         index -= self.prompt_len
         return self.output_ids[index] if index < len(self.output_ids) else -1
 
     def radix_key(self, end: int) -> np.ndarray:
-        """The prefix cache key of tokens [0, end): ids, with media pads replaced by their pad values."""
+        """Return the prefix cache key of tokens [0, end): ids, with media pads replaced by their pad values."""
         return self._slice(self.key_ids, 0, end)
 
     def _slice(self, prompt: np.ndarray, start: int, end: int) -> np.ndarray:
@@ -184,7 +185,7 @@ class Req:
         return ids if start >= self.prompt_len else np.concatenate([prompt[start:], ids])
 
     def positions(self, start: int, end: int) -> np.ndarray:
-        """M-RoPE positions int64 [3, end - start]; a generated token sits at index + delta."""
+        """Return M-RoPE positions, int64 [3, end - start]. A generated token sits at index + delta."""
         media = self.mm_inputs
         if media is not None and end <= self.prompt_len:
             return media.mrope_positions[:, start:end]
@@ -197,7 +198,7 @@ class Req:
         return positions
 
     def append_output(self, token_id: int) -> FinishReason | None:
-        """Take a sampled token; why it was the last, if it was."""
+        """Append a sampled token. Returns why it is the last one, or None if it is not."""
         self.output_ids.append(token_id)
         if token_id in self.stop_ids:
             return FinishReason(type="stop", matched=token_id)
@@ -205,7 +206,7 @@ class Req:
             self.grammar.accept(token_id)
             if self.grammar.failure:
                 return self._ungrammatical(self.grammar.failure)
-            if self.grammar.is_over:  # by a token that ends answers, though not this one (ignore_eos)
+            if self.grammar.is_over:  # by a token that ends other answers (ignore_eos)
                 return FinishReason(type="stop", matched=token_id)
         if len(self.output_ids) >= self.max_new_tokens:
             return FinishReason(type="length")
@@ -220,7 +221,8 @@ class Req:
     def logprobs_of(
         self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, asked: np.ndarray
     ) -> TokenLogprobs:
-        """This request's logprobs entry for a token, cut to the number it asked for. asked: of the ids it named."""
+        """Return this request's logprobs of a token, cut to the number that it asked for. asked: of the ids it
+        named."""
         return TokenLogprobs(
             token_id=token_id,
             logprob=float(logprob),

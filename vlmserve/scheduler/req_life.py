@@ -13,8 +13,10 @@ from vlmserve.ipc.messages import PromptLogprobs, ReturnOptions, StageTimes
 
 
 class ReqStatus(enum.Enum):
-    """WAITING_FOR_*: in the queue, but not to be tried before what it waits for is there. RETRACTED: in the queue
-    again, with tokens that it was given before."""
+    """Where a request is in its life. `MOVES` says which status may follow which.
+
+    WAITING_FOR_*: in the queue, but not tried yet. RETRACTED: in the queue again, with the tokens that it has.
+    """
 
     WAITING = enum.auto()
     WAITING_FOR_ENCODER = enum.auto()
@@ -27,12 +29,12 @@ class ReqStatus(enum.Enum):
 
     @property
     def is_queued(self) -> bool:
-        """Whether a request of this status is in the waiting queue."""
+        """Return True if a request of this status is in the waiting queue."""
         return self in _QUEUED
 
     @property
     def is_blocked(self) -> bool:
-        """Whether it is not to be tried for now."""
+        """Return True if a request of this status is not tried for now."""
         return self in _BLOCKED
 
 
@@ -50,7 +52,15 @@ MOVES: dict[ReqStatus, frozenset[ReqStatus]] = {
 
 
 class ReqTimes:
-    """Takes a request's events as they happen; each costs a look at the clock. clock: seconds, never backwards."""
+    """Notes when things happen to a request, from its arrival at the scheduler to its last token.
+
+        arrived     embeddings ready     first chunk     first token          last token
+        |<-- encode ------>|<-- queue -->|<-- prefill -->|<-- decode ---------->|
+
+    Encoding and waiting overlap, so the queue is the wait for nothing but the scheduler. A long prompt may begin before
+    its last picture is ready: then encode and prefill overlap, and there is no queue.
+    clock: in seconds, never backwards.
+    """
 
     __slots__ = ("_arrived", "_began", "_cached", "_clock", "_encoded", "_encodes", "_first", "_retractions")
 
@@ -65,31 +75,32 @@ class ReqTimes:
         self._retractions = 0
 
     def arrived(self, *, encodes: bool) -> None:
-        """It came. encodes: it needs embeddings that no prefix has made unnecessary."""
+        """Note the arrival. encodes: it needs embeddings, as they are in no cached prefix."""
         self._arrived = self._clock()
         self._encodes = encodes
 
     def encoded(self, *, cached: bool) -> None:
-        """All embeddings that it needs are there. cached: none of them had to be computed for it."""
+        """Note that all its embeddings are there. cached: none of them had to be computed for it."""
         if self._encoded is None:
             self._encoded, self._cached = self._clock(), cached
 
     def prefill_began(self) -> None:
-        """A chunk of its prompt goes into a step; the first one counts."""
+        """Note a chunk of its prompt in a step; the first one counts."""
         if self._began is None:
             self._began = self._clock()
 
     def first_token(self) -> None:
-        """Its prompt is done. Once only: a prompt computed again gives no first token."""
+        """Note that its prompt is done. The first time counts: a prompt computed again gives no first token."""
         if self._first is None:
             self._first = self._clock()
 
     def retracted(self) -> None:
-        """Its KV slots were taken back. The wait for others, and computing them again, count where it was."""
+        """Note that its KV slots were taken back. The time until they are computed again counts for the stage it is
+        in."""
         self._retractions += 1
 
     def so_far(self) -> StageTimes:
-        """The stages that it has come to, the last of them until now; all of them once it has its last token."""
+        """Return the stages that it has come to, the last one until now; all stages after its last token."""
         now = self._clock()
         encoded = (now if self._encoded is None else self._encoded) if self._encodes else self._arrived
         began = now if self._began is None else self._began
@@ -106,10 +117,10 @@ class ReqTimes:
 
 
 class PromptScores:
-    """What is known of the tokens at positions `start` .. L-1 of a prompt; the logits of position p tell of p + 1.
+    """Collects the logprobs of a prompt's own tokens at positions `start` .. L-1, chunk by chunk.
 
-    The last token of a chunk so tells of the first of the next, which the host knows: chunks need nothing of one
-    another. Position 0 comes after nothing, so nothing is said of it.
+    The logits of position p score the token at p + 1. So the last token of a chunk scores the first one of the next
+    chunk, which the host knows, and chunks need nothing from each other. Position 0 has no logprob.
     """
 
     def __init__(self, input_ids: np.ndarray, returns: ReturnOptions) -> None:
@@ -117,27 +128,27 @@ class PromptScores:
         self._ids = input_ids
         self._start = returns.logprob_start_len
         self._tops = returns.prompt_logprobs
-        self._next = max(self._start, 1)  # the first position that nothing is known of
+        self._next = max(self._start, 1)  # the first position without a logprob
         self._parts: list[RowLogprobs] = []
 
     @property
     def matchable_len(self) -> int:
-        """How much of the prompt may come from the prefix cache, where there are no logits."""
+        """Return how many tokens of the prompt may come from the prefix cache, which has no logits."""
         return len(self._ids) if self._next >= len(self._ids) else self._next - 1
 
     def wanted(self, start: int, end: int) -> tuple[int, int]:
-        """Positions [first, last) that tokens [start, end), computed next, tell of; they may be none."""
+        """Return the positions [first, last) that the next tokens [start, end) score; there may be none."""
         first = max(start + 1, self._next)
         return first, max(first, min(end + 1, len(self._ids)))
 
     def take(self, first: int, rows: RowLogprobs) -> None:
-        """What came of positions from `first` on. Steps come in the order in which they were launched."""
+        """Take the logprobs of positions from `first` on. Steps come in the order of their launch."""
         assert first == self._next, (first, self._next)
         self._parts.append(rows)
         self._next += len(rows.logprobs)
 
     def message(self, num_asked: int) -> PromptLogprobs | None:
-        """All of it; None as long as something is missing. num_asked: tokens asked for at each position."""
+        """Return all logprobs; None while some are missing. num_asked: token ids asked for at each position."""
         if self._next < len(self._ids):
             return None
         parts = [_nothing(num_asked)] * (self._start == 0) + self._parts
@@ -161,7 +172,7 @@ class PromptScores:
 
 
 def _nothing(num_asked: int) -> RowLogprobs:
-    """Of position 0."""
+    """Return the row of position 0."""
     return RowLogprobs(
         logprobs=np.full(1, np.nan, dtype=np.float32),
         ranks=np.zeros(1, dtype=np.int64),

@@ -24,7 +24,7 @@ class PatchSpan:
 
 
 def patch_spans(mm_inputs: MultimodalInputs | None) -> list[PatchSpan]:
-    """Where a prompt's temporal patches stand in it, in order. A range of tokens may hold several of them."""
+    """Find the temporal patches of a prompt, in order. A range of tokens may hold several patches."""
     spans = []
     for item in mm_inputs.items if mm_inputs is not None else ():
         patches = temporal_patches(item)
@@ -41,16 +41,15 @@ def patch_spans(mm_inputs: MultimodalInputs | None) -> list[PatchSpan]:
 
 
 def num_patches(mm_inputs: MultimodalInputs | None) -> int:
-    """Vision patches of a prompt's media, those that came encoded not counted."""
+    """Count the vision patches of a prompt's media, without media that came encoded."""
     items = mm_inputs.items if mm_inputs is not None else ()
     return sum(math.prod(item.grid_thw) for item in items if not item.encoded)
 
 
 class ReqMedia:
-    """Holds, of an encoder pool, the embeddings that the rest of a prompt needs.
+    """Holds the embeddings that the rest of a prompt needs, in an encoder pool.
 
-    order: of the request among all; those of lower order are encoded first. ends: where the tokens of each picture or
-    video end.
+    order: lower orders are encoded first. ends: where the tokens of each picture or video end.
     """
 
     def __init__(self, mm_inputs: MultimodalInputs | None, pool: EncoderPool, *, order: int) -> None:
@@ -63,7 +62,7 @@ class ReqMedia:
         self._held_from = len(self._spans)  # spans from here on are held
 
     def hold_from(self, start: int) -> None:
-        """Hold what tokens from `start` on need, and nothing else."""
+        """Hold the embeddings that tokens from `start` on need, and no others."""
         first = bisect_right(self._ends, start)
         if first < self._held_from:
             more = [span.patch for span in self._spans[first : self._held_from]]
@@ -73,7 +72,7 @@ class ReqMedia:
             self._release_until(first)
 
     def release(self) -> None:
-        """Give all up."""
+        """Give all embeddings up."""
         self._release_until(len(self._spans))
 
     def _release_until(self, first: int) -> None:
@@ -81,32 +80,32 @@ class ReqMedia:
         self._held_from = first
 
     def ready_until(self, start: int = 0) -> int | None:
-        """The first token from `start` on whose embedding is held and not ready; None if there is none. What tokens
-        before it took may have made room for others by now."""
+        """Return the first token from `start` on whose embedding is held and not ready; None if there is none.
+        Embeddings of earlier tokens may be gone by now."""
         for span, key in self._held():
             if span.end > start and not self._pool.is_ready(key):
                 return max(span.start, start)
         return None
 
     def first_unready(self) -> bytes | None:
-        """The key of the first held embeddings that are not ready; None if there are none."""
+        """Return the key of the first held embeddings that are not ready; None if there are none."""
         return next((key for _, key in self._held() if not self._pool.is_ready(key)), None)
 
     def needs_embeds(self, start: int, end: int) -> bool:
-        """Whether one of the tokens [start, end) takes an embedding that is held."""
+        """Return True if one of the tokens [start, end) takes an embedding that is held."""
         first = max(bisect_right(self._ends, start), self._held_from)
         return start < end and first < len(self._spans) and self._spans[first].start < end
 
     def holds(self, keys: Collection[bytes]) -> bytes | None:
-        """One of `keys` that is held, or None."""
+        """Return one of `keys` that is held, or None."""
         return next((key for _, key in self._held() if key in keys), None)
 
     def was_encoded(self) -> bool:
-        """Whether some of the embeddings that are held were computed while they were, and not found."""
+        """Return True if some of the held embeddings were computed while they were held, and not found in a cache."""
         return any(self._pool.was_encoded(key) for _, key in self._held())
 
     def embeds(self, start: int, end: int, *, at: int) -> list[MMEmbeds]:
-        """What tokens [start, end) take, where `start` is token number `at` of a batch. They must be ready."""
+        """Return the embeddings of tokens [start, end), which must be ready. at: the number of `start` in the batch."""
         found = []
         for span, key in self._held():
             low, high = max(span.start, start), min(span.end, end)
@@ -126,24 +125,27 @@ _ARRIVAL_BITS = 40
 
 
 class FairOrder:
-    """Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request's tag is where its client's work so far ends, on
-    a clock that stands at the tag of what was encoded last; the lowest tag goes first. So a client with a hundred
-    pictures and one with a single picture take turns, patch for patch.
+    """The order in which pictures and videos of all clients are encoded: start-time fair queueing (Goyal, Vin and
+    Cheng, 1996).
+
+    A request's tag is where its client's work so far ends. A clock stands at the tag that was encoded last, and the
+    lowest tag goes first. So a client with a hundred pictures and one with a single picture take turns, patch for
+    patch.
     """
 
     def __init__(self) -> None:
         self._now = 0
-        self._ends: dict[str, int] = {}  # of clients' work, in patches
+        self._ends: dict[str, int] = {}  # where each client's work ends, in patches
         self._latest = 0
         self._arrivals = 0
 
     def arrive(self) -> int:
-        """The number of a new request, from 0 on."""
+        """Return the number of a new request, from 0 on."""
         self._arrivals += 1
         return self._arrivals - 1
 
     def tag(self, client: str, patches: int, arrival: int) -> int:
-        """The tag of a new request; no two are equal. arrival: what `arrive` gave it."""
+        """Return the tag of a new request; no two are equal. arrival: its number from `arrive`."""
         start = max(self._now, self._ends.pop(client, 0))
         self._ends[client] = start + patches
         if len(self._ends) > _REMEMBERED:
@@ -153,9 +155,9 @@ class FairOrder:
         return tag
 
     def behind_all(self) -> int:
-        """A tag behind those of all requests so far, and of no request."""
+        """Return a tag behind the tags of all requests so far, which no request has."""
         return self._latest | 1
 
     def encoded(self, tag: int) -> None:
-        """The media of a request are encoded."""
+        """Note that the media of a request are encoded."""
         self._now = max(self._now, tag >> _ARRIVAL_BITS)

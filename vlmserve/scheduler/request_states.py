@@ -1,9 +1,9 @@
-"""Which state of the recurrent layers each request has, and which are kept for prompts that begin alike.
+"""The states of recurrent layers: which one a request has, and which snapshots are kept for prompts that begin alike.
 
-A request's state is its own from `begin` to `end`. Snapshots hang on KV slots (see `RecurrentStates`), first on the
-request's own and, as these go over to the prefix cache, on that's. They are made within the steps that compute the
-tokens before them, so nothing is computed for their sake alone; and only at multiples of `unit` tokens, where a page
-and a chunk of the delta rule end, so that who goes on from one gets what an uncut prompt would have got.
+A request's state is its own from `begin` to `end`. Snapshots hang on KV slots, see `RecurrentStates`: first on the
+request's own slots, later on the prefix cache's. A step makes them of the tokens that it computes anyway. Snapshots are
+made at multiples of `unit` tokens only, where a page and a chunk of the delta rule end: so a request that continues one
+gets the same state as an uncut prompt.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from vlmserve_common.compute.delta_rule import CHUNK
 
 
 def snapshot_unit(page_size: int) -> int:
-    """Tokens between places where snapshots can be."""
+    """Return the number of tokens between places where snapshots can be."""
     return math.lcm(page_size, CHUNK)
 
 
 class RequestStates:
-    """pool: who owns which state. unit: see above. snapshots: whether any are to be made.
+    """Gives states to requests, and decides where snapshots are made.
 
-    interval: tokens between snapshots, rounded up to multiples of the unit. Others are at the end of a prompt, of its
-    last picture or video, of those with nothing of the kind for an interval behind them, and of long chunks: a state
-    is large, so many close to each other would only push those of other prompts out.
+    pool: knows who owns which state. unit: see above. snapshots: whether any are made. interval: tokens between
+    snapshots, rounded up to multiples of the unit.
+
+    More snapshots are made at the ends of prompts and of long chunks, and at the end of a picture or video with no
+    other one for an interval behind it. A state is large: many snapshots close together would push out those of other
+    prompts.
     """
 
     def __init__(self, pool: RecurrentStates, *, unit: int, interval: int, snapshots: bool) -> None:
@@ -39,45 +42,48 @@ class RequestStates:
 
     @property
     def held(self) -> int:
-        """States that are neither free nor snapshots: none, when idle."""
+        """Return how many states are neither free nor snapshots: 0 when idle."""
         return self.pool.size - self.pool.available_size()
 
     def begin(self, req: Req, last_slot: int | None) -> None:
-        """A state for a request that goes on behind this KV slot, where a snapshot is; None: from the beginning."""
+        """Give a state to a request that continues behind this KV slot, where a snapshot is; None: from the
+        beginning."""
         copy = self.pool.fork(last_slot)
         assert copy is not None, "there are more states than requests"
         req.state = copy.target
-        self._copies.pop(copy.target, None)  # of a request that never ran
+        self._copies.pop(copy.target, None)  # left by a request that never ran
         self._copies[copy.target] = copy
 
     def end(self, req: Req) -> None:
-        """A request gives its state up. What steps in flight write to it, whoever gets it overwrites."""
+        """Take the state of a request. Steps in flight may still write to it; the next owner overwrites that."""
         assert req.state is not None, req.rid
         self.pool.free_state(req.state)
         req.state = None
 
     def take_copies(self) -> tuple[StateCopy, ...]:
-        """Those to be done before the next step, in their order."""
+        """Return the copies that must be done before the next step, in their order."""
         copies, self._copies = tuple(self._copies.values()), {}
         return copies
 
     def snapshots(
         self, parts: Iterable[tuple[Req, int, int]], slot_at: Callable[[Req, int], int]
     ) -> tuple[StateSnapshot, ...]:
-        """Those to be made by a step that computes tokens [start, end) of these requests. slot_at: the KV slot of a
-        request's token."""
+        """Return the snapshots that a step makes.
+
+        parts: a request and its tokens [start, end). slot_at: returns the KV slot of a request's token.
+        """
         found: dict[int, StateSnapshot] = {}
         if self._snapshots:
             for index, (req, start, end) in enumerate(parts):
                 assert req.state is not None, req.rid
                 for place in self._places(req, start, end):
                     copy = self.pool.snapshot(slot_at(req, place - 1), req.state)
-                    if copy is not None:  # the last one counts, where room is so short that one takes another's place
+                    if copy is not None:  # the last one counts: if room is short, one may take another one's place
                         found[copy.target] = StateSnapshot(index=index, tokens=place - start, target=copy.target)
         return tuple(found.values())
 
     def _places(self, req: Req, start: int, end: int) -> list[int]:
-        """Numbers of tokens in (start, end], ascending."""
+        """Return the numbers of tokens in (start, end] behind which snapshots are made, ascending."""
         first = start // self._interval + 1
         wanted = {place * self._interval for place in range(first, end // self._interval + 1)}
         if start < req.prompt_len:

@@ -1,4 +1,4 @@
-"""Requests that run together, and the steps that are made of them."""
+"""The requests that decode, and the steps that are made of requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from vlmserve.scheduler.sampling_info import SamplingArrays
 
 
 class ScheduledReq(NamedTuple):
-    """A request's part of a step: its tokens [start, end). completes: these are its last, but for those to be sampled.
-    output_index: of the (first) token it samples; None if it samples none, because its prompt goes on, or is all there
-    is to it. drafts: its last tokens, if they are guesses; one more token is sampled than there are. scored: prompt
-    positions [first, last) that logprobs are wanted of. returns_hidden: those of its last token."""
+    """A request's part of a step: its tokens [start, end).
+
+    completes: all tokens up to the ones to be sampled are in it. output_index: of the first token that is sampled; None
+    if none is, because the prompt goes on, or no answer is wanted. drafts: its last tokens, if they are guesses; one
+    more token is sampled than there are drafts. scored: prompt positions [first, last) whose logprobs are wanted.
+    returns_hidden: hidden states of its last token are returned.
+    """
 
     req: Req
     start: int
@@ -33,12 +36,12 @@ class ScheduledReq(NamedTuple):
 
     @property
     def tokens_sampled(self) -> int:
-        """How many the worker samples."""
+        """Return how many tokens the worker samples."""
         return 0 if self.output_index is None else 1 + len(self.drafts)
 
 
 class RunningBatch:
-    """The requests that decode, in the order in which they came to it. sampling: how, see `ScheduleBatch`."""
+    """The requests that decode, oldest first. sampling: how they are sampled, see `ScheduleBatch`."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -50,27 +53,27 @@ class RunningBatch:
 
     @property
     def reqs(self) -> list[Req]:
-        """All of them."""
+        """Return all of them."""
         return self._reqs.copy()
 
     @property
     def decodable(self) -> list[Req]:
-        """Those that get another token, as far as is known now: one may be in flight that ends an answer. Those with
-        drafts in flight have to wait for them."""
+        """Return the requests that get another token, as far as is known now: a token in flight may end an answer.
+        Requests with drafts in flight wait for them."""
         return [
             req for req in self._reqs if len(req.output_ids) + req.in_flight < req.max_new_tokens and not req.drafts
         ]
 
     def merge(self, req: Req) -> None:
-        """A request's prompt is scheduled to its end: it decodes from now on."""
+        """Add a request whose prompt is scheduled to its end."""
         self._reqs.append(req)
 
     def remove(self, req: Req) -> None:
-        """A request has finished, or gives its place up."""
+        """Remove a request that has finished, or gives its place up."""
         self._reqs.remove(req)
 
     def check_decode_mem(self, reqs: Sequence[Req]) -> bool:
-        """Whether a step of these fits, by eviction if need be. Changes nothing."""
+        """Return True if there are slots for a step of these requests, free or by eviction."""
         size = self._kv.page_size
         if len(reqs) * size <= self._kv.allocator.available_size():
             return True
@@ -78,17 +81,18 @@ class RunningBatch:
         return needed <= self._kv.reachable()
 
     def retract_decode(self) -> Req:
-        """Take out the request with the least output (the newest among equals)."""
+        """Remove and return the request with the least output, the newest among equals."""
         victim = min(self._reqs, key=lambda req: (len(req.output_ids), -req.arrival))
         self.remove(victim)
         return victim
 
 
 class ScheduleBatch:
-    """One step: whose tokens, and which. The slots are allocated before (`PrefillAdder`, `extend_by_one`); making
-    a batch advances the lengths of its requests as if it had been computed.
+    """One step. Slots are allocated before it is made, by `PrefillAdder` and `KVCacheManager.extend_by_one`. Making it
+    advances the lengths of its requests as if it had been computed.
 
-    beside: requests decode, in it or not. sampling: kept from step to step by those who make them.
+    beside: whether any requests decode, in the step or not. sampling: kept from step to step by the caller.
+    samples_late: the next tokens depend on tokens in flight, so sampling waits for these.
     """
 
     def __init__(
@@ -110,7 +114,6 @@ class ScheduleBatch:
         self.num_tokens = self.prompt_tokens + len(decoding) + sum(len(req.drafts) for req in decoding)
         self.prompts = self.reqs[: len(prompts)]
         self.decoding = self.reqs[len(prompts) :]
-        # Tokens that decide over the next one are still in flight: it is sampled when they have come.
         self.samples_late = any(
             part.req.samples_by_history and part.output_index != len(part.req.output_ids)
             for part in self.reqs
@@ -138,7 +141,7 @@ class ScheduleBatch:
         )
 
     def sampling_info(self) -> SamplingBatchInfo:
-        """How its tokens are sampled, by all that is known now."""
+        """Return how its tokens are sampled, by all that is known now."""
         rows = [(at, part, part.output_index) for at, part in enumerate(self.reqs) if part.output_index is not None]
         lasts = np.cumsum([part.end - part.start for part in self.reqs]) - 1
         behind = lasts[[at for at, _, _ in rows]]
@@ -150,11 +153,11 @@ class ScheduleBatch:
         )
 
     def get_model_worker_batch(self, step: int) -> ModelWorkerBatch:
-        """The step as a message; arrays are fresh copies."""
+        """Return the step as a message; arrays are fresh copies."""
         rows = np.array([part.req.req_pool_idx for part in self.reqs], dtype=np.int64)
         starts = np.array([part.start for part in self.reqs], dtype=np.int64)
         ends = np.array([part.end for part in self.reqs], dtype=np.int64)
-        # of one token each there are many, and of others few
+        # many requests have one token each, and few have more
         single = len(self.prompts) if (ends - starts == 1)[len(self.prompts) :].all() else len(self.reqs)
         spans = [(part.req, part.start, part.end) for part in self.reqs[:single]]
         ones = self.reqs[single:]
@@ -187,7 +190,7 @@ class ScheduleBatch:
         )
 
     def _states(self) -> dict[str, Any]:
-        """What recurrent layers are told."""
+        """Return the part of the message for recurrent layers."""
         states = self.kv.states
         if states is None:
             return {}
@@ -202,7 +205,7 @@ class ScheduleBatch:
         }
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:
-        """What the step returns besides its tokens. lengths: int64 [B], tokens of each request."""
+        """Return what the worker sends back besides tokens. lengths: int64 [B], tokens of each request."""
         if not any(part.returns_hidden or part.scored[1] > part.scored[0] for part in self.reqs):
             return {}
         lasts = lengths.cumsum() - 1
@@ -246,7 +249,7 @@ _Span: TypeAlias = tuple[Req, int, int]
 
 
 def _placed(spans: Sequence[_Span]) -> Iterator[tuple[Req, int, int, int]]:
-    """Spans, each with the batch token that it begins at."""
+    """Add to each span the batch token that it begins at."""
     at = 0
     for req, start, end in spans:
         yield req, start, end, at

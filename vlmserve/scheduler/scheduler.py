@@ -1,10 +1,9 @@
 """Decides which tokens are computed next, for whom and in which slots, and keeps account of every request.
 
-A `Scheduler` never waits. The event loop (`vlmserve.engine.loop`) asks it for a step (`get_next_batch_to_run`), which
-advances the lengths of its requests as if it had been computed, and later hands it what came of the step
-(`process_batch_result`). Nothing that a step needs to be decided waits for the last one's tokens: which these are only
-the worker has to know. That a token ended an answer is learnt when the next step is under way; what that step computed
-for the request is dropped.
+A `Scheduler` never waits. The event loop (`vlmserve.engine.loop`) asks it for a step with `get_next_batch_to_run`,
+which advances the lengths of the step's requests as if it had been computed. Later the loop hands it the results with
+`process_batch_result`. No decision waits for the tokens of the last step: only the worker has to know them. If a token
+ends an answer, the scheduler learns it when the next step is under way, and drops the request's part of that step.
 
 A step is prompt chunks (by `PrefillAdder`), or a token for each running request (more if some are guessed, see
 `drafts`), or both with mixed chunks.
@@ -51,15 +50,15 @@ from vlmserve_common.errors import EngineError
 log = logging.getLogger(__name__)
 
 _OUTPUT_COST = 2.0
-"""What a generated token counts in a flow's turns, where a prompt token counts 1 (as in the paper; see there)."""
+"""A generated token counts as so many prompt tokens in a flow's turns, as in the paper that `waiting_queue` names."""
 
 
 class Due(NamedTuple):
-    """What earlier turns have left to be done before anything else.
+    """The state that one turn leaves to the next.
 
-    decode: prompts had the last step, so the requests that decode have the next one.
-    drain: a request is to give up slots that steps in flight still write to; nothing is decided before these have come.
-    urgent: a key of the encoder, of embeddings without which no request gets on.
+    decode: prompts took the last step, so the next one belongs to requests that decode.
+    drain: a request must give up slots that steps in flight still write to. No step is decided before they have come.
+    urgent: the encoder's key of embeddings that all requests wait for, if they do.
     """
 
     decode: bool = False
@@ -70,9 +69,9 @@ class Due(NamedTuple):
 class Scheduler:
     """Owns every request from arrival to its last token. Single-threaded.
 
-    due: what the next turn begins with. max_req_len: tokens of prompt and answer of one request together, at most.
-    drafter: guesses tokens of requests that decode. send: gets the outputs of requests that end before their time.
-    encoder_order: shared by all schedulers that share the encoder; None: this one is alone.
+    max_req_len: the most tokens of prompt and answer of one request together. drafter: guesses tokens of requests that
+    decode. send: gets the outputs of requests that end early. encoder_order: the order that all schedulers over one
+    encoder share; None: this scheduler is alone.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class Scheduler:
         self._prompt_tokens += req.prompt_len
         self._reqs[req.rid] = req
         self.waiting_queue.arrive(req)
-        if req.grammar_compiles:  # not found out by trying: so many are tried in a step, and others come behind them
+        if req.grammar_compiles:  # at once: trying it would use up one of a step's tries
             self.waiting_queue.block(req, ReqStatus.WAITING_FOR_GRAMMAR)
         self.meter.arrived(req)
 
@@ -173,19 +172,19 @@ class Scheduler:
             self._cut_off(req, FinishReason(type="abort"))
 
     def _cut_off(self, req: Req, reason: FinishReason) -> None:
-        """End a request before its time, and say so."""
+        """End a request early, and send its last output."""
         self._end(req, reason)
         self._aborted += 1
         self._send(BatchTokenOutput(outputs=(token_output(req, ()),)))
 
     def _end(self, req: Req, reason: FinishReason) -> None:
-        """Forget a request, wherever it is, and all that it holds. What steps in flight bring it is dropped."""
+        """Forget a request, wherever it is, and release all that it holds. Its results in flight are dropped."""
         self.waiting_queue.leave(req)
         if req.status is ReqStatus.DECODING:
             self.running_batch.remove(req)
         req.finish(reason)
         req.media.release()
-        if self.due.urgent is not None:  # it may have been the last one that held it
+        if self.due.urgent is not None:  # this request may have been the last one to hold it
             self.due = self.due._replace(urgent=None)
         self.intake.release(req)
         if req.req_pool_idx is not None:
@@ -199,10 +198,10 @@ class Scheduler:
     # ------------------------------------------------------------ deciding
 
     def take_ready(self, *, encoded: bool, failures: Mapping[bytes, str]) -> bool:
-        """Take what came since the last turn: embeddings, prefixes read from disk, grammars. Returns whether that
-        changed anything for a request.
+        """Take embeddings, prefixes read from disk, and grammars that have come since the last turn. Returns whether
+        embeddings have come, or could not be made.
 
-        encoded: whether the encoder has brought anything. failures: why it could not encode something, by its key.
+        encoded: whether the encoder has brought anything. failures: why something could not be encoded, by its key.
         """
         if encoded:
             self.meter.encoder_moved()
@@ -217,12 +216,12 @@ class Scheduler:
     def get_next_batch_to_run(
         self, in_flight: Sequence[ScheduleBatch] = (), *, encodes: bool = True
     ) -> ScheduleBatch | None:
-        """Decide a step, and advance lengths as if it had been computed. None: nothing can be computed now, or what is
-        in flight has to come first.
+        """Decide a step, and advance lengths as if it had been computed. None: nothing can be computed now, or steps in
+        flight have to come first.
 
         Prompts and decoding share a step, or take turns.
-        in_flight: batches that have not been processed, oldest first. encodes: whether slices of encoding in this
-        process take turns with this scheduler's prompts, too.
+        in_flight: batches that have not been processed, oldest first. encodes: whether this scheduler's prompts take
+        turns with slices of encoding, too.
         """
         if self.due.drain and in_flight:
             return None
@@ -240,14 +239,15 @@ class Scheduler:
             drain |= not prompts and not decoding
         found = bool(prompts or decoding)
         alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0)
-        self.due = Due(decode=bool(prompts) and alternate, drain=drain, urgent=None if found else self.due.urgent)
+        decode = bool(prompts) and alternate and not drain  # once drained, the place is taken first
+        self.due = Due(decode=decode, drain=drain, urgent=None if found else self.due.urgent)
         return self._make_batch(prompts, decoding) if found else None
 
     def _decodable(self) -> list[Req]:
         """Return the requests that may get a token of the next step.
 
-        The stages of a pipeline compute steps of different requests. So a request whose token is in flight, which the
-        first stage does not know, gets none; the others are split into as many steps as there are stages.
+        The stages of a pipeline compute steps of different requests: the first stage does not know tokens in flight. So
+        requests without a token in flight are split into as many steps as there are stages.
         """
         reqs, stages = self.running_batch.decodable, self._args.pp_size
         if stages == 1:
@@ -255,10 +255,10 @@ class Scheduler:
         return [req for req in reqs if not req.in_flight][: -(-len(reqs) // stages)]
 
     def _prepare_for_decode(self, reqs: list[Req], in_flight: Sequence[ScheduleBatch], *, alone: bool) -> list[Req]:
-        """Allocate slots for the next token of each of these requests; return those that got one.
+        """Allocate slots for the next token of each of these requests. Returns the requests that got one.
 
-        If slots are short, nobody gets one beside prompts, or before the steps in flight have come. After that
-        requests are retracted, and at last prompts in progress wait again.
+        If slots are short, sessions are let go first. Then no request gets a slot beside prompts, or while steps are in
+        flight. After that requests are retracted, and at last prompts in progress wait again.
         """
         running = self.running_batch
         while not running.check_decode_mem(reqs):
@@ -306,9 +306,10 @@ class Scheduler:
         return self._costs.slice_s(decoding=len(self.running_batch) > 0)
 
     def rest(self, *, held_bytes: int) -> bool:
-        """Note that nothing could be decided, and nothing is in flight. Returns whether another turn may get on.
+        """Look for the reason when nothing could be decided and nothing is in flight. Returns whether another turn may
+        get on.
 
-        Without requests that is idle, and pools are checked: held_bytes: of embeddings that nobody should hold.
+        An idle scheduler checks its pools. held_bytes: see `check_pools`.
         """
         if not self.is_idle():
             return self._resolve_stall()
@@ -321,8 +322,8 @@ class Scheduler:
     # ------------------------------------------------------------ giving places up
 
     def _retract(self, req: Req) -> None:
-        """Let a request wait again, which is in no list of those that run any more. Its tokens stay known, its KV stays
-        cached until evicted, and it will go on as if nothing had happened."""
+        """Let a request wait again that is in no list of running requests any more. Its tokens are kept, its KV stays
+        cached until it is evicted, and its answer does not change."""
         if req.status is ReqStatus.PREFILLING:
             self.waiting_queue.set_in_progress(req, False)
         else:
@@ -340,7 +341,7 @@ class Scheduler:
         tried, self.due = self.due.urgent, self.due._replace(urgent=None)
         if self.encoder.working or self.intake.is_fetching:
             return False
-        # With nothing running, the first in line lacks either embeddings, for which there is no room, or KV slots.
+        # Nothing runs, so the first request in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress
         first = in_progress[0] if in_progress else self.waiting_queue.first()
         urgent = first.media.first_unready()
@@ -364,14 +365,15 @@ class Scheduler:
     # ------------------------------------------------------------ results
 
     def fail_batch(self, batch: ScheduleBatch, failure: BaseException) -> None:
-        """End the requests of a step that raised; the others go on."""
+        """End the requests of a step that raised. Other requests go on."""
         for part in batch.reqs:
             if not part.req.is_finished:
                 why = failure if isinstance(failure, EngineError) else type(failure).__name__
                 self._cut_off(part.req, error(500, f"internal error: {why}"))
 
     def process_batch_result(self, batch: ScheduleBatch, result: ModelWorkerResult) -> list[TokenOutput]:
-        """Take what a step brought: commit KV, append tokens, share prefixes, end answers. Returns what to send."""
+        """Take the results of a step: commit KV, append tokens, share prefixes, end answers. Returns the outputs to
+        send."""
         self._costs.observe(
             prompt_tokens=batch.prompt_tokens,
             decoding=len(batch.decoding),
@@ -403,14 +405,14 @@ class Scheduler:
         return outputs
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
-        """A request's guesses have come, and so many of its tokens in flight are not to be."""
+        """Drop the wrong ones of a request's guesses, and the KV that was computed for them."""
         self.kv.truncate(req, req.kv_committed_len)
         self.meter.drafted(len(req.drafts), wrong)
         req.drafts = ()
         req.in_flight -= wrong
 
     def _take_tokens(self, req: Req, brought: PartResult) -> TokenOutput:
-        """The tokens that a step made of a request's last ones, or its end, if it is to have none."""
+        """Append the tokens that a step sampled for a request, and end it if it is complete."""
         reason = None if brought.tokens else FinishReason(type="length")
         for token in brought.tokens:  # only the last one can end it
             req.in_flight -= 1
@@ -425,20 +427,20 @@ class Scheduler:
     # ------------------------------------------------------------ state
 
     def is_idle(self) -> bool:
-        """Whether there is no request."""
+        """Return True if there is no request."""
         return not self._reqs
 
     def behind_all_media(self) -> int:
-        """Return an order for the encoder behind that of all requests so far."""
+        """Return an order for the encoder that is behind all requests so far."""
         return self.intake.encoder_order.behind_all()
 
     def flush_cache(self) -> int:
-        """Forget every cached prefix that no request uses, those of sessions, too; returns how many tokens they had."""
+        """Forget every cached prefix that no request uses, sessions included. Returns how many tokens they had."""
         self.sessions.release_all()
         return self.kv.prefix_cache.reset()
 
     def check_pools(self, *, held_bytes: int) -> None:
-        """Check conservation, see `pool_check`. held_bytes: of embeddings that nobody should hold."""
+        """Check an idle scheduler for lost memory, see `meter.check_pools`. held_bytes: embeddings held by error."""
         states = self.kv.states
         check_pools(
             self.stats(),
@@ -448,7 +450,7 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """Return figures of this moment; those of the encoder are the loop's."""
+        """Return figures of this moment, without those of the encoder."""
         allocator, cache, req_pool = self.kv.allocator, self.kv.prefix_cache, self.kv.req_pool
         steps = self.meter.stats()
         return SchedulerStats(

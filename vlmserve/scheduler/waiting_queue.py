@@ -1,12 +1,12 @@
-"""Who waits, and in which order they are tried: flows in turns, and inside a flow as the policy says.
+"""The waiting requests, and the order in which they are tried: flows in turns, and by the policy within a flow.
 
-A flow is a client's requests with media, or those without. Flows are served by virtual token counters (Sheng et al.,
-"Fairness in Serving Large Language Models", 2024): what a flow was given is added to its counter, and the least served
-flow goes first. A flow that was idle begins where the least served one is: nobody saves up. So a client is not made to
-wait by another that sends much, and text is not made to wait by pictures.
+A flow is a client's requests with media, or its requests without. Flows are served by virtual token counters (Sheng et
+al., "Fairness in Serving Large Language Models", 2024). The tokens that a flow was given are added to its counter, and
+the least served flow goes first. A flow that was idle begins at the counter of the least served one. So a client does
+not wait for another one that sends much, and text does not wait for pictures.
 
-Trying costs the same however many wait: a sorted list for each flow, a heap of flows, and a bounded number of tries.
-Requests that are blocked (see `ReqStatus`) stand aside and are tried again once what they wait for is there.
+Trying costs the same however many requests wait: there is a sorted list for each flow, a heap of flows, and a bounded
+number of tries. Blocked requests (see `ReqStatus`) are kept apart and are tried again later.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_life import ReqStatus
 
 LOOKAHEAD = 128
-"""Requests that are tried in one step, at the most, and those whose keys are asked for anew."""
+"""So many requests are tried in one step at the most, and so many keys are computed anew."""
 MISSES = 16
-"""Tries without success after which a flow is passed over for the rest of a step: it may not use up those of others."""
+"""After so many tries without success a flow is passed over for the rest of a step, and leaves tries to other flows."""
 _ASKED = 64
-"""Blocked requests that are asked for in one step whether they still are, of those that wait for the same."""
+"""So many blocked requests of each kind are looked at in one step."""
 
 _REMEMBERED = 4096
-"""Counters that are kept of flows without requests."""
+"""So many counters of flows without requests are kept."""
 
 
 class _Flow:
-    """waiting: (key, arrival, request), sorted; by turn if the policy's keys are not static. size: requests of the flow
-    anywhere. queued: it is in the heap of flows."""
+    """The requests of one flow.
+
+    waiting: (key, arrival, request), sorted; by turn if the policy's keys are not static. size: requests of the flow,
+    wherever they are. queued: the flow is in the heap of flows.
+    """
 
     __slots__ = ("counter", "in_progress", "name", "queued", "size", "waiting")
 
@@ -48,23 +51,23 @@ class _Flow:
 
 
 class WaitingQueue:
-    """Requests that wait, and those whose prompts are in progress: these are tried first within their flow."""
+    """Requests that wait, and requests whose prompts are in progress. These are tried first within their flow."""
 
     def __init__(self, policy: SchedulePolicy) -> None:
         self._policy = policy
         self._flows: dict[str, _Flow] = {}
         self._heap: list[tuple[float, int, _Flow]] = []
         self._tickets = count()
-        self._counters: dict[str, float] = {}  # of flows without requests
-        self._least = 0.0  # the highest counter of a flow when it was tried, being the least
-        # by what they wait for, in the order in which it comes: embeddings in that of the encoder, others by arrival
+        self._counters: dict[str, float] = {}  # counters of flows without requests
+        self._least = 0.0  # the highest counter at which a flow was tried
+        # each kind in the order in which they are unblocked: the encoder's order, or by arrival
         self._blocked: dict[ReqStatus, list[tuple[int, int, Req]]] = {}
-        self._waiting = 0  # besides these
+        self._waiting = 0  # requests that are not blocked
         self._in_progress = 0
         self._ranked = 0  # in this visit
 
     def __len__(self) -> int:
-        """Requests that wait; those in progress do not."""
+        """Return how many requests wait; prompts in progress do not count."""
         return self._waiting + sum(map(len, self._blocked.values()))
 
     def __iter__(self) -> Iterator[Req]:
@@ -73,13 +76,14 @@ class WaitingQueue:
 
     @property
     def in_progress(self) -> list[Req]:
-        """Requests whose prompts are computed in part, oldest first."""
+        """Return the requests whose prompts are computed in part, oldest first."""
         if not self._in_progress:
             return []
         return sorted((req for flow in self._flows.values() for req in flow.in_progress), key=lambda req: req.arrival)
 
     def first(self) -> Req:
-        """The oldest among the first of each flow and of those that are blocked. ValueError if nobody waits."""
+        """Return the oldest among the first requests of each flow and of each kind of blocked ones. ValueError if none
+        waits."""
         heads = [flow.waiting[0][2] for flow in self._flows.values() if flow.waiting]
         heads += [blocked[0][2] for blocked in self._blocked.values() if blocked]
         return min(heads, key=lambda req: req.arrival)
@@ -87,7 +91,7 @@ class WaitingQueue:
     # ------------------------------------------------------------ coming and going
 
     def arrive(self, req: Req) -> None:
-        """A new request: it waits, and its flow is active until `leave`."""
+        """Add a new request, whose flow is active until `leave`."""
         flow = self._flows.get(req.flow)
         if flow is None:
             flow = self._flows[req.flow] = _Flow(req.flow)
@@ -96,7 +100,7 @@ class WaitingQueue:
         self.add(req)
 
     def leave(self, req: Req) -> None:
-        """A request has ended, wherever it was."""
+        """Remove a request that has ended, wherever it is."""
         flow = self._flows[req.flow]
         if req.status.is_queued:
             self.remove(req)
@@ -108,7 +112,7 @@ class WaitingQueue:
             self._remember(flow)
 
     def add(self, req: Req) -> None:
-        """A request waits, for the first time or again. Its flow may have had nothing to be tried for a while."""
+        """Let a request wait, for the first time or again. Its flow may have been idle for a while."""
         flow = self._flows[req.flow]
         if not flow.waiting and not flow.in_progress:
             flow.counter = max(flow.counter, self._least)
@@ -117,7 +121,7 @@ class WaitingQueue:
         self._enqueue(flow)
 
     def remove(self, req: Req) -> None:
-        """A request waits no longer."""
+        """Remove a request that waits no longer."""
         if req.status.is_blocked:
             del self._blocked[req.status][self._blocked_at(req)]
             return
@@ -128,14 +132,14 @@ class WaitingQueue:
         self._waiting -= 1
 
     def block(self, req: Req, status: ReqStatus) -> None:
-        """A waiting request is not to be tried before what it waits for is there."""
+        """Keep a waiting request apart, and give it this status, until `unblock` finds it ready."""
         self.remove(req)
         req.move_to(status)
         insort(self._blocked.setdefault(status, []), (*_turn_blocked(req), req), key=lambda entry: entry[:2])
 
     def unblock(self, is_ready: Callable[[Req], bool]) -> None:
-        """Ask for the first of the blocked requests whether they are to be tried again; those that wait for a grammar
-        are all asked for: one that takes long, many may wait for, and any of the others may be done."""
+        """Let the first of the blocked requests wait again, if they are ready. Of requests that wait for a grammar, all
+        are asked: grammars do not come in the order of arrival."""
         asked = (
             blocked if status is ReqStatus.WAITING_FOR_GRAMMAR else blocked[:_ASKED]
             for status, blocked in self._blocked.items()
@@ -147,7 +151,7 @@ class WaitingQueue:
             self.add(req)
 
     def set_in_progress(self, req: Req, on: bool) -> None:
-        """The prompt of a request goes on with another step, or not any more."""
+        """Note whether the prompt of a request goes on with another step."""
         flow = self._flows[req.flow]
         if on:
             insort(flow.in_progress, req, key=lambda other: other.arrival)
@@ -158,7 +162,7 @@ class WaitingQueue:
             self._in_progress -= 1
 
     def charge(self, req: Req, cost: float) -> None:
-        """A request's flow was given so much."""
+        """Add so much to the counter of a request's flow."""
         self._flows[req.flow].counter += cost
 
     def _place(self, req: Req) -> tuple[Key, int]:
@@ -183,10 +187,10 @@ class WaitingQueue:
     # ------------------------------------------------------------ trying
 
     def visit(self, attempt: Callable[[Req], bool]) -> None:
-        """Try requests in order until `attempt` says False, all were tried, or `LOOKAHEAD` were. What was tried without
-        being charged for is a miss: after `MISSES` of them a flow is passed over.
+        """Try requests in order, until `attempt` returns False, all were tried, or `LOOKAHEAD` were.
 
-        `attempt` may take the request out of the queue, block it, put it in progress, or charge its flow.
+        A try for which the flow is not charged is a miss: after `MISSES` of them the flow is passed over. `attempt` may
+        take the request out of the queue, block it, put it in progress, or charge its flow.
         """
         passed: list[_Flow] = []
         tries: dict[str, Iterator[Req]] = {}
@@ -214,7 +218,7 @@ class WaitingQueue:
                 self._enqueue(flow)
 
     def _least_served(self) -> _Flow | None:
-        """Counters only grow, so one that is stale in the heap is at worst too low."""
+        """Return the least served flow. Counters only grow, so a stale one in the heap is at worst too low."""
         while self._heap:
             counter, _, flow = self._heap[0]
             if not flow.waiting and not flow.in_progress:
@@ -229,7 +233,7 @@ class WaitingQueue:
     def _candidates(self, flow: _Flow) -> list[Req]:
         if self._policy.static:
             head = [req for _, _, req in flow.waiting[:LOOKAHEAD]]
-        else:  # with many flows the last of them are not ranked
+        else:  # with many flows, the last ones are not ranked
             head = [req for _, _, req in flow.waiting[: max(min(HEAD, LOOKAHEAD - self._ranked), 1)]]
             self._ranked += len(head)
             if len(head) > 1:
@@ -238,7 +242,7 @@ class WaitingQueue:
         return [*flow.in_progress, *head]
 
     def check(self) -> None:
-        """Assert that counts are right; for tests."""
+        """Assert that counts and orders are right; for tests."""
         assert self._waiting == sum(len(flow.waiting) for flow in self._flows.values())
         assert self._in_progress == sum(len(flow.in_progress) for flow in self._flows.values())
         for status, blocked in self._blocked.items():
@@ -249,6 +253,6 @@ class WaitingQueue:
 
 
 def _turn_blocked(req: Req) -> tuple[int, int]:
-    """The order in which what blocked requests wait for comes."""
+    """Return the order in which blocked requests become ready."""
     order = req.media.order if req.status is ReqStatus.WAITING_FOR_ENCODER else req.arrival
     return order, req.arrival

@@ -1,10 +1,14 @@
-"""Checkpoints whose weights are 8-bit floats (e4m3), of which each block, output or tensor has a scale.
+"""Checkpoints whose weights are 8-bit floats (e4m3), with a scale for each block, output or tensor.
 
 Such a weight [N, K] is stored as `weight`, of that type, and
 
-- `weight_scale_inv` or `weight_scale`, which the numbers are to be multiplied by: [ceil(N / 128), ceil(K / 128)] for
-  blocks, [N, 1] for outputs, [] or [1] for the whole;
-- `input_scale` or `activation_scale`, [] or [1], where inputs are to be divided by a number that was found with data.
+- `weight_scale_inv` or `weight_scale`, the factor of the numbers: [ceil(N / 128), ceil(K / 128)] for blocks, [N, 1] for
+  outputs, [] or [1] for the whole;
+- `input_scale` or `activation_scale`, [] or [1], if inputs are divided by a number that was found with data.
+
+Experts are stored one by one in the same form (`experts.0.gate_proj.weight`), or all in one tensor:
+`experts.gate_up_proj` and `experts.down_proj`, beside which `..._scale_inv` or `..._scale` [experts, *blocks] has the
+same order of dimensions.
 
 `fp8` (transformers' FineGrainedFP8, vLLM's) and compressed-tensors' `float-quantized` are of this form.
 """
@@ -13,17 +17,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from vlmserve_common.checkpoint.fields import Fields
-from vlmserve_common.checkpoint.fp8_experts import Fp8Experts
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
 from vlmserve_common.checkpoint.weights import WeightPiece, WeightRules, linears_of
+from vlmserve_common.compute.experts import Experts
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales, Inputs, can_multiply, dequantize_
+from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
 
@@ -35,15 +40,18 @@ _INPUT_SCALES = ("input_scale", "activation_scale")
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Scheme:
-    """block: rows and columns of those that have a scale each; None: outputs or whole tensors do. inputs: how they are
-    rounded, None: not at all."""
+    """How weights and inputs are rounded.
+
+    block: rows and columns that share a scale; None: each output or the whole tensor has one. inputs: how inputs are
+    rounded; None: not at all.
+    """
 
     block: tuple[int, int] | None
     inputs: Inputs | None
 
 
 def fp8_scheme(fields: Fields) -> Fp8Scheme:
-    """Of a quantization_config whose quant_method is "fp8". CheckpointError for what is not supported."""
+    """Read the scheme of a quantization_config with quant_method "fp8". CheckpointError if it is not supported."""
     fields.allow("fmt", fields.string("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
     activations = fields.string("activation_scheme", "dynamic")
     fields.allow("activation_scheme", activations, ("dynamic", "static"))
@@ -52,7 +60,7 @@ def fp8_scheme(fields: Fields) -> Fp8Scheme:
 
 
 def compressed_fp8_scheme(group: Fields) -> Fp8Scheme:
-    """Of one of compressed-tensors' config_groups, of floats. CheckpointError for what is not supported."""
+    """Read the scheme of one of compressed-tensors' config_groups of floats. CheckpointError if it is not supported."""
     weights = group.section("weights")
     weights.allow("type", weights.string("type"), ("float",))
     weights.allow("num_bits", weights.integer("num_bits"), (8,))
@@ -88,10 +96,10 @@ class _Stored:
 
 
 class Fp8Tensors:
-    """A checkpoint's 8-bit weights, as far as they belong to the `Linear`s of a module, which is on the meta device
-    still: those that are kept as they are get their 8-bit parameters now.
+    """A checkpoint's 8-bit weights of the `Linear`s of a module, which is still on the meta device.
 
-    keep: whether they are; None: where the device multiplies them. See `QuantizedTensors` for the rest. Their numbers
+    Layers that keep 8-bit weights get their 8-bit parameters now. keep: whether they do; None: if the device multiplies
+    them. See `QuantizedTensors` for the rest. Their numbers
     are loaded as other weights are (`eight_bit`), before `load`. Raises CheckpointError for scales that do not fit.
     """
 
@@ -165,7 +173,7 @@ class Fp8Tensors:
             )
 
     def _hold(self, layer: Linear, pieces: Sequence[WeightPiece], *, static: bool) -> bool:
-        """Make room for a layer's weight as it is, if it is to be kept so."""
+        """Give a layer 8-bit parameters if it keeps its 8-bit weight. Returns whether it does."""
         assert layer.weight is not None
         inputs = self._scheme.inputs
         if inputs is None or (inputs == "static" and (not static or self._scheme.block)):
@@ -212,7 +220,8 @@ class Fp8Tensors:
         return self._scheme.block[0], math.gcd(self._scheme.block[1], columns[0])
 
     def _scales(self, piece: WeightPiece, rows: int) -> torch.Tensor:
-        """Of the blocks of a part, whose first row is the first of one; rows: of a block, or 1 to have each row's."""
+        """Return the scales of a piece's blocks. Its first row is a block's first; rows: of a block, or 1 for each
+        row's."""
         scale = self._read(self._tensors[piece.name].scale)
         (first, end), columns = piece.place(0), piece.place(1)
         if self._scheme.block is None:
@@ -240,3 +249,166 @@ class Fp8Tensors:
         scale = torch.empty(stored.shape, dtype=stored.dtype)
         self._reader.read_into([(stored, scale)])
         return scale.float().reshape(stored.shape if scale.ndim == 2 else (-1, 1))
+
+
+_GATED = ("gate_proj", "up_proj")
+_OTHERS = (".input_scale", ".activation_scale", "_activation_scale", "_input_scale")
+
+
+class Fp8Experts:
+    """The experts of 8-bit floats in a module on the meta device; see `Fp8Tensors`.
+
+    block: rows and columns that share a scale; None: each output or the whole expert has one. kept: how many sparse
+    MLPs keep 8-bit weights.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reader: CheckpointReader,
+        rules: WeightRules,
+        block: tuple[int, int] | None,
+        *,
+        device: torch.device,
+        keep: bool | None,
+    ) -> None:
+        self._reader, self._block = reader, block
+        self._ours = {rules.our_name(name): stored for name, stored in reader.tensors.items()}
+        self.weights: set[str] = set()
+        self.stored: set[str] = set()
+        self.eight_bit: set[str] = set()
+        self.kept = 0
+        self._found: dict[str, tuple[Experts, ExpertScales]] = {}
+        for name, child in module.named_modules():
+            if isinstance(child, Experts):
+                self._take(name, child, device, keep)
+
+    @property
+    def count(self) -> int:
+        """How many sparse MLPs have 8-bit floats in the checkpoint."""
+        return len(self._found)
+
+    def _take(self, name: str, experts: Experts, device: torch.device, keep: bool | None) -> None:
+        own = [stored for stored, _ in experts.stored_parameters(name)]
+        eight = [stored for stored in own if stored in self._ours and self._ours[stored].dtype == FP8]
+        if not eight:
+            return
+        if len(eight) < len(own):
+            raise CheckpointError(
+                f"{self._reader.folder}: {len(eight)} of {len(own)} weights of {name} are 8-bit floats; all must be"
+            )
+        prefix = f"{name}."
+        self.eight_bit.update(eight)
+        self.stored |= {
+            stored.name
+            for ours, stored in self._ours.items()
+            if ours.startswith(prefix) and (ours.endswith(("_scale_inv", "_scale", *_OTHERS)))
+        }
+        for stored in own:
+            self._check(stored, experts)
+        with torch.device("meta"):
+            scales = ExpertScales(experts.part, experts.size, (self._blocks(experts, 0), self._blocks(experts, 1)))
+        self._found[name] = experts, scales
+        if scales.can_be_multiplied(device) if keep is None else keep:
+            experts.hold_fp8(scales)
+            self.kept += 1
+            self.weights |= {f"{name}.fp8.{leaf}" for leaf, _ in scales.named_parameters()}
+
+    def _blocks(self, experts: Experts, which: int) -> Blocks:
+        """Return the blocks of gate_up (0) or down (1) in whole experts."""
+        if self._block is None:
+            return Blocks(outputs=1, inputs=(experts.size, experts.part.inner)[which])
+        rows, columns = self._block
+        if experts.layout == "inputs_first":
+            rows, columns = columns, rows
+        return Blocks(outputs=rows, inputs=columns)
+
+    def _scale_of(self, weight: str) -> StoredTensor:
+        names = [weight.removesuffix("weight") + leaf for leaf in _WEIGHT_SCALES] if weight.endswith(".weight") else []
+        names += [f"{weight}_scale_inv", f"{weight}_scale"]
+        found = next((self._ours[name] for name in names if name in self._ours), None)
+        if found is None:
+            raise CheckpointError(f"{self._reader.folder}: {names[0]} is missing; {weight} is of 8-bit floats")
+        return found
+
+    def _check(self, weight: str, experts: Experts) -> None:
+        scale, shape = self._scale_of(weight), self._ours[weight].shape
+        *outer, rows, columns = shape
+        if self._block is not None:
+            allowed = [(*outer, -(-rows // self._block[0]), -(-columns // self._block[1]))]
+        elif experts.layout == "each":
+            allowed = [(rows, 1), (rows,), (1, 1), (1,), ()]
+        else:
+            outputs = (1, columns) if experts.layout == "inputs_first" else (rows, 1)
+            allowed = [(*outer, *outputs), (*outer, 1, 1), (*outer,)]
+        if scale.shape not in allowed or not scale.dtype.is_floating_point:
+            expected = " or ".join(str(list(one)) for one in allowed)
+            raise CheckpointError(
+                f"{self._reader.folder}: {scale.name} is {list(scale.shape)} of {scale.dtype}, not {expected} of "
+                f"floating-point numbers (blocks of {self._block})"
+            )
+
+    def load(self) -> None:
+        """Read the scales, and multiply the weights that do not stay in 8 bits by them."""
+        for name, (experts, scales) in self._found.items():
+            device = experts.weights[0].device
+            if experts.fp8 is None:
+                scales = scales.to_empty(device="cpu")
+            gate_up, down = self._read(name, experts)
+            for slot, expert in enumerate(experts.part.own):
+                own = [gate_up[expert], down[expert]]
+                for target, whole in zip((scales.gate_up, scales.down), own, strict=True):
+                    target[slot].copy_(self._part(whole, experts, scales, target is scales.gate_up))
+                if experts.fp8 is None:
+                    for weights, spread in zip(experts.weights, scales.spread(slot), strict=True):
+                        rows, columns = weights[slot].shape
+                        weights[slot].mul_(spread[:rows, :columns].to(device))
+
+    def _part(self, whole: torch.Tensor, experts: Experts, scales: ExpertScales, gated: bool) -> torch.Tensor:
+        """Select this process's part of an expert's scales [outputs or blocks of them, blocks of inputs]."""
+        part = experts.part
+        inner = torch.arange(part.first, part.first + part.size)
+        stored, own = self._blocks(experts, int(not gated)), scales.gate_up_blocks if gated else scales.down_blocks
+        every = torch.arange(experts.size)
+        if not gated:
+            outputs, inputs = every[:: own.outputs] // stored.outputs, inner[:: own.inputs] // stored.inputs
+            return whole[outputs][:, inputs]
+        inputs = every[:: own.inputs] // stored.inputs
+        if experts.layout != "each":  # gates and ups are one tensor, with blocks that may have some of both
+            outputs = torch.cat([half * part.inner + inner[:: own.outputs] for half in range(2)]) // stored.outputs
+            return whole[outputs][:, inputs]
+        return torch.cat([half[inner[:: own.outputs] // stored.outputs] for half in whole.chunk(2)])[:, inputs]
+
+    def _read(self, name: str, experts: Experts) -> tuple[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]]:
+        """Read the scales of gate_up and down of each expert here, float32 [outputs or blocks, blocks of inputs]."""
+        leaves = {weight: self._scale_of(weight) for weight, _ in experts.stored_parameters(name)}
+        read = {weight: torch.empty(stored.shape, dtype=stored.dtype) for weight, stored in leaves.items()}
+        self._reader.read_into([(leaves[weight], scale) for weight, scale in read.items()])
+        if experts.layout == "each":
+            return (
+                {
+                    expert: torch.cat([self._two(read, name, expert, leaf, experts) for leaf in _GATED])
+                    for expert in experts.part.own
+                },
+                {expert: self._two(read, name, expert, "down_proj", experts) for expert in experts.part.own},
+            )
+        found = []
+        for which, leaf in enumerate(("gate_up_proj", "down_proj")):
+            scale = read[f"{name}.{leaf}"].float()
+            scale = scale.reshape(len(scale), *(scale.shape[1:] or (1, 1)))
+            if experts.layout == "inputs_first":
+                scale = scale.transpose(1, 2)
+            outputs = (2 * experts.part.inner, experts.size)[which]
+            if self._block is None and scale.shape[1] == 1:
+                scale = scale.expand(-1, outputs, -1)
+            found.append(dict(enumerate(scale)))
+        return found[0], found[1]
+
+    def _two(
+        self, read: Mapping[str, torch.Tensor], name: str, expert: int, leaf: str, experts: Experts
+    ) -> torch.Tensor:
+        scale = read[f"{name}.{expert}.{leaf}.weight"].float()
+        if self._block is not None:
+            return scale
+        outputs = experts.size if leaf == "down_proj" else experts.part.inner
+        return scale.reshape(-1, 1).expand(outputs, 1)

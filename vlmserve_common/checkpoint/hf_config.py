@@ -1,4 +1,4 @@
-"""What all parts of a model read alike in a checkpoint's config.json: its family and its dtype."""
+"""The family and dtype of a checkpoint, as all parts of a model read them in its config.json."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """A checkpoint folder's config.json, and model_type. CheckpointError if it has none, or of no family here."""
+    """Read a checkpoint folder's config.json, with its model_type. CheckpointError if the family is not supported."""
     hf_config = read_json(folder, "config.json")
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
     for family, architecture in ARCHITECTURES.items():
@@ -42,12 +42,12 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def text_fields(top: Fields) -> Fields:
-    """The decoder's fields: in `text_config`, or at the top."""
+    """Return the decoder's fields, from `text_config` or from the top."""
     return top.section("text_config") if top.has("text_config") else top
 
 
 def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """What a checkpoint says it is computed in, float32 if it is silent. CheckpointError for types not supported."""
+    """Return the dtype that a checkpoint declares, float32 if it declares none. CheckpointError for other dtypes."""
     top = Fields(hf_config, "config.json")
     for fields in (top, text_fields(top)):
         for name in ("dtype", "torch_dtype"):

@@ -17,8 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from vlmserve_common.checkpoint.progress import Progress
-from vlmserve_common.checkpoint.stream import Part, Stream, copies_to
+from vlmserve_common.checkpoint.stream import Part, Progress, Stream, copies_to
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 
@@ -58,8 +57,10 @@ def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, An
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, or a part of one. start: byte offset in the file. row: elements of a row in the file, where
-    only `shape[-1]` of them are wanted, from number `column`; 0: all are."""
+    """The place of a tensor, or of a part of it, in a file. start: byte offset.
+
+    row: elements of a row in the file if only `shape[-1]` of them are wanted, from number `column` on; 0 if all are.
+    """
 
     name: str
     file: Path
@@ -70,21 +71,21 @@ class StoredTensor:
     column: int = 0
 
     def cut(self, cut: Cut) -> StoredTensor:
-        """A part of a whole one, of rows or of columns."""
+        """Return a part of a whole tensor: some of its rows or of its columns."""
         if cut.dim == 0:
             row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
             return replace(self, shape=(cut.size, *self.shape[1:]), start=self.start + cut.start * row_bytes)
         return replace(self, shape=(*self.shape[:-1], cut.size), row=cut.whole, column=cut.start)
 
     def at(self, index: int) -> StoredTensor:
-        """One entry of the first dimension."""
+        """Return one entry of the first dimension."""
         return replace(self.cut(Cut(0, index, 1, self.shape[0])), shape=self.shape[1:])
 
 
 def parts_of(
     stored: StoredTensor, cut: Cut | Box | None, target: torch.Tensor
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """What fills `target`, which has the shape of the part, and which part of it each does."""
+    """Yield the stored pieces of a part, each with the view of `target` [the part's shape] that it fills."""
     if cut is None:
         yield stored, target
     elif isinstance(cut, Cut):
@@ -100,7 +101,7 @@ def parts_of(
 def _boxed(
     stored: StoredTensor, stretches: tuple[tuple[tuple[int, int], ...], ...], target: torch.Tensor
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Of all entries of the first dimension, stretches of the others."""
+    """Yield the pieces of some stretches in every dimension but the first, of which all entries are wanted."""
     *outer, last = stretches
     whole = [((0, size),) for size in stored.shape[1:]]
     if [*outer, last] == whole:

@@ -1,4 +1,4 @@
-"""Bytes of files into tensors: some threads read ahead while what was read travels to its device.
+"""Streams files into tensors: some threads read ahead while finished parts are copied to their device.
 
 A file's part goes straight into its tensor where that lies in host memory and has the stored dtype. Otherwise it goes
 through a ring of small staging buffers: `ahead` parts are being read or wait to be copied, the rest of the ring is on
@@ -8,7 +8,9 @@ which lets other threads run; all else is done by the calling thread.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,16 +23,21 @@ import torch
 
 from vlmserve_common.errors import CheckpointError
 
+log = logging.getLogger(__name__)
+
+_GB = 1e9
+_EVERY_S = 5.0
+
 Wait: TypeAlias = Callable[[], object]
 """Returns when a copy has left its source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Bytes `start` ... of a file, which are `target` [n] stored as `dtype`. name: the tensor's, for errors.
+    """The bytes of a file from `start` on that are `target` [n], stored as `dtype`. name: the tensor's, for errors.
 
-    row: where it is above 0, the file has rows of so many elements, of which `columns`, from number `column`, are those
-    of `target` [n, columns]. Whole rows are read: files are read from memory as a rule, where small gaps save nothing.
+    If `row` is above 0, the file has rows of `row` elements. `target` [n, columns] is the `columns` elements of each
+    row from number `column` on. Whole rows are read, since files are mostly cached and small gaps save nothing.
     """
 
     file: Path
@@ -49,17 +56,17 @@ class Part:
         return (elements // self.columns * self.row if self.row else elements) * self.dtype.itemsize
 
     def wanted(self, read: torch.Tensor) -> torch.Tensor:
-        """Of all that was read, in the stored dtype, what the target gets."""
+        """Select the target's elements from the elements that were read, in the stored dtype."""
         return read.view(-1, self.row)[:, self.column : self.column + self.columns] if self.row else read
 
     @property
     def is_direct(self) -> bool:
-        """Whether the file's bytes are the target's."""
+        """Whether the file's bytes can be read into the target as they are."""
         return not self.row and self.target.is_cpu and self.target.dtype == self.dtype
 
 
 class Copies(Protocol):
-    """How staging buffers get to a device."""
+    """Copies from staging buffers to a device."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """Host memory to read into: uint8 [size]."""
@@ -71,7 +78,7 @@ class Copies(Protocol):
 
 
 class HostCopies:
-    """Done before they return; for all devices but NVIDIA's."""
+    """Copies that are done when they return, for all devices except NVIDIA's."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """See `Copies`."""
@@ -84,11 +91,11 @@ class HostCopies:
 
 
 class CudaCopies:
-    """From pinned memory, on a stream of their own. A copy that does not block casts on the device."""
+    """Copies from pinned memory on a CUDA stream of their own. A copy that does not block casts on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        # who had the targets' memory before may still be at work
+        # kernels that used the targets' memory before may still run
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -103,12 +110,12 @@ class CudaCopies:
 
 
 def copies_to(device: torch.device) -> Copies:
-    """What suits a device."""
+    """Return the way to copy to a device."""
     return CudaCopies(device) if device.type == "cuda" else HostCopies()
 
 
 def cut(part: Part, most: int) -> Iterator[Part]:
-    """A part as parts of at most so many bytes."""
+    """Cut a part into parts of at most `most` bytes."""
     count = most // part.dtype.itemsize
     if part.row:
         yield from _cut_rows(part, max(1, count // part.row))
@@ -146,9 +153,9 @@ class _Slot:
 
 
 class Stream:
-    """Reads parts, with so many threads. part_bytes: the most that is read at a time, and the size of a buffer.
+    """Reads parts with a number of threads. part_bytes: the size of a buffer, and of the largest read.
 
-    When `run` returns all targets are filled. CheckpointError for files that are too short or unreadable.
+    All targets are filled when `run` returns. It raises CheckpointError for files that are too short or unreadable.
     """
 
     def __init__(self, copies: Copies, *, threads: int, part_bytes: int) -> None:
@@ -158,7 +165,7 @@ class Stream:
         self._used = 0
 
     def run(self, parts: Iterable[Part], done: Callable[[int], object]) -> None:
-        """done: told of each part's bytes when it has been read."""
+        """Fill all targets. done: called with the bytes of each part that has been read."""
         reads: deque[tuple[Part, Future[None], _Slot | None]] = deque()
         # reads end before files are closed
         with ExitStack() as files, ThreadPoolExecutor(self._threads, "checkpoint-reader") as pool:
@@ -184,7 +191,7 @@ class Stream:
         done(part.size)
 
     def _slot(self) -> _Slot:
-        """The next of the ring, once what was in it has left."""
+        """Return the next slot of the ring once its last copy is done."""
         size = 3 * self._threads
         if len(self._ring) < size:
             self._ring.append(_Slot(self._copies.buffer(self._part_bytes)))
@@ -195,7 +202,7 @@ class Stream:
 
 
 class _Opened:
-    """Files by their numbers, each opened when it is first asked for."""
+    """File descriptors, opened when they are first asked for."""
 
     def __init__(self, until: ExitStack) -> None:
         self._until = until
@@ -222,3 +229,33 @@ def _fill(file: int, part: Part, memory: memoryview) -> None:
         if not count:
             raise CheckpointError(f"{part.file}: truncated while {part.name} was read")
         memory, start = memory[count:], start + count
+
+
+class Progress:
+    """A line in the log every few seconds while `total` bytes are read. clock: seconds.
+
+    One more line follows at the end of a gigabyte or more, and after other lines.
+    """
+
+    def __init__(self, total: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total = total
+        self._clock = clock
+        self._read = 0
+        self._begun = self._told = clock()
+
+    def add(self, count: int) -> None:
+        """Count bytes that were read."""
+        self._read += count
+        now = self._clock()
+        if now - self._told >= _EVERY_S:
+            self._told = now
+            log.info("weights: %.1f of %.1f GB, %s", self._read / _GB, self._total / _GB, self._rate(now))
+
+    def end(self) -> None:
+        """Report the end: all bytes are in their tensors."""
+        now = self._clock()
+        if self._told > self._begun or self._total >= _GB:
+            log.info("weights: %.1f GB in %.1f s, %s", self._total / _GB, now - self._begun, self._rate(now))
+
+    def _rate(self, now: float) -> str:
+        return f"{self._read / _GB / max(now - self._begun, 1e-9):.2f} GB/s"

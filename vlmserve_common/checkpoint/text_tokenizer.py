@@ -86,7 +86,7 @@ class TextTokenizer:
 def byte_level_alphabet() -> dict[str, int]:
     """The printable stand-in of each byte, as GPT-2's encoder defines it (`bytes_to_unicode`): character -> byte.
 
-    Bytes that print in Latin-1 stand for themselves; the others take the code points from 256 on, in order.
+    Bytes that print in Latin-1 stand for themselves; all remaining bytes take the code points from 256 on, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
@@ -94,7 +94,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def load_text_tokenizer(folder: Path) -> TextTokenizer:
-    """The tokenizer of a checkpoint folder. Raises CheckpointError naming the folder and what is wrong."""
+    """Load the tokenizer of a checkpoint folder. CheckpointError names the folder and the problem."""
     path = folder / "tokenizer.json"
     try:
         if path.is_file():

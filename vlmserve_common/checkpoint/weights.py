@@ -24,14 +24,17 @@ _LISTED = 12
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRules:
-    """prefixes: (published, ours), the first that fits is replaced; ours may equal the published one.
-    ignored: regular expressions, searched in published names, of tensors a checkpoint may have and nobody needs."""
+    """How published names become ours.
+
+    prefixes: (published, ours); the first that fits is replaced, and both may be equal. ignored: regular expressions,
+    searched in published names, of tensors that a checkpoint may have and no module needs.
+    """
 
     prefixes: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
 
     def our_name(self, name: str) -> str:
-        """The parameter name that a published name stands for."""
+        """Return the name of the parameter that a published name stands for."""
         for published, ours in self.prefixes:
             if name.startswith(published):
                 return ours + name[len(published) :]
@@ -83,11 +86,11 @@ def match_weights(
     passed_over: Collection[str] = (),
     eight_bit: Collection[str] = (),
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
-    """A checkpoint's tensors, each with what it fills of `module`, where they are to be cast to its dtype.
+    """Match a checkpoint's tensors with the parameters of `module` that they fill. Reading casts to the module's dtype.
 
-    otherwise: our names of parameters that come in another way. passed_over: published names of tensors that are for
-    these. eight_bit: our names of those that may be stored as 8-bit floats, whose scales come in another way.
-    Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors.
+    otherwise: our names of parameters that are loaded in another way. passed_over: published names of tensors for these
+    parameters. eight_bit: our names of parameters that may be stored as 8-bit floats; their scales are loaded in
+    another way. Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors.
     """
     targets = {name: target for name, target in stored_tensors(module) if name not in otherwise}
     cuts, elsewhere = stored_cuts(module), stored_elsewhere(module)
@@ -137,13 +140,13 @@ def match_weights(
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters of `module` as a checkpoint has them: names, and views of the stored shape."""
+    """Yield all parameters of `module` as a checkpoint has them: names, and views of the stored shape."""
     for name, child in module.named_modules():
         yield from parameters_of(name, child)
 
 
 def stored_elsewhere(module: nn.Module) -> tuple[str, ...]:
-    """Prefixes of checkpoint names that other processes have."""
+    """Return prefixes of the checkpoint names that other processes have."""
     return tuple(
         prefix
         for name, child in module.named_modules()
@@ -153,7 +156,7 @@ def stored_elsewhere(module: nn.Module) -> tuple[str, ...]:
 
 
 def stored_cuts(module: nn.Module) -> dict[str, Cut | Cuts | Box]:
-    """Of `stored_tensors`, those that are parts: their names, and which."""
+    """Return which part of a stored tensor is here, by the names of the tensors that are not here as a whole."""
     return {
         stored: cut
         for name, child in module.named_modules()
@@ -163,7 +166,7 @@ def stored_cuts(module: nn.Module) -> dict[str, Cut | Cuts | Box]:
 
 
 def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of the module `name` itself; see `stored_tensors`."""
+    """Yield the parameters of the module `name` itself; see `stored_tensors`."""
     if isinstance(child, StoresParametersOtherwise):
         yield from child.stored_parameters(name)
     else:
@@ -172,7 +175,7 @@ def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tens
 
 
 def pieces_of(view: torch.Tensor, cut: Cut | Cuts | Box | None) -> Iterator[tuple[torch.Tensor, Cut | Box | None]]:
-    """What there is of a stored tensor, one piece for each cut."""
+    """Yield the pieces of a stored tensor that are here, one for each cut."""
     if cut is None or isinstance(cut, Box):
         yield view, cut
         return
@@ -181,8 +184,10 @@ def pieces_of(view: torch.Tensor, cut: Cut | Cuts | Box | None) -> Iterator[tupl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightPiece:
-    """Outputs of a `Linear`: view [n, K] of its weight, and which part of the stored tensor `name` that is; None: all
-    of it."""
+    """Some outputs of a `Linear`: a view [n, K] of its weight, and its place in the stored tensor `name`.
+
+    cut: the part of the stored tensor that the view is; None: all of it.
+    """
 
     name: str
     view: torch.Tensor
@@ -190,18 +195,18 @@ class WeightPiece:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the stored tensor, [outputs, inputs]."""
+        """The shape of the whole stored tensor, [outputs, inputs]."""
         shape = self.view.shape
         return tuple(shape) if self.cut is None else self.cut.whole_shape(shape)
 
     def place(self, dim: int) -> tuple[int, int]:
-        """Where it begins and ends in the stored tensor, in a dimension."""
+        """Return the piece's first index in one dimension of the stored tensor, and the index behind its last one."""
         start = 0 if self.cut is None or self.cut.dim != dim else self.cut.start
         return start, start + self.view.shape[dim]
 
 
 def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[WeightPiece]]]:
-    """All `Linear`s, by their names, with their weights as checkpoints have them, from the first output on."""
+    """Yield all `Linear`s with their names and the pieces of their weights, from the first output on."""
     for name, child in module.named_modules():
         if isinstance(child, Linear):
             cuts = dict(child.stored_cuts(name)) if isinstance(child, StoresPartsOnly) else {}
@@ -219,7 +224,7 @@ def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[WeightPiec
 
 
 def _with_siblings(name: str, found: Iterable[str]) -> str:
-    """A missing name, with what is there of the group that it is merged with (q/k/v, gate/up)."""
+    """Return a missing name, and the names present in the group that it is merged with (q/k/v, gate/up)."""
     for group in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
         own = next((part for part in group if f".{part}." in name), None)
         if own is None:

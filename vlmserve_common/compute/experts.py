@@ -19,8 +19,8 @@ from vlmserve_common.compute.fp8_experts import ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
-from vlmserve_common.kernels import experts as native
-from vlmserve_common.kernels.linear import PackedWeight, can_pack, stacked
+from vlmserve_common.kernels import packed_experts as native
+from vlmserve_common.kernels.packed_linear import PackedWeight, can_pack, stacked
 from vlmserve_common.kernels.quantized import Mode
 
 ExpertLayout = Literal["inputs_first", "outputs_first", "each"]

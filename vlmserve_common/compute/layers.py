@@ -13,7 +13,7 @@ from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.norm import can_normalise, layer_norm, rms_norm
+from vlmserve_common.kernels.rows import can_normalise, layer_norm, rms_norm
 
 
 class RMSNorm(nn.Module):

@@ -22,8 +22,8 @@ from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales
 from vlmserve_common.compute.shard import Cut, Cuts, Shard
-from vlmserve_common.kernels import linear as packed_products
-from vlmserve_common.kernels.linear import PackedWeight
+from vlmserve_common.kernels import packed_linear as packed_products
+from vlmserve_common.kernels.packed_linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, can_quantize, pack_quantized, quantize
 
 # Rows of x up to which the native 16-bit product is faster.

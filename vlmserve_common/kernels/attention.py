@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache, and what comes before it; see `cpp/attention.cpp`, `cpp/qkv.cpp`, `cpp/cache.h`."""
+"""Attention over a paged KV cache, and the rotation and writes before it; see `cpp/attention.cpp`, `cpp/qkv.cpp`,
+`cpp/cache.h`."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _MOST_DIM = 256
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayer:
-    """A layer's keys and values [slots, kv_heads, dim]; int8 ones are to be multiplied by float32 [slots, kv_heads]."""
+    """A layer's keys and values [slots, kv_heads, dim]; float32 scales [slots, kv_heads] go with int8."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -25,7 +26,7 @@ class CacheLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorms:
-    """Weights [dim] by which heads of queries and keys are multiplied once divided by their root mean square."""
+    """The weights [dim] of the RMS norms of queries' and keys' heads."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
@@ -33,7 +34,7 @@ class HeadNorms:
 
 
 def can_attend(dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the library is there, for queries of a dtype, a cache of another, and heads of this size."""
+    """Whether the library can attend with queries of a dtype, a cache of a dtype, and heads of this size."""
     fits = head_dim % 16 == 0 and head_dim <= _MOST_DIM
     known = dtype in (torch.float32, torch.bfloat16) and cache_dtype in (dtype, torch.float8_e4m3fn, torch.int8)
     return active() is not None and fits and known
@@ -81,10 +82,11 @@ def write_kv(
 def attend(
     qkv: torch.Tensor, scale: float, requests: torch.Tensor, table: torch.Tensor, cache: CacheLayer
 ) -> torch.Tensor:
-    """Causal attention of a step's queries, qkv [N, heads + 2 * kv_heads, dim] behind `write_kv` -> [N, heads * dim].
+    """Compute causal attention of a step's queries. Returns [N, heads * dim].
 
-    requests int64 [B, 4]: a request's row in `table` int32 [rows, most], where the slots of its tokens are; how many
-    tokens it has before this step, and in it; the first of these in qkv.
+    qkv [N, heads + 2 * kv_heads, dim], after `write_kv`. table int32 [rows, most]: the slots of each request's tokens.
+    requests int64 [B, 4]: a request's row in `table`, its tokens before this step, its tokens in this step, and the row
+    of the first of them in qkv.
     """
     lib = active()
     assert lib is not None

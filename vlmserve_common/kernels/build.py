@@ -1,8 +1,6 @@
-"""Builds the operators for a CPU, once: the library is kept in a folder, under a name that says what it was made of.
+"""Builds the operators for a CPU, once, and keeps the library under a name that is a hash of its sources and flags.
 
-    python -m vlmserve_common.kernels.build [FOLDER]    builds for all kinds of CPU of this architecture
-
-Needs no torch.
+`python -m vlmserve_common.kernels.build [FOLDER]` builds for all levels of this architecture. It needs no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +24,9 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpp"
 SHIPPED = Path(__file__).parent / "lib"
-# Ends a library that was written as a whole: loading half a one can kill the process.
+LEVEL_VARIABLE = "VLMSERVE_CPU_LEVEL"
+"""Environment variable with the highest level to use, so that a new CPU computes as an older one does."""
+# The end of a library that was written completely: loading half of one can kill the process.
 _WHOLE = b"vlmserve: whole\n"
 _FLAGS = (
     "-std=c++20",
@@ -41,7 +41,7 @@ _FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
-# What each kind of CPU gets, the best first: the words of /proc/cpuinfo that it must have, and the compiler's flags.
+# The levels, the best first: the words of /proc/cpuinfo that a CPU must have, and the compiler's flags.
 LEVELS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = MappingProxyType(
     {
         "amx": (
@@ -60,12 +60,12 @@ class CannotBuild(Exception):
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept: the user's cache."""
+    """Return the folder of built libraries, in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vlmserve" / "kernels"
 
 
 def cpu_words(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What this CPU can do, in the words of Linux; nothing where these are not known."""
+    """Return the features of this CPU in the words of Linux, or nothing if they are not known."""
     with contextlib.suppress(OSError):
         for line in cpuinfo.read_text().splitlines():
             if line.startswith(("flags", "Features")):
@@ -74,26 +74,33 @@ def cpu_words(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def best_level(words: Collection[str], machine: str = platform.machine()) -> str:
-    """The kind of CPU that has these words. CannotBuild for one that the operators were not written for."""
+    """Return the best level of a CPU with these words, at most the one that VLMSERVE_CPU_LEVEL names if it is set.
+
+    Raises CannotBuild for a CPU that the operators were not written for, and for a level that does not exist.
+    """
     if machine in ("aarch64", "arm64"):
         return "arm64"
-    for level, (needed, _) in LEVELS.items():
-        if needed <= set(words):
+    levels = list(LEVELS)
+    highest = os.environ.get(LEVEL_VARIABLE) or levels[0]
+    if highest not in levels:
+        raise CannotBuild(f"{LEVEL_VARIABLE} is {highest!r}, and the levels are {', '.join(levels)}")
+    for level in levels[levels.index(highest) :]:
+        if LEVELS[level][0] <= set(words):
             return level
     lacking = ", ".join(sorted(LEVELS["avx2"][0] - set(words)))
     raise CannotBuild(f"there are none for a CPU without {lacking}")
 
 
 def better_level(level: str, words: Collection[str]) -> tuple[str, tuple[str, ...]] | None:
-    """The next kind of CPU above this one, and the words that are lacking for it; None for the best."""
+    """Return the next better level and the words that this CPU lacks for it, or None for the best level."""
     above = list(LEVELS)[: list(LEVELS).index(level)] if level in LEVELS else []
     return (above[-1], tuple(sorted(LEVELS[above[-1]][0] - set(words)))) if above else None
 
 
 def library(level: str, cache: Path) -> tuple[Path, contextlib.ExitStack, str]:
-    """A library for a kind of CPU: shipped, kept in `cache`, or built now and kept there.
+    """Find the library of a level, shipped or in `cache`, or build it and keep it there. CannotBuild.
 
-    Returns its file, what is to be closed once it is loaded, and a remark, "" if all went as it should. CannotBuild.
+    Returns its file, a context to close once the file is loaded, and a remark for people ("" if there is none).
     """
     done = contextlib.ExitStack()
     found = find(level, cache)
@@ -113,7 +120,7 @@ def library(level: str, cache: Path) -> tuple[Path, contextlib.ExitStack, str]:
 
 
 def find(level: str, cache: Path) -> Path | None:
-    """The library that is there: shipped, or kept in `cache`."""
+    """Return the library if it is shipped or in `cache`."""
     name = file_name(level)
     return next((folder / name for folder in (SHIPPED, cache) if _is_whole(folder / name)), None)
 
@@ -128,7 +135,7 @@ def _is_whole(file: Path) -> bool:
 
 
 def file_name(level: str) -> str:
-    """Of the library that these sources and flags make."""
+    """Return the file name of the library that these sources and flags make."""
     made_of = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         made_of.update(source.name.encode() + source.read_bytes())
@@ -137,7 +144,7 @@ def file_name(level: str) -> str:
 
 
 def build(level: str, folder: Path) -> Path:
-    """Put the library of a kind of CPU into a folder; its file. CannotBuild; OSError if it cannot be written."""
+    """Build the library of a level into a folder and return its file. CannotBuild; OSError if it cannot be written."""
     program = compiler()
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as work:
         sources = sorted(SOURCES.glob("*.cpp"))
@@ -160,7 +167,7 @@ def _flags(level: str) -> tuple[str, ...]:
 
 
 def compiler() -> str:
-    """The C++ compiler of this machine. CannotBuild."""
+    """Return the C++ compiler of this machine. CannotBuild."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")):
         if shutil.which(name):
             return name
@@ -182,7 +189,7 @@ def _run(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Of several processes that start together, one builds and the others wait."""
+    """Hold the folder's lock, so that one process builds while all that started with it wait."""
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

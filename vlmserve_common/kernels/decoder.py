@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 
 from vlmserve_common.kernels.attention import CACHE_KINDS, CacheLayer, HeadNorms
-from vlmserve_common.kernels.experts import experts_scratch
 from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.linear import ACTS, PackedWeight, WeightStruct, weight_struct
+from vlmserve_common.kernels.packed_experts import experts_scratch
+from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, WeightStruct, weight_struct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +60,21 @@ class DecoderShape:
 
 
 class Sums(Protocol):
-    """What processes that have each a part of every layer add up in shared memory; see `cpp/exchange.cpp`."""
+    """Sums in shared memory over the ranks, each of which has a part of every layer; see `cpp/exchange.cpp`."""
 
     @property
     def address(self) -> int:
-        """Of the library's `Group`."""
+        """The address of the library's `Group`."""
         ...
 
     def noted(self, lost: int, sums: int, nbytes: int) -> None:
-        """Once the library has added up so many tensors of so many bytes. lost: what it returned; RankLostError unless
-        that is 0."""
+        """Count sums that the library has made: `sums` tensors of `nbytes`. lost: its result; RankLostError unless
+        0."""
         ...
 
 
 class CacheTable:
-    """Where the caches of all layers lie, for the library. The tensors stay as long as this does."""
+    """The addresses of all layers' caches, for the library. It keeps the tensors alive."""
 
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         self._layers = tuple(layers)
@@ -128,7 +128,7 @@ class DecoderLayers:
 
     def run(self, x: torch.Tensor, first: int, last: int, step: DecoderStep) -> None:
         """Layers first .. last - 1 of x [N, hidden], contiguous and of the weights' dtype, in place. RankLostError
-        where others have parts, too, and one is gone."""
+        if another rank of the group is gone."""
         lib = active()
         assert lib is not None
         assert x.shape == (len(step.slots), self._hidden)

@@ -1,13 +1,17 @@
-"""Whether this process computes with the GPU's fused operators (`kernels.gpu`), or with torch's: settled once, by the
-composition root."""
+"""The choice between the GPU's fused operators (`kernels.gpu`) and torch's. The composition root makes it once."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Literal
 
 import torch
+from torch.nn import functional as F
 
 from vlmserve_common.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 Choice = Literal["auto", "triton", "torch"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -15,10 +19,10 @@ _device_type: str | None = None
 
 
 def activate(choice: Choice, device: torch.device) -> str:
-    """Compute on `device` with the fused operators from now on, if one of them does there what it should; torch: not.
+    """Use the fused operators on `device` from now on, if a trial of one of them succeeds. Returns a text for people.
 
-    Returns, for people, what computes. auto: torch on a CPU, and where the trial fails; triton: EngineError then. On a
-    CPU they run under Triton's interpreter only.
+    auto: torch's operators on a CPU, and after a failed trial. triton: EngineError after a failed trial; on a CPU the
+    operators run under Triton's interpreter. torch: torch's operators.
     """
     global _device_type
     _device_type = None
@@ -41,7 +45,7 @@ def usable(x: torch.Tensor) -> bool:
 
 
 def _trial(device: torch.device) -> str:
-    """What is wrong, in a line; "" if nothing is."""
+    """Try an operator; return the problem in a line, or ""."""
     try:
         from vlmserve_common.kernels.gpu.norm import rms_norm
 
@@ -51,3 +55,40 @@ def _trial(device: torch.device) -> str:
     except Exception as error:  # of the import, the compiler or the driver: whatever it is, torch computes then
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "" if right else "RMSNorm of equal elements is not their weights"
+
+
+@functools.cache
+def gpu_kernels_work(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
+    """Try the kernels of attention inside segments for such tensors. If they fail, a line in the log says why."""
+    try:
+        apart = trial(device, dtype, dim)
+    except Exception as error:  # whatever a compiler, a driver or a missing package raises
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    else:
+        if apart < 0.05:
+            return True
+        why = f"its kernels are wrong on this device, by {apart:.3g}"
+    log.warning("vision attention by torch on %s, not by Triton: %s", device, why)
+    return False
+
+
+def trial(device: torch.device, dtype: torch.dtype, dim: int) -> float:
+    """Return the largest difference to torch's attention in float32 over two segments; inf for NaN."""
+    from vlmserve_common.kernels.gpu.segments import segment_attention, tile_rows, turn
+
+    lengths = (70, 5)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3, 2, dim, generator=generator).to(device, dtype)
+    unturned = torch.zeros(sum(lengths), 1, dim, device=device)
+    rows = tile_rows(dtype, max(lengths))
+    tiles = [[0, 70, first] for first in range(0, 70, rows)] + [[70, 75, 70]]
+    wanted = torch.cat([_by_torch(part.float()) for part in qkv.split(lengths)])
+    turn(qkv, unturned + 1, unturned)
+    found = segment_attention(qkv, torch.tensor(tiles, dtype=torch.int32, device=device), rows)
+    return float((found.float() - wanted).abs().max().nan_to_num(torch.inf))
+
+
+def _by_torch(segment: torch.Tensor) -> torch.Tensor:
+    """[length, 3, heads, dim] -> [length, heads, dim]."""
+    q, k, v = segment.permute(1, 2, 0, 3)
+    return F.scaled_dot_product_attention(q, k, v).transpose(0, 1)

@@ -18,10 +18,9 @@ _active: ctypes.CDLL | None = None
 
 
 def activate(choice: Choice, *, threads: int, watch_us: int = 50) -> str:
-    """Use the operators in this process from now on, or with "off" those of torch.
+    """Use the operators in this process from now on; "off": torch's operators. Returns a text for people.
 
-    threads: of each call; between calls they watch for the next for `watch_us` microseconds, then sleep. Returns, for
-    people, what computes.
+    threads: how many compute a call. Between calls they spin for `watch_us` microseconds, then sleep.
     """
     global _active
     _active = None
@@ -29,7 +28,7 @@ def activate(choice: Choice, *, threads: int, watch_us: int = 50) -> str:
         return "torch's operators (--cpu-kernels off)"
     try:
         level = best_level(cpu_words())
-        lib, remark = _load(level)
+        lib, remark = load(level)
     except CannotBuild as error:
         return f"torch's operators, which are slower: {error}"
     if level == "amx" and not lib.vs_amx():
@@ -45,21 +44,22 @@ def active() -> ctypes.CDLL | None:
 
 
 def torch_threads(threads: int, dtype: torch.dtype) -> int:
-    """How many of `threads` torch needs beside the library for a model of this dtype.
+    """Return how many of `threads` torch should use beside the library for a model of this dtype.
 
-    One: what is left to torch is small, and its threads, which share work evenly and wait for the last, make every step
-    as slow as the busiest core.
+    One if the library computes: little is left to torch, and a step of several torch threads is as slow as the busiest
+    core.
     """
     return threads if _active is None or dtype == torch.float16 else 1
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """What a function of the library gets for a tensor; null for None."""
+    """Return a tensor's address for the library; null for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
 @functools.cache
-def _load(level: str) -> tuple[ctypes.CDLL, str]:
+def load(level: str) -> tuple[ctypes.CDLL, str]:
+    """Load the library of a level, once in a process. Returns it and a remark as `build.library` does. CannotBuild."""
     file, loaded, remark = library(level, cache_folder())
     with loaded:
         try:
@@ -71,7 +71,7 @@ def _load(level: str) -> tuple[ctypes.CDLL, str]:
 
 
 def _declare(lib: ctypes.CDLL) -> None:
-    """The functions' parameters, by letter: p pointer, i int64, n int32, f float32; after ">" what they return."""
+    """Declare the functions. Letters: p pointer, i int64, n int32, f float32; the result's letter follows ">"."""
     kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "n": ctypes.c_int32, "f": ctypes.c_float}
     for name, letters in SIGNATURES.items():
         function = getattr(lib, name)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from vlmserve_common.kernels.library import active
-from vlmserve_common.kernels.linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
+from vlmserve_common.kernels.packed_linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
 
 Mode = Literal["int8", "int4"]
 MODE_BITS: Mapping[Mode, int] = MappingProxyType({"int8": 8, "int4": 4})
@@ -21,9 +21,10 @@ INT4_GROUP = 128
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedWeight:
-    """A weight [N, K] = scales * (numbers - zeros), a scale and a zero for each `group` inputs (the last may be fewer).
+    """A weight [N, K] = scales * (numbers - zeros), with a scale and a zero for each `group` inputs.
 
-    numbers: uint8 [N, K] below 2^bits. scales: float16 [N, groups]. zeros: int16 [N, groups]. bits: 4 or 8.
+    The last group may be smaller. numbers: uint8 [N, K] below 2^bits. scales: float16 [N, groups]. zeros: int16 [N,
+    groups]. bits: 4 or 8.
     """
 
     numbers: torch.Tensor
@@ -59,8 +60,11 @@ def can_quantize(weight: torch.Tensor, mode: Mode) -> bool:
 
 
 def quantize(weight: torch.Tensor, mode: Mode) -> QuantizedWeight:
-    """Round weight [N, K] to the nearest: int8 with a scale for each column and a zero in the middle, int4 with a scale
-    and a zero for each `INT4_GROUP` inputs, of the range that has the least squared error."""
+    """Round weight [N, K] to the nearest numbers.
+
+    int8 has a scale for each column, and zeros in the middle. int4 has a scale and a zero for each `INT4_GROUP` inputs,
+    those of the range with the least squared error.
+    """
     lib = active()
     assert lib is not None
     weight = weight.contiguous()

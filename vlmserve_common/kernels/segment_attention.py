@@ -22,8 +22,8 @@ def can_attend(qkv: torch.Tensor) -> bool:
 class SegmentAttention:
     """Attention inside segments, in several calls: `pack` the keys and values of all, then `attend`.
 
-    Queries and keys are turned by their positions; scores are divided by sqrt(dim). What a patch gets depends on its
-    own segment only, bit for bit.
+    Queries and keys are turned by their positions; scores are divided by sqrt(dim). A patch's result depends on
+    its own segment only, bit for bit.
 
     qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
     1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype

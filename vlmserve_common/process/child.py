@@ -95,7 +95,7 @@ class ChildProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a child that has died was killed by SIGKILL: by somebody, or by the kernel when memory was short."""
+        """Whether a child that has died was killed by SIGKILL, as the kernel does when memory is short."""
         return self.was_ended_by(signal.SIGKILL)
 
     def was_ended_by(self, number: signal.Signals) -> bool:
@@ -126,7 +126,7 @@ class ChildProcess:
         return report["ready"]
 
     def hang_up(self) -> None:
-        """Tell the child to end, from any thread; whoever reads from the pipe or writes to it here is woken."""
+        """Tell the child to end, from any thread; threads that read from the pipe or write to it here are woken."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
@@ -148,7 +148,7 @@ class ChildProcess:
     def stop(self) -> None:
         """End the child now, in order if it can, by force if not, and let go of it. No other thread may use it."""
         self.tell_to_stop()
-        self.signal(signal.SIGCONT)  # who was stopped (SIGSTOP) could not end in order; others do not notice
+        self.signal(signal.SIGCONT)  # a child that was stopped (SIGSTOP) could not end in order
         self._process.join(timeout=self._stop_patience_s)
         if self._process.is_alive():
             logger.warning("%s does not stop: killing it", self.title)
@@ -246,7 +246,7 @@ def prepare_forks(modules: Sequence[str]) -> None:
         if "tempdir" not in config:
             config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
             atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
-    # Or it would end by itself a moment after this process, which who waits for that does not expect.
+    # Otherwise it would end a moment after this process, and surprise the process that waits for this one.
     atexit.unregister(_stop_forks)
     atexit.register(_stop_forks)
     with stop_signals_held():
@@ -260,7 +260,7 @@ def _stop_forks() -> None:
 
 
 def _show_name(name: str) -> None:
-    """Let top and ps -o comm tell this process from others of the same command line (Linux); they show 15 bytes."""
+    """Set the name that top and ps -o comm show for this process (Linux); they show 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
@@ -280,5 +280,5 @@ def is_stopped_by_a_signal(pid: int) -> bool:
     """Whether the kernel shows a process as stopped, by a signal or a debugger (Linux; elsewhere it never does)."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
-    except (OSError, IndexError):  # it is gone, which others notice
+    except (OSError, IndexError):  # it is gone, which its parent notices
         return False

@@ -1,4 +1,4 @@
-"""What the kernel allows a process that reads untrusted files. Linux; elsewhere there is what there is of it."""
+"""Limits of a process: on memory, CPU time and files for one that reads untrusted files, and on open files. Linux."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessLimits:
-    """memory_bytes: that it may map on top of what it has; a file that it writes may be as large.
+    """Limits of a process that reads untrusted files.
 
-    open_files: descriptors, with those that it has.
+    memory_bytes: how much it may map beyond its present memory, and the largest file that it may write. open_files:
+    file descriptors, the present ones included.
     """
 
     memory_bytes: int
@@ -40,14 +41,14 @@ def confine(limits: ProcessLimits) -> None:
 
 
 def allow_cpu_time(seconds: float) -> None:
-    """SIGXCPU ends this process when it has taken so much more CPU time, all its threads together."""
+    """End this process by SIGXCPU once its threads together have used `seconds` more of CPU time."""
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     used = resource.getrusage(resource.RUSAGE_SELF)
     _set(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds), for_good=False)
 
 
 def return_memory() -> None:
-    """Give back what was freed: the C library would keep as much as 64 MiB of it."""
+    """Return freed memory to the system: the C library would keep up to 64 MiB of it."""
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -60,3 +61,20 @@ def _set(what: int, most: int, *, for_good: bool) -> None:
 
 def _mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+def raise_open_files() -> int:
+    """Raise this process's limit of open files, and its children's, to the hard limit. Returns the limit.
+
+    The soft limit is 1024 on most systems, for the sake of programs that use select(); nothing here does.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def open_files_limit() -> int:
+    """Return how many files and connections this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 2**31 if soft == resource.RLIM_INFINITY else soft

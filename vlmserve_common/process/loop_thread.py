@@ -16,13 +16,13 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-        # a daemon: who forgets to close it may end all the same
+        # a daemon, so that a process ends even if it was never closed
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=name, daemon=True)
         self._thread.start()
         self._loop, self._stop = self._started.result()
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """What the coroutine returns or raises; called off when the caller is interrupted.
+        """Run a coroutine and return its result; cancel it when the caller is interrupted.
 
         Raises concurrent.futures.CancelledError when the loop is closed meanwhile, RuntimeError when it is already.
         """
@@ -34,7 +34,7 @@ class LoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Have it run, for a result later on; see `run`."""
+        """Start a coroutine and return a future of its result; see `run`."""
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
@@ -42,7 +42,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Call off what is under way. May be repeated."""
+        """Cancel the running coroutines and end the thread. May be repeated."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()

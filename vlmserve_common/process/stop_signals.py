@@ -12,13 +12,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequested(BaseException):
-    """One of them came, while `stop_signals_raise`."""
+    """A stop signal came inside `stop_signals_raise`."""
 
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
-    """Have the first of them raise StopRequested in the main thread, where this is to be called. Those that follow are
-    ignored: they must not break off what the first one has set going."""
+    """Raise StopRequested in the main thread at the first stop signal; call this in the main thread.
+
+    Later signals are ignored, so that they cannot interrupt the work that the first one started.
+    """
 
     def stop(number: int, frame: object) -> None:
         for other in STOP_SIGNALS:
@@ -35,8 +37,10 @@ def stop_signals_raise() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_exits() -> Iterator[None]:
-    """Have SIGTERM end the process by SystemExit, as SIGINT does by KeyboardInterrupt, so that it clears away what it
-    made. Nothing in other threads than the main one, which cannot have signals."""
+    """Make SIGTERM raise SystemExit, as SIGINT raises KeyboardInterrupt, so that the process cleans up.
+
+    Does nothing outside the main thread, the only one that can handle signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,8 +57,7 @@ def sigterm_exits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals_held() -> Iterator[None]:
-    """Keep them from this thread, and from birth on from the processes that it starts meanwhile: their interpreters
-    must not see them before they ignore them."""
+    """Block stop signals in this thread, and in the processes that it starts meanwhile until they ignore them."""
     from multiprocessing import resource_tracker  # 20 ms that commands without children need not take
 
     resource_tracker.ensure_running()  # starting it inside, as the first child would, lets the signals through again
@@ -66,6 +69,6 @@ def stop_signals_held() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """From here on. Call it in the main thread."""
+    """Ignore stop signals from now on. Call it in the main thread."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

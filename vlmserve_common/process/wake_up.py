@@ -7,7 +7,7 @@ import os
 
 
 class WakeUp:
-    """`call`, from any thread, makes `fd` readable until whoever waits for it says `take`."""
+    """A file descriptor `fd` that `call`, from any thread, makes readable until `take`."""
 
     def __init__(self) -> None:
         self.fd, self._to = os.pipe()
@@ -15,17 +15,17 @@ class WakeUp:
             os.set_blocking(fd, False)
 
     def call(self) -> None:
-        """There is something to do."""
-        with contextlib.suppress(BlockingIOError):  # full, and so readable as it is
+        """Wake the thread that waits for `fd`."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full, and so readable
             os.write(self._to, b"!")
 
     def take(self) -> None:
-        """To be called before looking for what there is to do: what comes in between wakes again."""
+        """Reset `fd`. Call it before looking for work, so that work that arrives in between wakes the thread again."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self.fd, 4096):
                 pass
 
     def close(self) -> None:
-        """Let go of the file descriptors."""
+        """Close the file descriptors."""
         os.close(self.fd)
         os.close(self._to)

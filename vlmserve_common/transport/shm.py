@@ -2,12 +2,12 @@
 
 Plain files rather than `multiprocessing.shared_memory`: the receiver unlinks, no tracker process guesses at ownership,
 and what a crash leaves behind goes with the directory, which belongs to the launcher. A block may have several names
-(hard links). A name has exactly one owner: the sender until `put` returns, then the message that holds it, then whoever
-calls `take` or `discard`. The memory goes with the last name and the last array in it.
+(hard links). A name has exactly one owner: the sender until `put` returns, then the message that holds it, then the
+caller of `take` or `discard`. The memory goes with the last name and the last array in it.
 
-Where both sides ask for it, large arrays are not copied at all: `empty` makes one in a block, `put` gives the block one
-more name, and `take` maps it. A maker may keep its name and write its next array there, once it sees by the count of
-names that nobody looks at the last one any more: to get fresh pages of tmpfs takes longer than to fill them.
+Large arrays need no copy if both sides ask for that: `empty` makes one in a block, `put` gives the block one more name,
+and `take` maps it. A maker may keep its name and write its next array there once the count of names says that the last
+one is no longer used. Fresh pages of tmpfs take longer to get than to fill.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ _BLOCK_NAME = re.compile(r"\d+-[0-9a-f]{8}-\d+")
 class SharedArrays:
     """Puts arrays into, and takes them out of, a directory that both processes can see.
 
-    directory: an existing private directory, on tmpfs where there is one; all that hand over to each other have the
-    same. mapped: `take` does not copy large arrays.
-    spare_bytes: how much of the blocks that it has made it may keep for its next arrays. Thread-safe.
+    directory: an existing private directory, on tmpfs if there is one; sender and receiver have the same. mapped:
+    `take` does not copy large arrays. spare_bytes: how many bytes of its own blocks it keeps for its next arrays.
+    Thread-safe.
     """
 
     def __init__(self, directory: Path, *, mapped: bool = False, spare_bytes: int = 0) -> None:
         self.directory = directory
         self._mapped = mapped
         self._spare_bytes = spare_bytes
-        self._word = secrets.token_hex(4)  # sets names apart from those of others in this process
+        self._word = secrets.token_hex(4)  # makes names unique in this process
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._kept: list[Block] = []
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """As `np.empty`; a large array lies in a block, so that `put` need not copy it, if there is room for it.
+        """Make an array like `np.empty`. A large one lies in a block if there is room, so that `put` need not copy it.
 
         For arrays that live longer than a message half of the file system stays free.
         """
@@ -67,7 +67,7 @@ class SharedArrays:
     def put(self, array: np.ndarray) -> str:
         """Hand out an array; returns the block's name. OSError when memory is full.
 
-        What was made by `empty`, or taken, must not be changed any more; other arrays are copied.
+        Arrays made by `empty` or taken must not be changed afterwards; all other arrays are copied.
         """
         block = block_of(array)
         if block is None and self._spare_bytes:
@@ -84,7 +84,7 @@ class SharedArrays:
     def take(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
         """Move a block into a fresh (writable) array and free it. ValueError if it is smaller than that array.
 
-        With `mapped` a large array is the block itself, read-only, and frees it when it goes.
+        If `mapped`, a large array is the block itself, read-only, and frees it when it goes.
         """
         path = self._path(name)
         nbytes = _size(shape, dtype)
@@ -107,12 +107,12 @@ class SharedArrays:
                 path.unlink()  # not before: its maker would use it again
 
     def discard(self, name: str) -> None:
-        """Free a block that nobody will take."""
+        """Free a block that will not be taken."""
         self._path(name).unlink(missing_ok=True)
 
     def discard_of(self, pid: int) -> None:
-        """Free all blocks that a process put and nobody took, finished or not. It must be gone, as must whoever it put
-        them for."""
+        """Free all blocks that a process put and that were not taken, finished or not. The process and its receivers
+        must be gone."""
         for path in self.directory.glob(f"{pid}-*"):
             path.unlink(missing_ok=True)
 
@@ -126,7 +126,7 @@ class SharedArrays:
         return sum(map(self.is_block_name, os.listdir(self.directory)))
 
     def _reuse(self, nbytes: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
-        """An array in a kept block that nobody uses and that is about as large. Those that are not make room."""
+        """Return an array in an unused kept block of about the same size. Other unused blocks make room."""
         with self._lock:
             free = [block for block in self._kept if block.is_free()]
             fitting = [block for block in free if nbytes <= block.nbytes <= 2 * nbytes]
@@ -179,7 +179,7 @@ class SharedArrays:
         return f"{os.getpid()}-{self._word}-{next(self._numbers)}"
 
     def _own_path(self) -> Path:
-        """For a name that is no message's."""
+        """Return a new path that belongs to no message."""
         return self.directory / f"{self._new_name()}.own"
 
     def _path(self, name: str) -> Path:

@@ -50,12 +50,12 @@ class Block:
         return np.asarray(lease)
 
     def is_free(self) -> bool:
-        """Whether nobody else sees it: no array lies in it, and it has no other name."""
+        """Whether the block is unused: no array lies in it, and it has no other name."""
         if self._lease is not None and self._lease() is not None:
             return False
         try:
             return os.stat(self.path).st_nlink == 1
-        except OSError:  # somebody cleaned up
+        except OSError:  # the folder was cleaned up
             return False
 
     def __del__(self) -> None:

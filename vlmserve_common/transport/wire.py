@@ -9,7 +9,7 @@ one that does not fit its type, raises `WireError`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,12 +34,12 @@ class WireError(VlmserveError):
 
 
 def join(frames: Sequence[Frame]) -> bytes:
-    """Frames as one, for `split`."""
+    """Join frames into one, for `split`."""
     return msgspec.msgpack.encode(frames)
 
 
 def split(joined: Frame) -> Sequence[Frame]:
-    """Views of the frames that were joined. WireError if none were."""
+    """Return views of the frames that were joined. WireError if these are none."""
     try:
         return msgspec.msgpack.decode(joined, type=list[memoryview])
     except msgspec.MsgspecError as error:
@@ -59,8 +59,8 @@ class WireCodec:
             cls.__name__: msgspec.msgpack.Decoder(cls, dec_hook=self._decode_value, strict=True) for cls in types
         }
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_value)
-        # Of the message in work: its frames, blocks put or still to be taken, and the arrays met so far, so that an
-        # array that stands in it several times travels once.
+        # State of the message in work: its frames, its blocks, and the arrays met so far, so that an array that stands
+        # in it several times travels once.
         self._frames: list[Frame] = []
         self._put: list[str] = []
         self._places: dict[int, list[object]] = {}
@@ -106,7 +106,7 @@ class WireCodec:
             self._frames, self._arrays = [], {}
 
     def discard(self, frames: Sequence[Frame]) -> None:
-        """Free the shared blocks named in an encoded message that nobody will decode, or that cannot be decoded."""
+        """Free the shared blocks named in an encoded message that will not, or cannot, be decoded."""
         if self._shared is None:
             return
         try:
@@ -189,3 +189,40 @@ class WireCodec:
         if self._shared is None:
             raise ValueError("a shared block on a channel without shared memory")
         return self._shared.take(place, dtype, shape)
+
+
+class MessageChannel:
+    """One end of a two-way channel over a pipe. A message is one pipe message: each wakes a thread of the receiver.
+
+    send_types, receive_types: the dataclasses that may come and go. Large arrays go through shared memory. One thread
+    may encode and send while another receives.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Frame], None],
+        receive: Callable[[], bytes],
+        *,
+        send_types: Iterable[type],
+        receive_types: Iterable[type],
+        shared: SharedArrays,
+    ) -> None:
+        self._send = send
+        self._receive = receive
+        self._encoder, self._decoder = WireCodec(send_types, shared), WireCodec(receive_types, shared)
+
+    def encode(self, message: object) -> list[Frame]:
+        """A message's frames, to be sent or discarded. WireError for arrays that cannot travel."""
+        return self._encoder.encode(message)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send an encoded message; blocks while the pipe is full. Raises what the pipe raises."""
+        self._send(join(frames))
+
+    def discard(self, frames: Sequence[Frame]) -> None:
+        """Free the shared memory of an encoded message (its first two frames will do) that was not received."""
+        self._encoder.discard(frames)
+
+    def receive(self) -> Any:
+        """The next message; blocks. Raises what the pipe raises, and WireError."""
+        return self._decoder.decode(split(self._receive()))

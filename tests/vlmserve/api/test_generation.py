@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.api.fake_engine import MODEL, ids_of, png_url
-from vlmserve.api.answers import AnswerHead, AnswerWriter
 from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
 from vlmserve.frontend.sampling import choice_seed
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
 from vlmserve.ipc.messages import AbortReq, FinishReason, TextOutput
@@ -240,9 +240,9 @@ def test_logprobs(client, served):
 
 
 def test_impossible_tokens_have_a_finite_logprob(client, served, monkeypatch):
-    from vlmserve.api import prompt_logprobs
+    from vlmserve.frontend.openai import answers
 
-    monkeypatch.setattr(prompt_logprobs, "_LEAST_LOGPROB", -0.25)  # the fake says -0.5
+    monkeypatch.setattr(answers, "_LEAST_LOGPROB", -0.25)  # the fake says -0.5
     assert chat(client, logprobs=True)["choices"][0]["logprobs"]["content"][0]["logprob"] == -0.25
 
 

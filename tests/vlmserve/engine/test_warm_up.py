@@ -19,7 +19,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.warm_up import warm_up
 from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
+from vlmserve_common.kernels.gpu.common import INTERPRETED
 
 SETTINGS: dict[str, Any] = {"num_threads": 1, "cpu_kernels": "off", "chunked_prefill_size": 32}
 MIXED = {"enable_mixed_chunk": True, "max_running_requests": 3}

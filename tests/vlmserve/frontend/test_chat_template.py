@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 from processors.video.options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
-from vlmserve.api.protocol import (
+from vlmserve.frontend.chat_messages import _KNOWN_FIELDS, ImageRef, VideoRef, to_template_messages
+from vlmserve.frontend.chat_template import ChatTemplate, load_chat_template
+from vlmserve.frontend.openai.protocol import (
     ChatCompletionRequest,
     ImageEmbedsPart,
     ImagePart,
@@ -23,8 +25,6 @@ from vlmserve.api.protocol import (
     VideoPart,
     VideoUrlPart,
 )
-from vlmserve.frontend.chat_messages import _KNOWN_FIELDS, ImageRef, VideoRef, to_template_messages
-from vlmserve.frontend.chat_template import ChatTemplate, load_chat_template
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 HI = [{"role": "user", "content": "hi"}]

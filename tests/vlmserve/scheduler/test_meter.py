@@ -1,15 +1,19 @@
-"""What the real scheduler has counted, over a fake worker and a clock that moves one second a step."""
+"""What the real loop has counted, over a fake worker and a clock that moves one second a step; and the log's lines."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.vlmserve.api.fake_engine import make_stats
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
-from vlmserve.ipc.messages import AbortReq, StageTimes, StepStats
-from vlmserve.scheduler.meter import Histogram
+from vision.cache.stats import PoolStats
+from vlmserve.ipc.messages import AbortReq, SchedulerStats, StageTimes, StepStats
+from vlmserve.scheduler.meter import BatchLog, Histogram, describe
+from vlmserve.scheduler.req_life import ReqTimes
 
 
 def counted(rig: Rig) -> StepStats:
@@ -95,3 +99,97 @@ def test_a_bound_belongs_to_its_bucket(value: int, place: int) -> None:
     stats: Any = histogram.stats()
     assert [index for index, count in enumerate(stats.counts) if count] == [place]
     assert stats.sum == value
+
+
+def test_a_prompt_that_begins_before_its_last_picture_is_ready_did_not_queue() -> None:
+    now = 100.0
+    times = ReqTimes(lambda: now)
+    times.arrived(encodes=True)
+    now += 1.0
+    times.prefill_began()
+    now += 4.0
+    times.encoded(cached=False)
+    now += 1.0
+    times.first_token()
+    got = times.so_far()
+    assert (got.encode_s, got.queue_s, got.prefill_s, got.decode_s) == (5.0, 0.0, 5.0, 0.0)
+
+
+def test_retracted_time_belongs_to_its_stage_and_events_count_once() -> None:
+    now = 100.0
+    times = ReqTimes(lambda: now)
+    times.arrived(encodes=True)
+    for cached in (True, False):
+        times.encoded(cached=cached)
+        times.prefill_began()
+        now += 1.0
+        times.first_token()
+        now += 2.0
+        times.retracted()
+        now += 3.0
+    got = times.so_far()
+    assert (got.encode_s, got.encode_cached, got.prefill_s, got.decode_s) == (0.0, True, 1.0, 11.0)
+    assert got.retractions == 2
+
+
+class Logged:
+    """A clock, figures, and how often these were asked for."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.now = 0.0
+        self.asked = 0
+        self.figures = make_stats()
+        self.lines: list[str] = []
+        self.log = BatchLog(interval_s, clock=lambda: self.now, write=self.lines.append)
+
+    def stats(self) -> SchedulerStats:
+        self.asked += 1
+        return self.figures
+
+    def turn(self, seconds: float, *, idle: bool = False) -> None:
+        self.now += seconds
+        self.log.step(self.stats, idle=idle)
+
+
+def test_a_line_for_every_interval_of_work() -> None:
+    logged = Logged(10.0)
+    for _ in range(31):
+        logged.turn(1.0)
+    assert len(logged.lines) == 3
+    assert logged.asked == 1 + 3, "once to begin with, once for each line"
+
+
+def test_time_without_requests_does_not_count() -> None:
+    logged = Logged(10.0)
+    for start in range(4):
+        logged.turn(1000.0)
+        logged.figures = replace(logged.figures, generation_tokens_total=30 * (start + 1))
+        logged.turn(3.0, idle=True)
+    assert len(logged.lines) == 1
+    assert "10.0 tokens/s" in logged.lines[0], "120 tokens in 12 s of work"
+
+
+def test_none_at_0() -> None:
+    logged = Logged(0.0)
+    for _ in range(100):
+        logged.turn(1.0)
+    assert (logged.lines, logged.asked) == ([], 0)
+
+
+def test_what_it_says() -> None:
+    before = make_stats(generation_tokens_total=100)
+    before = replace(before, steps=StepStats(prefix_queries_total=1000, prefix_hits_total=1000))
+    now = make_stats(num_running_reqs=3, num_waiting_reqs=2, generation_tokens_total=350)
+    steps = StepStats(
+        encoding_reqs=1,
+        preempted_total=4,
+        prompt_tokens_computed_total=600,
+        prefix_queries_total=1800,
+        prefix_hits_total=1200,
+    )
+    now = replace(now, encoder=PoolStats(encoded=7), steps=steps)
+    assert describe(before, now, 10.0) == (
+        "3 running, 2 queued, 1 waiting for the encoder, KV 30%, prefix hits 25%, 60.0 prompt tokens/s, 25.0 tokens/s, "
+        "7 pictures encoded, 4 retracted"
+    )
+    assert "prefix hits -," in describe(now, now, 10.0)

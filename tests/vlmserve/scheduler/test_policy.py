@@ -1,18 +1,16 @@
-"""The order of a flow's waiting requests, and by how many later ones each is overtaken."""
+"""The order of a flow's waiting requests, and whose place a waiting request takes."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.scheduler.policy import AGEING, HEAD, make_policy
+from vlmserve.scheduler.policy import AGEING, HEAD, less_urgent, make_policy, over_share
 from vlmserve.scheduler.req import TURNS_PER_CHOICE, Req
-from vlmserve.scheduler.waiting_queue import WaitingQueue
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority")
-MOST_TOKENS = 200
 
 
 def never(req: Req) -> int:
@@ -91,54 +89,62 @@ def test_unknown_policies_are_refused():
         make_policy("first", match=never, path=never)
 
 
-def bound(name: str) -> float:
-    """By how many later requests one may be overtaken, where cached prefixes and lengths are at most `MOST_TOKENS`.
-
-    Keys made of tokens: by those that came while it aged less than the tokens are worth. `HEAD` at the most where only
-    the head of a queue is looked at, or by which noise may move a request.
-    """
-    return {
-        "fcfs": 0,
-        "lpm": MOST_TOKENS / AGEING,
-        "dfs-weight": HEAD,
-        "lof": MOST_TOKENS / AGEING,
-        "srtf": 2 * MOST_TOKENS / AGEING,
-        "random": HEAD,
-    }[name]
+def arrival(victim) -> int | None:
+    return None if victim is None else victim.arrival
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    name=st.sampled_from([name for name in POLICIES if name != "priority"]),
-    seed=st.integers(0, 1000),
-    tokens=st.lists(st.tuples(st.integers(0, 3), st.integers(1, MOST_TOKENS)), min_size=150, max_size=300),
-    backlog=st.integers(1, 150),
+@pytest.mark.parametrize(
+    ("waiting", "running", "victim"),
+    [
+        (0, [], None),
+        (0, [0, 0], None),
+        (1, [0, 1], None),
+        (0, [0, 1], 1),
+        (0, [2, 1, 2], 2),  # the newest of the least urgent
+        (-3, [-2, -4], 0),
+    ],
 )
-def test_overtaking_is_bounded(name, seed, tokens, backlog):
-    """As many wait all the time, one goes and one comes, and the newest look best."""
-    reqs = [make_req(i, prompt=range(length), new=length) for i, (_, length) in enumerate(tokens)]
+def test_by_priority(waiting, running, victim):
+    reqs = [make_req(i, priority=priority) for i, priority in enumerate(running)]
+    assert arrival(less_urgent(make_req(99, priority=waiting), reqs)) == victim
 
-    def match(req: Req) -> int:
-        return tokens[req.arrival][1]
 
-    def path(req: Req) -> tuple[int, ...]:
-        return tuple(range(tokens[req.arrival][0] + 1)) if req.arrival else ()
+@pytest.mark.parametrize(
+    ("running", "places", "victim"),
+    [
+        ("", 4, None),
+        ("aaaa", 4, 3),
+        ("aaab", 4, 2),
+        ("aabb", 4, 1),  # of equals, the one whose requests came first
+        ("abcd", 4, None),
+        ("aaaac", 5, 3),
+        ("aacc", 4, None),  # c has its share
+        ("ab", 2, None),  # nobody can have less than one place
+        ("aab", 3, 1),
+        ("aabcc", 5, None),
+        ("aaacc", 5, None),  # to take one would only change sides
+    ],
+)
+def test_by_clients(running, places, victim):
+    reqs = [make_req(i, client=client) for i, client in enumerate(running)]
+    assert arrival(over_share(make_req(99, client="c"), reqs, places)) == victim
 
-    queue = WaitingQueue(make_policy(name, match=match, path=path, seed=seed))
-    for req in reqs[:backlog]:
-        queue.arrive(req)
-    gone: list[Req] = []
 
-    def take(req: Req) -> bool:
-        queue.leave(req)
-        gone.append(req)
-        return False
+def test_by_prompts_of_one_client():
+    reqs = [make_req(i, group="n") for i in range(8)]
+    assert arrival(over_share(make_req(99, group="single"), reqs, 8)) == 7
+    assert over_share(make_req(99, group="n"), reqs, 8) is None
+    assert over_share(make_req(99), [make_req(i) for i in range(8)], 8) is None
 
-    while len(queue):
-        queue.visit(take)
-        if len(gone) + backlog <= len(reqs):
-            queue.arrive(reqs[len(gone) + backlog - 1])
-    assert sorted(req.arrival for req in gone) == list(range(len(reqs)))
-    for at, req in enumerate(gone):
-        overtook = sum(other.arrival > req.arrival for other in gone[:at])
-        assert overtook <= bound(name), (req.rid, overtook)
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.sampled_from("abcd"), st.integers(1, 12))
+def test_taking_turns_at_places_comes_to_an_end(running, client, places):
+    """A request that lost its place does not take it back from the one that got it."""
+    reqs = [make_req(i, client=name) for i, name in enumerate(running)]
+    newcomer = make_req(99, client=client)
+    victim = over_share(newcomer, reqs, places)
+    if victim is not None:
+        assert victim.client != client
+        changed = [*(req for req in reqs if req is not victim), newcomer]
+        again = over_share(victim, changed, places)
+        assert again is None or again.client not in (client, victim.client)

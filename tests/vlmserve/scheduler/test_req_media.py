@@ -1,13 +1,16 @@
-"""Which tokens of a prompt take which embeddings, and what a request holds while it gets on and goes back."""
+"""Which tokens of a prompt take which embeddings, what a request holds meanwhile, and how clients take turns at the
+encoder."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from tests.vision.fake_backend import FakeBackend, make_pool, mark
-from vlmserve.scheduler.req_media import PatchSpan, ReqMedia, patch_spans
+from vlmserve.scheduler.req_media import FairOrder, ReqMedia, patch_spans
 
 
 def item(digests: list[str], *offsets: tuple[int, int]) -> MultimodalDataItem:
@@ -27,37 +30,27 @@ def media(*items: MultimodalDataItem) -> MultimodalInputs:
     return MultimodalInputs(items=items, mrope_positions=np.zeros((3, 0), np.int64), mrope_position_delta=0)
 
 
-def told(spans: list[PatchSpan]) -> list[tuple[int, int, str, int]]:
-    return [(span.start, span.end, chr(span.patch.digest[0]), span.offset) for span in spans]
-
-
-def test_a_prompt_without_media_has_no_spans():
-    assert patch_spans(None) == []
-    assert patch_spans(media()) == []
-
-
-def test_a_picture_is_one_span():
-    assert told(patch_spans(media(item(["a"], (3, 9))))) == [(3, 9, "a", 0)]
-
-
-def test_a_range_may_hold_several_temporal_patches():
-    spans = patch_spans(media(item(["a", "b", "c"], (2, 14))))
-    assert told(spans) == [(2, 6, "a", 0), (6, 10, "b", 0), (10, 14, "c", 0)]
-
-
-def test_temporal_patches_may_have_a_range_each():
-    spans = patch_spans(media(item(["a", "b"], (2, 5), (9, 12))))
-    assert told(spans) == [(2, 5, "a", 0), (9, 12, "b", 0)]
-
-
-def test_ranges_may_part_temporal_patches_anywhere():
-    spans = patch_spans(media(item(["a", "b"], (0, 1), (3, 6), (8, 10))))
-    assert told(spans) == [(0, 1, "a", 0), (3, 5, "a", 1), (5, 6, "b", 0), (8, 10, "b", 1)]
-
-
-def test_several_media_follow_each_other():
-    spans = patch_spans(media(item(["a"], (0, 2)), item(["b", "c"], (4, 8)), item(["a"], (9, 11))))
-    assert told(spans) == [(0, 2, "a", 0), (4, 6, "b", 0), (6, 8, "c", 0), (9, 11, "a", 0)]
+@pytest.mark.parametrize(
+    ("items", "spans"),
+    [
+        ([], []),
+        ([item(["a"], (3, 9))], [(3, 9, "a", 0)]),
+        # a range holds several temporal patches, or each has one, or ranges part them anywhere
+        ([item(["a", "b", "c"], (2, 14))], [(2, 6, "a", 0), (6, 10, "b", 0), (10, 14, "c", 0)]),
+        ([item(["a", "b"], (2, 5), (9, 12))], [(2, 5, "a", 0), (9, 12, "b", 0)]),
+        (
+            [item(["a", "b"], (0, 1), (3, 6), (8, 10))],
+            [(0, 1, "a", 0), (3, 5, "a", 1), (5, 6, "b", 0), (8, 10, "b", 1)],
+        ),
+        (
+            [item(["a"], (0, 2)), item(["b", "c"], (4, 8)), item(["a"], (9, 11))],
+            [(0, 2, "a", 0), (4, 6, "b", 0), (6, 8, "c", 0), (9, 11, "a", 0)],
+        ),
+    ],
+)
+def test_where_temporal_patches_stand_in_a_prompt(items, spans):
+    found = patch_spans(media(*items))
+    assert [(span.start, span.end, chr(span.patch.digest[0]), span.offset) for span in found] == spans
 
 
 class Rig:
@@ -105,26 +98,6 @@ def test_embeds_of_a_whole_prompt(rig):
         (112, "a", [0, 1, 2]),
     ]
     assert rig.backend.encoded() == [name.encode().ljust(32, b".") for name in "abc"]
-
-
-@pytest.mark.parametrize(
-    ("start", "end", "rows"),
-    [
-        (0, 2, []),
-        (0, 3, [(2, "a", [0])]),
-        (3, 4, [(0, "a", [1])]),
-        (4, 8, [(0, "a", [2]), (3, "b", [0])]),
-        (5, 7, []),
-        (8, 10, [(0, "b", [1]), (1, "c", [0])]),
-        (11, 12, []),
-        (13, 99, [(0, "a", [1, 2])]),
-        (15, 20, []),
-    ],
-)
-def test_embeds_of_a_part(rig, start, end, rows):
-    assert rig.embeds(start, end) == rows
-    rig.media.hold_from(start)
-    assert rig.embeds(start, end) == rows
 
 
 def test_every_token_gets_its_embedding_however_a_prompt_is_cut(rig):
@@ -206,3 +179,36 @@ def test_older_requests_and_earlier_parts_of_one_go_first():
     older.release()
     rig.pool.advance()
     assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o", "a"]
+
+
+def test_one_picture_goes_before_most_of_a_flood():
+    order = FairOrder()
+    flood = [order.tag("flood", 1000, arrival) for arrival in range(100)]
+    order.encoded(flood[3])
+    one = order.tag("one", 1000, 100)
+    assert flood[3] < one < flood[4]
+
+
+def test_who_was_idle_has_saved_nothing_up():
+    order = FairOrder()
+    for arrival in range(10):
+        order.encoded(order.tag("busy", 500, arrival))
+    late = [order.tag("late", 500, 10 + number) for number in range(3)]
+    busy = [order.tag("busy", 500, 20 + number) for number in range(3)]
+    assert sorted([*late, *busy]) == [late[0], late[1], busy[0], late[2], busy[1], busy[2]]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.booleans()), max_size=60))
+def test_tags_are_those_of_one_order_and_a_client_s_rise(requests):
+    order, tags = FairOrder(), {}
+    waiting = []
+    for arrival, (client, patches, served) in enumerate(requests):
+        tag = order.tag(client, patches, arrival)
+        assert tag not in tags
+        assert all(tag > other for other, owner in tags.items() if owner == client)
+        tags[tag] = client
+        waiting.append(tag)
+        if served:
+            order.encoded(waiting.pop(waiting.index(min(waiting))))
+    assert order.behind_all() > max(tags, default=0)
+    assert order.behind_all() not in tags

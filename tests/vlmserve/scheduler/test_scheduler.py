@@ -335,6 +335,34 @@ def test_mixed_chunks_decode_and_prefill_in_one_step():
     assert len(rig.worker.batches[-1].req_pool_indices) == 2
 
 
+def test_a_step_that_depends_on_the_last_token_is_sampled_as_soon_as_that_has_come():
+    """And not only when its result is waited for: the device would have nothing to do meanwhile."""
+    rig = Rig(Knobs(depth=2, chunk=None))
+    rig.handle(*(request(f"r{at}", [at] * 6, new=12, grammar=spec("3")) for at in range(2)))
+    while rig.grammars.finish():
+        pass
+    rig.steps(4)
+    for _ in range(3):
+        rig.step()
+        assert len(rig.loop.device.waiting) == 2, "a forward pass, and its sampling"
+    rig.run()
+
+
+def test_an_urgent_request_gets_its_place_before_a_long_prompt_has_come_to_its_end():
+    """Its victim has tokens in flight: these have to come first, and little else is computed meanwhile."""
+    rig = Rig(Knobs(depth=2, rows=3, chunk=8, policy="priority"))
+    rig.handle(*(replace(request(f"low{at}", [at] * 4, new=60), priority=5) for at in range(2)))
+    rig.steps(4)
+    rig.handle(replace(request("long", [7] * 100), priority=5))
+    rig.steps(3)
+    rig.handle(replace(request("urgent", [8] * 4), priority=-5, client="other"))
+    before = len(rig.worker.batches)
+    while not rig.tokens["urgent"]:
+        rig.step()
+    assert len(rig.worker.batches) - before <= 6
+    rig.run()
+
+
 @pytest.mark.parametrize(
     ("message", "status", "words"),
     [

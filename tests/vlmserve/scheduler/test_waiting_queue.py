@@ -173,47 +173,6 @@ def leave(queue: WaitingQueue, req: Req) -> None:
     req.finish(DONE)
 
 
-def test_one_request_does_not_wait_for_hundreds_of_another_client():
-    queue = make_queue()
-    for i in range(500):
-        queue.arrive(make_req(i, client="many"))
-    for _ in range(10):
-        served_one(queue)
-    queue.arrive(make_req(500, client="one"))
-    assert "one" in [served_one(queue).client for _ in range(2)]
-
-
-def test_service_of_two_backlogged_clients_stays_close():
-    """However unequal their requests are: by the cost of the largest at the most."""
-    queue = make_queue()
-    for i in range(200):
-        queue.arrive(make_req(i, client="large" if i % 2 else "small"))
-    given = Counter({"large": 0, "small": 0})
-    for _ in range(100):
-        cost = 50 if (req := served_one(queue, cost=0)).client == "large" else 3
-        queue.charge(req, cost)
-        given[req.client] += cost
-        assert abs(given["large"] - given["small"]) <= 50
-
-
-@pytest.mark.parametrize("trickle", [False, True])
-def test_a_client_that_was_idle_saves_nothing_up(trickle):
-    """Nor one that has something running, but nothing waiting."""
-    queue = make_queue()
-    queue.arrive(make_req(0, client="idle"))
-    running = served_one(queue)
-    if not trickle:
-        leave(queue, running)
-    for i in range(1, 200):
-        queue.arrive(make_req(i, client="busy"))
-    for _ in range(100):
-        served_one(queue, cost=10)
-    for i in range(200, 300):
-        queue.arrive(make_req(i, client="idle"))
-    turns = Counter(served_one(queue, cost=10).client for _ in range(40))
-    assert abs(turns["busy"] - turns["idle"]) <= 2, turns
-
-
 def test_a_client_does_not_get_rid_of_what_it_was_given_by_coming_anew():
     queue = make_queue()
     for i in range(100):

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
+from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve_common.kernels.attention import CacheLayer
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QUICK_AND_SLOW_DTYPES = [
+    pytest.param(dtype, stored, marks=[] if dtype == torch.bfloat16 else pytest.mark.slow, id=f"{dtype}-{stored}")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for stored in (None, torch.float8_e4m3fn, torch.int8)
+]
+"""Dtypes of queries and of a cache (None: the same). Triton's interpreter runs only one of the first in quick tests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedStep:
-    """lengths: of each request, tokens before the step and in it. table: nobody's slot, beyond a request's end."""
+    """A step: queries, keys and values `qkv` of its tokens, and a cache that has all keys and values already.
+
+    lengths: of each request, tokens before the step and in it. table: has an unused slot behind a request's end.
+    """
 
     lengths: list[tuple[int, int]]
-    q: torch.Tensor
+    qkv: torch.Tensor
     cache: KVCache
     table: torch.Tensor
     req_pool_indices: torch.Tensor
     seq_lens: torch.Tensor
     starts: torch.Tensor
+
+    @property
+    def q(self) -> torch.Tensor:
+        """Queries [N, heads, dim], with a stride as they come out of a product with keys and values."""
+        return self.qkv[:, : self.qkv.shape[1] - 2 * self.layer.keys.shape[1]]
 
     @property
     def layer(self) -> CacheLayer:
@@ -45,12 +60,12 @@ class PagedStep:
         first, last = self.starts[request : request + 2].tolist()
         return PagedStep(
             lengths=[self.lengths[request]],
-            q=self.q[first:last],
+            qkv=self.qkv[first:last],
             cache=self.cache,
             table=self.table,
             req_pool_indices=self.req_pool_indices[request : request + 1],
             seq_lens=self.seq_lens[request : request + 1],
-            starts=torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE),
+            starts=torch.tensor([0, last - first], dtype=torch.int32, device=self.qkv.device),
         )
 
 
@@ -64,15 +79,16 @@ def make_step(
     page: int = 1,
     context: int | None = None,
     seed: int = 0,
+    device: torch.device = DEVICE,
 ) -> PagedStep:
-    """heads: of queries, of keys. stored: dtype of the cache; None: dtype. page: slots that lie side by side."""
+    """Make a step. heads: of queries, of keys. stored: dtype of the cache; None: dtype. page: slots side by side."""
     generator = torch.Generator().manual_seed(seed)
     totals = [past + new for past, new in lengths]
     pages = [-(-total // page) for total in totals]
     places = torch.randperm(sum(pages) + 3, generator=generator)
     slots = (places[:, None] * page + torch.arange(page)).view(-1)
     cache = KVCache(
-        num_slots=len(slots), num_layers=1, num_kv_heads=heads[1], head_dim=dim, dtype=stored or dtype, device=DEVICE
+        num_slots=len(slots), num_layers=1, num_kv_heads=heads[1], head_dim=dim, dtype=stored or dtype, device=device
     )
     rows = torch.randperm(len(lengths) + 2, generator=generator)[: len(lengths)]
     nobodys = int(slots[-1])
@@ -82,20 +98,19 @@ def make_step(
         table[row, :total] = slots[first : first + total]
         first += count * page
     _poison(cache.layers[0])
-    own = torch.cat([table[row, :total] for row, total in zip(rows.tolist(), totals, strict=True)]).long().to(DEVICE)
-    keys, values = (torch.randn(len(own), heads[1], dim, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    own = torch.cat([table[row, :total] for row, total in zip(rows.tolist(), totals, strict=True)]).long().to(device)
+    keys, values = (torch.randn(len(own), heads[1], dim, generator=generator).to(device, dtype) for _ in range(2))
     cache.write(0, own, keys, values)
     new = [new for _, new in lengths]
-    # as it comes out of a product with keys and values: with a stride
-    q = torch.randn(sum(new), heads[0] + 2 * heads[1], dim, generator=generator).to(DEVICE, dtype)[:, : heads[0]]
+    qkv = torch.randn(sum(new), heads[0] + 2 * heads[1], dim, generator=generator).to(device, dtype)
     return PagedStep(
         lengths=lengths,
-        q=q,
+        qkv=qkv,
         cache=cache,
-        table=table.to(DEVICE),
-        req_pool_indices=rows.to(DEVICE),
-        seq_lens=torch.tensor(totals, dtype=torch.int32, device=DEVICE),
-        starts=torch.tensor([0, *new], device=DEVICE).cumsum(0, dtype=torch.int32),
+        table=table.to(device),
+        req_pool_indices=rows.to(device),
+        seq_lens=torch.tensor(totals, dtype=torch.int32, device=device),
+        starts=torch.tensor([0, *new], device=device).cumsum(0, dtype=torch.int32),
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve_common.kernels.paged_step import PagedStep, make_step
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.models.attention.base import positioned
 from vlmserve_common.compute.rotary import rotation
@@ -28,85 +29,47 @@ HEADS = st.sampled_from([(1, 1), (3, 1), (4, 2), (14, 2), (6, 6)])
 DIMS = st.sampled_from([16, 32, 48, 64, 80, 128, 256])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A step whose keys and values are in the cache: scattered ones, in front of them what others left there."""
-
-    qkv: torch.Tensor
-    requests: torch.Tensor
-    table: torch.Tensor
-    cache: KVCache
-    heads: int
-
-    def attend(self, scale: float) -> torch.Tensor:
-        """By the operator."""
-        return attend(self.qkv, scale, self.requests, self.table, self.cache.layers[0])
-
-    def alone(self, request: int, token: int, scale: float) -> torch.Tensor:
-        """The same for one token, as a step of its own."""
-        row, past, _, start = self.requests[request].tolist()
-        requests = torch.tensor([[row, past + token, 1, 0]])
-        return attend(self.qkv[start + token][None], scale, requests, self.table, self.cache.layers[0])
-
-    def truth(self, scale: float) -> torch.Tensor:
-        """Written out in float64."""
-        outs = []
-        for row, past, new, start in self.requests.tolist():
-            keys, values = self.cache.read(0, self.table[row, : past + new].long(), torch.float64)
-            groups = self.heads // keys.shape[1]
-            keys, values = (x.repeat_interleave(groups, 1) for x in (keys, values))
-            q = self.qkv[start : start + new, : self.heads].double()
-            seen = torch.ones(new, past + new, dtype=torch.bool).tril(past)
-            scores = torch.einsum("thd,shd->hts", q, keys) * scale
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            outs.append(torch.einsum("hts,shd->thd", weights, values).flatten(1))
-        return torch.cat(outs)
+def attended(step: PagedStep, scale: float) -> torch.Tensor:
+    """Compute a step by the operator, [N, heads * dim]."""
+    past, new = torch.tensor(step.lengths).T
+    requests = torch.stack((step.req_pool_indices, past, new, step.starts[:-1].long()), dim=1)
+    return attend(step.qkv, scale, requests, step.table, step.layer)
 
 
-def make_step(lengths, heads, kv_heads, dim, dtype, stored, seed) -> Step:
-    generator = torch.Generator().manual_seed(seed)
-    totals = [past + new for past, new in lengths]
-    slots = torch.randperm(sum(totals) + 7, generator=generator)
-    cache = KVCache(
-        num_slots=len(slots), num_layers=1, num_kv_heads=kv_heads, head_dim=dim, dtype=stored or dtype, device=CPU
-    )
-    keys, values = (torch.randn(len(slots), kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
-    cache.write(0, torch.arange(len(slots)), keys, values)
-    rows = torch.randperm(len(lengths) + 2, generator=generator).tolist()
-    table = torch.full((len(lengths) + 2, max(totals) + 3), 2**30, dtype=torch.int32)  # nowhere, beyond a request
-    requests, start, taken = [], 0, 0
-    for row, (past, new), total in zip(rows, lengths, totals, strict=False):
-        table[row, :total] = slots[taken : taken + total]
-        requests.append([row, past, new, start])
-        start, taken = start + new, taken + total
-    qkv = torch.randn(start, heads + 2 * kv_heads, dim, generator=generator).to(dtype) * 2
-    return Step(qkv=qkv, requests=torch.tensor(requests), table=table, cache=cache, heads=heads)
+def on_the_cpu(lengths, heads, dim, dtype, stored, seed) -> PagedStep:
+    return make_step(lengths, heads=heads, dim=dim, dtype=dtype, stored=stored, seed=seed, device=CPU)
 
 
 @SHAPES
 @given(REQUESTS, HEADS, DIMS, st.sampled_from(DTYPES), st.sampled_from(STORED), st.integers(0, 9))
 def test_attention_is_the_true_one(lengths, heads, dim, dtype, stored, seed):
-    step = make_step(lengths, *heads, dim, dtype, stored, seed)
-    out = step.attend(dim**-0.5)
+    step, scale = on_the_cpu(lengths, heads, dim, dtype, stored, seed), 2 * dim**-0.5
+    out = attended(step, scale)
     assert out.dtype == dtype
     # sharp weights: a score of 30 is rounded by 2e-6, and its weight by as much of itself
     tolerance = max(TOLERANCE[dtype], 1e-5)
-    torch.testing.assert_close(out.double(), step.truth(dim**-0.5), rtol=tolerance, atol=2 * tolerance)
+    torch.testing.assert_close(out.double(), step.truth(scale).flatten(1), rtol=tolerance, atol=2 * tolerance)
 
 
 @SHAPES
 @given(REQUESTS, HEADS, DIMS, st.sampled_from(DTYPES), st.sampled_from(STORED), st.integers(0, 9))
 def test_a_token_in_a_step_of_its_own_is_the_same_bit_for_bit(lengths, heads, dim, dtype, stored, seed):
     """Whatever batch mates, chunks and threads."""
-    step = make_step(lengths, *heads, dim, dtype, stored, seed)
-    out = step.attend(0.2)
+    step = on_the_cpu(lengths, heads, dim, dtype, stored, seed)
+    out = attended(step, 0.4)
     last = [(request, new - 1) for request, (_, new) in enumerate(lengths)]
     for request, token in [*last, (0, 0)]:
-        start = step.requests[request, 3]
-        assert torch.equal(step.alone(request, token, 0.2)[0], out[start + token])
+        place = int(step.starts[request]) + token
+        alone = replace(
+            step.alone(request),
+            lengths=[(lengths[request][0] + token, 1)],
+            qkv=step.qkv[place : place + 1],
+            starts=torch.tensor([0, 1], dtype=torch.int32),
+        )
+        assert torch.equal(attended(alone, 0.4)[0], out[place])
     library.active().vs_configure(1, 50)
     try:
-        assert torch.equal(step.attend(0.2), out)
+        assert torch.equal(attended(step, 0.4), out)
     finally:
         library.active().vs_configure(2, 50)
 

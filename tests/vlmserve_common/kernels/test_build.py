@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -12,6 +13,12 @@ from vlmserve_common.kernels import build, library
 
 X86 = "x86_64"
 OLD = frozenset(("fpu", "sse4_2", "avx"))
+
+
+@pytest.fixture(autouse=True)
+def all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests use every level, whatever the environment allows."""
+    monkeypatch.delenv(build.LEVEL_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -25,15 +32,27 @@ def one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setattr(library, "SIGNATURES", {"vs_configure": "nn"})
     monkeypatch.setattr(library, "best_level", lambda words: "plain")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    library._load.cache_clear()
+    library.load.cache_clear()
     yield tmp_path / "cache" / "vlmserve" / "kernels"
     library.activate("off", threads=1)
-    library._load.cache_clear()
+    library.load.cache_clear()
 
 
 @pytest.mark.parametrize(("level", "words"), [(level, words) for level, (words, _) in build.LEVELS.items()])
 def test_each_kind_of_cpu_gets_its_own(level: str, words: frozenset[str]) -> None:
     assert build.best_level(words | OLD, X86) == level
+
+
+def test_the_environment_limits_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    best = build.LEVELS["amx"][0] | build.LEVELS["avx512"][0] | build.LEVELS["avx2"][0]
+    found = []
+    for highest in ("", *build.LEVELS):
+        monkeypatch.setenv(build.LEVEL_VARIABLE, highest)
+        found.append(build.best_level(best, X86))
+    assert found == ["amx", *build.LEVELS]
+    monkeypatch.setenv(build.LEVEL_VARIABLE, "sse9")
+    with pytest.raises(build.CannotBuild, match=r"VLMSERVE_CPU_LEVEL is 'sse9', and the levels are amx, .*avx2$"):
+        build.best_level(best, X86)
 
 
 def test_a_cpu_without_avx2_gets_none_and_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,7 +81,7 @@ def test_it_is_built_once_and_kept(one_function: Path, monkeypatch: pytest.Monke
     assert library.activate("auto", threads=1) == "operators for plain"
     assert [file.name for file in one_function.glob("*.so")] == [build.file_name("plain")]
     monkeypatch.setenv("CXX", "/bin/false")
-    library._load.cache_clear()
+    library.load.cache_clear()
     assert library.activate("auto", threads=1) == "operators for plain"
 
 
@@ -110,17 +129,17 @@ def test_a_folder_that_cannot_be_written_to(one_function: Path) -> None:
 
 def test_of_several_processes_one_builds(one_function: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who had to wait for the lock finds what the other built."""
-    alone, builds, real = build._alone, [], build.build
+    lock, builds, real = build.fcntl.flock, [], build.build
 
     def counted(level: str, folder: Path) -> None:
         builds.append(os.getpid())
         real(level, folder)
 
-    def after_another(folder: Path):
-        real("plain", folder)
-        return alone(folder)
+    def after_another(file: IO[str], kind: int) -> None:
+        real("plain", one_function)
+        lock(file, kind)
 
     monkeypatch.setattr(build, "build", counted)
-    monkeypatch.setattr(build, "_alone", after_another)
+    monkeypatch.setattr(build.fcntl, "flock", after_another)
     assert library.activate("auto", threads=1) == "operators for plain"
     assert builds == []

@@ -7,18 +7,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.linear import ACTS, linear, pack
-from vlmserve_common.kernels.norm import rms_norm
+from tests.vlmserve_common.kernels.products import random, true_product
+from vlmserve_common.kernels.packed_linear import ACTS, linear, pack
 
 pytestmark = pytest.mark.usefixtures("operators")
 SHAPES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers, seeded."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @SHAPES
@@ -40,10 +34,7 @@ def test_products_are_the_true_ones_rounded_once(rows, inner, outer, dtype, act,
     offset = random(outer, dtype=dtype, seed=seed + 2) if bias else None
     packed = pack(weight, offset, gated=gated)
     other = random(rows, packed.outputs, dtype=dtype, seed=seed + 3) if residual else None
-    truth = x.double() @ weight.double().t() + (offset.double() if bias else 0)
-    rest = truth[:, outer // 2 :] if gated else 1
-    truth = truth[:, : packed.outputs]
-    truth = (activation(act)(truth) if act else truth) * rest + (other.double() if residual else 0)
+    truth = true_product(x, weight, offset, other, act=act, gated=gated)
     out = linear(x, packed, act=act, residual=other)
     assert out.dtype == dtype
     assert out.shape == (rows, packed.outputs)
@@ -72,16 +63,3 @@ def test_rows_of_a_wider_matrix_and_wide_outputs():
     weight = random(70, 100, dtype=torch.bfloat16, seed=1)
     out = linear(wide[:, 100:200], pack(weight, None), out_dtype=torch.float32)
     torch.testing.assert_close(out, wide[:, 100:200].float() @ weight.float().t(), rtol=1e-5, atol=1e-4)
-
-
-@SHAPES
-@given(
-    rows=st.sampled_from([1, 3, 40, 3000]),
-    size=st.integers(1, 200),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_rms_norm(rows, size, dtype):
-    x, weight = random(rows, size, dtype=dtype, seed=0), random(size, dtype=dtype, seed=1)
-    wide = x.double()
-    truth = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6).double(), truth, rtol=TOLERANCE[dtype], atol=1e-6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmserve_common.kernels import library
-from vlmserve_common.kernels.linear import PackedWeight, linear, pack
+from vlmserve_common.kernels.packed_linear import PackedWeight, linear, pack
 
 
 def _products(weight: PackedWeight, x: torch.Tensor, times: int) -> list[torch.Tensor]:

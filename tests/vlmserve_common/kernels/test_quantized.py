@@ -7,8 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.linear import ACTS, linear
+from tests.vlmserve_common.kernels.products import random, true_product
+from vlmserve_common.kernels.packed_linear import ACTS, linear
 from vlmserve_common.kernels.quantized import (
     INT4_GROUP,
     QuantizedWeight,
@@ -25,11 +25,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 # few; more than are worth writing a panel's numbers out for; more than pass a panel at a time
 ROWS = st.one_of(st.integers(1, 20), st.sampled_from([31, 33, 47, 49, 64, 191, 193]))
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers, seeded."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def random_quantized(outer: int, inner: int, bits: int, group: int, seed: int, *, middle: bool) -> QuantizedWeight:
@@ -71,10 +66,7 @@ def test_products_are_those_of_the_dequantised_weights_rounded_once(
     packed = pack_quantized(weight, offset, dtype, gated=gated)
     assert packed.shifted is bool((weight.zeros != 2 ** (bits - 1)).any())
     other = random(rows, packed.outputs, dtype=dtype, seed=seed + 3) if residual else None
-    truth = x.double() @ weight.dequantize().double().t() + (offset.double() if bias else 0)
-    rest = truth[:, outer // 2 :] if gated else 1
-    truth = truth[:, : packed.outputs]
-    truth = (activation(act)(truth) if act else truth) * rest + (other.double() if residual else 0)
+    truth = true_product(x, weight.dequantize(), offset, other, act=act, gated=gated)
     out = linear(x, packed, act=act, residual=other)
     assert out.dtype == dtype
     scale = inner * (10 if gated else 1)  # of what is summed before anything is rounded

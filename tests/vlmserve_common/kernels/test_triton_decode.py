@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from tests.vlmserve_common.kernels.paged_step import DEVICE, PagedStep, make_step, tolerance
+from tests.vlmserve_common.kernels.paged_step import DEVICE, QUICK_AND_SLOW_DTYPES, PagedStep, make_step, tolerance
 from vlmserve_common.kernels.gpu import decode
 from vlmserve_common.kernels.gpu.decode import SplitWorkspace, decode_attention, most_splits
 
@@ -36,6 +36,7 @@ def check(step: PagedStep, scale: float = 0.3) -> None:
     torch.testing.assert_close(attend(step, scale).double(), step.truth(scale), atol=atol, rtol=atol)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     HISTORIES,
@@ -48,8 +49,7 @@ def test_it_is_the_true_one(histories, heads, dim, page, seed):
     check(make_step([(length - 1, 1) for length in histories], heads=heads, dim=dim, page=page, seed=seed))
 
 
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.int8], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "stored"), QUICK_AND_SLOW_DTYPES)
 def test_dtypes(dtype, stored):
     check(make_step([(69, 1), (3, 1)], heads=(4, 2), dim=32, dtype=dtype, stored=stored))
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve_common.kernels.triton_device import DEVICE, seeded
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.experts import Experts
@@ -16,7 +19,6 @@ from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
 routing = pytest.importorskip("vlmserve_common.kernels.gpu.routing")
 kernels = pytest.importorskip("vlmserve_common.kernels.gpu.experts")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 CLOSE = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
@@ -25,8 +27,10 @@ CLOSE = {
 }
 
 
-def seeded(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+def by_torch(module: Experts, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Compute on the CPU, where torch does it expert by expert."""
+    own = copy.deepcopy(module).cpu()
+    return own(x.cpu(), (ids.long().cpu(), scores.cpu())).to(DEVICE)
 
 
 @settings(max_examples=12)
@@ -56,6 +60,7 @@ def test_what_is_not_a_number_goes_to_experts_that_are_there():
     assert ((ids >= 0) & (ids < 5)).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     st.one_of(st.integers(1, 40), st.just(700)),
@@ -100,12 +105,13 @@ def test_what_torch_computes(tokens, experts, chosen, sizes, inputs_first, dtype
     ids, scores = routing.route(seeded(4, tokens, experts, dtype=dtype), chosen)
     if elsewhere:  # experts that others have
         ids = torch.where(ids % 2 == 0, -1, ids)
-    wanted = module._one_by_one(x, ids.long(), scores, None)
+    wanted = by_torch(module, x, ids, scores)
     found = kernels.run_experts(x, ids, scores, *module.weights, added if residual else None)
     assert found.dtype == dtype
     torch.testing.assert_close(found, wanted + added if residual else wanted, **CLOSE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inputs_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_of_8_bit_floats(inputs_first, dtype):
@@ -122,7 +128,7 @@ def test_weights_of_8_bit_floats(inputs_first, dtype):
         own.copy_(seeded(seed, *own.shape).abs() * 0.05)
     x, ids, scores = seeded(2, 9, size, dtype=dtype), torch.tensor([[0, -1], [2, 1], [1, 0]] * 3), torch.rand(9, 2)
     ids, scores = ids.to(DEVICE), scores.to(DEVICE, dtype)
-    wanted = module._one_by_one(x, ids, scores, None)
+    wanted = by_torch(module, x, ids, scores)
     found = kernels.run_experts(x, ids.int(), scores, *module.weights, fp8=scales)
     torch.testing.assert_close(found, wanted, **CLOSE[dtype])
 
@@ -137,7 +143,7 @@ def test_tiles_hold_all_rows_of_any_number():
         kinds.add(kernels.tile_for(2 * tokens, 2, torch.float16, gated=True).rows)
         x, ids = seeded(2, tokens, 64, dtype=torch.float16), torch.tensor([[1, 0]] * tokens, device=DEVICE)
         scores = torch.tensor([[0.75, 0.25]] * tokens, device=DEVICE, dtype=torch.float16)
-        wanted = module._one_by_one(x, ids, scores, None)
+        wanted = by_torch(module, x, ids, scores)
         torch.testing.assert_close(
             kernels.run_experts(x, ids.int(), scores, *module.weights), wanted, **CLOSE[torch.float16]
         )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from tests.vlmserve_common.kernels.paged_step import DEVICE, PagedStep, make_step, tolerance
+from tests.vlmserve_common.kernels.paged_step import DEVICE, QUICK_AND_SLOW_DTYPES, PagedStep, make_step, tolerance
 from vlmserve_common.kernels.gpu.extend import extend_attention, extend_tiles, tile_tokens
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=3)
@@ -34,6 +34,7 @@ def check(step: PagedStep, scale: float = 0.3) -> None:
     torch.testing.assert_close(attend(step, scale).double(), step.truth(scale), atol=atol, rtol=atol)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     REQUESTS,
@@ -46,8 +47,7 @@ def test_it_is_the_true_one(lengths, heads, dim, page, seed):
     check(make_step(lengths, heads=heads, dim=dim, page=page, seed=seed))
 
 
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn, torch.int8], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "stored"), QUICK_AND_SLOW_DTYPES)
 def test_dtypes(dtype, stored):
     check(make_step([(70, 20), (0, 65)], heads=(4, 2), dim=32, dtype=dtype, stored=stored))
 
@@ -73,7 +73,7 @@ def test_neither_batch_mates_nor_chunks_change_a_bit():
     for begin, end in chunks:
         chunk = PagedStep(
             lengths=[(20 + begin, end - begin)],
-            q=first.q[begin:end],
+            qkv=first.qkv[begin:end],
             cache=step.cache,
             table=step.table,
             req_pool_indices=first.req_pool_indices,

@@ -7,13 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve_common.kernels.triton_device import DEVICE, DTYPES
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales, quantize, scaled_product
 from vlmserve_common.kernels.gpu import fp8 as kernels
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     rows=st.integers(1, 20),
@@ -55,7 +54,7 @@ def test_a_given_scale_is_for_all():
     assert (numbers.float().abs() == 448).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[1], *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[::2])])
 @pytest.mark.parametrize(
     ("total", "outer", "inner", "rows", "bias"),
     [

@@ -60,7 +60,7 @@ def both(given_case, kv_heads, cache_dtype):
     return made, q, layer, wanted.layers[0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     st.sampled_from([0, 1, 7, 8, 9, 19]),
     st.sampled_from([(1, 1), (3, 1), (4, 2)]),
@@ -80,7 +80,8 @@ def test_in_the_models_own_dtype(tokens, heads, dim, dtype, normed, seed):
     assert torch.equal(found.keys[others], wanted.keys[others])
 
 
-@settings(max_examples=30)
+@pytest.mark.slow
+@settings(max_examples=10)
 @given(
     st.sampled_from([1, 9]),
     st.sampled_from([16, 40]),

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from tests.vlmserve_common.kernels.test_segment_attention import distance, inputs, truth
+from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vision.towers.attention import by_gpu_kernels
 from vision.towers.grids import Segments
 from vision.towers.pieces import finish
-from vlmserve_common.kernels import segment_trial
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.gpu.segments import segment_attention, turn
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 0.002, torch.bfloat16: 0.012}
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.sampled_from([64, 65, 100])), min_size=1, max_size=3)
 
@@ -29,6 +29,7 @@ def attend(qkv, cos, sin, bounds) -> torch.Tensor:
     return finish(by_gpu_kernels(qkv.to(DEVICE, copy=True), rotary, Segments(bounds.diff().tolist(), DEVICE))).cpu()
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(
     LENGTHS, st.integers(1, 3), st.sampled_from([8, 16, 24, 32, 40, 64, 72, 80, 96, 128]), st.sampled_from([*TOLERANCE])
@@ -78,7 +79,7 @@ def test_tiles_have_every_query_once_and_long_segments_first():
 
 def test_a_trial_tells_whether_they_work(monkeypatch, caplog):
     asked = (DEVICE, torch.bfloat16, 72)
-    try_it = segment_trial.gpu_kernels_work.__wrapped__  # without what is remembered
+    try_it = fused.gpu_kernels_work.__wrapped__  # without what is remembered
     assert try_it(*asked)
     monkeypatch.setattr("vlmserve_common.kernels.gpu.segments.turn", lambda qkv, cos, sin: qkv.mul_(3))
     with caplog.at_level(logging.WARNING):

@@ -16,13 +16,13 @@ from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.record import Batch, BatchList, BatchObject
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
-from vlmserve.api.errors import invalid_value
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
 from vlmserve.api.paging import PageRequest, page_query
-from vlmserve.api.protocol import StrictModel
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.openai.json_bodies import invalid_value
+from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve_common.errors import BadRequestError
 
 _LIST_LIMIT = 100

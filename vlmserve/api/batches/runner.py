@@ -24,16 +24,16 @@ from vlmserve.api.batches.lines import Line, add_up, count_lines, read_lines, wr
 from vlmserve.api.batches.record import Batch
 from vlmserve.api.body import checked_within
 from vlmserve.api.chat import whole_chat
-from vlmserve.api.completion_protocol import CompletionRequest
 from vlmserve.api.completions import whole_completion
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.api.request_id import new_id
 from vlmserve.api.responses.api import ResponsesApi
 from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
+from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id

@@ -17,9 +17,9 @@ from starlette.responses import FileResponse, Response
 from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH, OPEN_PATHS
 from vlmserve.api.errors import Error
 from vlmserve.api.openapi.operation import Operation
-from vlmserve.api.streaming import json_text
 from vlmserve.api.web_pages import DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH
 from vlmserve.api.web_pages import OPEN_PATH as HEALTH_PATH
+from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.version import __version__
 
 _KEY, _ADMIN_KEY = "apiKey", "adminApiKey"

@@ -26,7 +26,8 @@ from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.responses.to_chat import to_chat_request
 from vlmserve.api.responses.writer import ResponseWriter
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, json_text, while_connected
+from vlmserve.api.streaming import DONE, EventStream, while_connected
+from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.errors import BadRequestError
 
 _LIST_LIMIT = 100

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from vlmserve.api.protocol import Stop, StrictModel
 from vlmserve.config.fields import MOST_SECONDS
+from vlmserve.frontend.openai.protocol import Stop, StrictModel
 
 
 class FunctionTool(StrictModel):

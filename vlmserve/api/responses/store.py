@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.api.database import open_database
-from vlmserve.api.streaming import json_text
+from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.errors import BadRequestError
 
 _SCHEMA = """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmserve.api.body import checked
-from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.api.responses.items import Conversation
 from vlmserve.api.responses.protocol import AllowedTools, NamedFunction, ResponsesRequest, TextFormat
+from vlmserve.frontend.openai.json_bodies import checked
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
 
 _LOGPROBS = "message.output_text.logprobs"

@@ -12,15 +12,15 @@ from typing import Any
 
 import blake3
 
-from vlmserve.api.answers import AnswerHead, AnswerWriter
-from vlmserve.api.body import checked
-from vlmserve.api.convert import to_generate_request
-from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.run import CaptionStopped
 from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
+from vlmserve.frontend.openai.convert import to_generate_request
+from vlmserve.frontend.openai.json_bodies import checked
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
 from vlmserve.frontend.request_builder import ChatPrompt
 from vlmserve.frontend.stage import stage_limits

@@ -18,8 +18,8 @@ from vlmserve.models.floors import expert_bytes
 from vlmserve.models.registry import load_config, make_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
+from vlmserve_common.checkpoint.gptq_awq import Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
-from vlmserve_common.checkpoint.quantized import Scheme
 from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
 from vlmserve_common.errors import EngineError
 

@@ -1,4 +1,4 @@
-// What a product goes through on its way out.
+// Activation functions of a product's outputs.
 #pragma once
 #include "simd.h"
 

@@ -1,4 +1,4 @@
-// Whether AMX can be used. Linux gives its registers to processes that ask for them, from 5.16 on.
+// Tells whether AMX can be used. Linux gives its registers to processes that ask for them, from 5.16 on.
 #include "amx.h"
 
 #if defined(HAS_AMX)

@@ -1,4 +1,4 @@
-// The largest of many numbers in each row; the first of equals.
+// Finds the largest number in each row; the first of equal ones.
 #include <algorithm>
 
 #include "pool.h"

@@ -1,11 +1,11 @@
 // Attention of a whole step over the paged KV cache: chunks of prompts and single tokens in one call.
 //
-// A task is a block of queries with all their heads that share a KV head, or several KV heads where queries are few; a
-// query and one of its heads is a row. Keys are taken 64 at a time, wherever they lie, and laid out as products read
-// them, so each is read once for all rows of the task. The keys of a slot's heads lie side by side: memory gives them
-// sooner together than each at its time. Softmax is online, in parts of 512 keys that are merged in order. All that a row's result is made of, and
-// the order of it, follows from the row's own position: it depends neither on other rows nor on where chunks end, nor
-// on how many threads there are. In bfloat16, weights are rounded to it before they meet the values.
+// A task is a block of queries with all their heads of one KV head, or of several KV heads if there are few queries. A
+// row is one head of one query. Keys are gathered from their slots 64 at a time, and laid out as products read them, so
+// each key is read once for all rows of the task. A slot's heads lie side by side in memory, and are read together.
+// Softmax is online, in parts of 512 keys that are merged in order. A row's result depends only on the row's own
+// position: not on other rows, on where chunks end, or on the number of threads. In bfloat16, weights are rounded before
+// they are multiplied by values.
 #include <algorithm>
 #include <type_traits>
 #include <vector>

@@ -1,5 +1,5 @@
-// What a KV cache holds: float32, bfloat16, or 8 bits: e4m3 floats as they are, or integers times a float for each
-// token and head. Reading either 8 bits is exact, in bfloat16, too.
+// The elements of a KV cache: float32, bfloat16, e4m3 floats, or 8-bit integers with a float scale for each token and
+// head. Both kinds of 8 bits are read exactly, also as bfloat16.
 #pragma once
 #include "simd.h"
 

@@ -109,7 +109,7 @@ int64_t enter(const Group& group, const void* own, int64_t bytes, uint32_t& numb
   return 0;
 }
 
-// In the order of the processes, so that all have the same bits; rounded once. residual: added, too; or null.
+// Sums in the order of the processes, so that all get the same bits; rounded once. residual: added if not null.
 template <class T>
 void add_up(const Group& group, uint32_t number, const T* residual, T* out, int64_t count) {
   int64_t i = 0;
@@ -152,7 +152,7 @@ extern "C" int64_t vs_all_reduce(const void* of, const void* x, int64_t count, i
   return all_reduce(group, (const float*)x, count, (const float*)residual, (float*)out);
 }
 
-// x of `from` becomes everybody's.
+// Copies x of `from` to all processes.
 extern "C" int64_t vs_broadcast(const Group* group, uint8_t* x, int64_t bytes, int32_t from) {
   for (int64_t first = 0; first < bytes; first += group->slot_bytes) {
     int64_t part = std::min(group->slot_bytes, bytes - first);
@@ -165,7 +165,7 @@ extern "C" int64_t vs_broadcast(const Group* group, uint8_t* x, int64_t bytes, i
   return 0;
 }
 
-// Everybody's x, one behind the other, in `out` of the first process; null elsewhere.
+// Gathers all processes' x in `out` of the first process, in their order; `out` is null elsewhere.
 extern "C" int64_t vs_gather(const Group* group, const uint8_t* x, int64_t bytes, uint8_t* out) {
   for (int64_t first = 0; first < bytes; first += group->slot_bytes) {
     int64_t part = std::min(group->slot_bytes, bytes - first);
@@ -179,7 +179,7 @@ extern "C" int64_t vs_gather(const Group* group, const uint8_t* x, int64_t bytes
   return 0;
 }
 
-// Lets the others know that this process takes part no more.
+// Tells the other processes that this one has left.
 extern "C" void vs_leave(const Group* group) {
   group->seat(group->rank).left.store(1);
   wake(group->seat(group->rank).entered);

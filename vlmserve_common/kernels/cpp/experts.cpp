@@ -1,7 +1,7 @@
-// A sparse MLP: each row goes through the experts that its router chose, and is the sum of what these make of it.
+// A sparse MLP: each row goes through the experts that its router chose; the result is the weighted sum of theirs.
 //
-// Rows are sorted by expert, so that each expert's weights are read once for all its rows. What an expert makes of a row
-// and the order of the sum depend on the row alone, not on others in its batch.
+// Rows are sorted by expert, so that each expert's weights are read once for all its rows. An expert's result for
+// a row and the order of the sum depend on the row alone, not on its batch.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -72,7 +72,7 @@ void run_experts(const Weight& gate_up, const Weight& down, int64_t experts, int
   std::partial_sum(starts.begin(), starts.end(), starts.begin());
   next = starts;
   for (int64_t i = 0; i < all; ++i) places[i] = ids[i] < 0 ? -1 : next[ids[i]]++;
-  T *sorted = scratch, *inside = scratch + all * size, *made = sorted;  // those are over when these come
+  T *sorted = scratch, *inside = scratch + all * size, *made = sorted;  // results overwrite inputs
   pool::parallel_for(all, grain_of(all, size), [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i)
       if (places[i] >= 0) std::memcpy(sorted + places[i] * size, x + i / chosen * size, size * sizeof(T));
@@ -96,9 +96,10 @@ extern "C" void vs_route(int32_t narrow, const void* logits, int64_t rows, int64
   route((const float*)logits, rows, experts, chosen, ids, (float*)scores);
 }
 
-// x [rows, size] -> out [rows, size] = residual + the sum of scores [rows, chosen] * expert ids [rows, chosen] of x,
-// of which those below 0 are not here; all bfloat16 or all float32. residual may be null, or out. gate_up, down: Weights of all experts. scratch: for each
-// row chosen * (size + gates) elements of x's type.
+// x [rows, size] -> out [rows, size] = residual + the sum over experts `ids` [rows, chosen] of x, times `scores`
+// [rows, chosen]. Experts with ids below 0 are on other ranks, and add nothing. All bfloat16 or all float32. residual
+// may be null, or out. gate_up, down: Weights of all experts. scratch: for each row chosen * (size + gates) elements of
+// x's type.
 extern "C" void vs_experts(int32_t narrow, const void* gate_up, const void* down, int64_t experts, int64_t chosen,
                            int32_t act, const void* x, int64_t rows, const int64_t* ids, const void* scores,
                            const void* residual, void* out, void* scratch) {

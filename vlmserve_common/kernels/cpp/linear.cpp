@@ -2,8 +2,8 @@
 //
 // Every output is summed over k in the same order however many rows there are: a row's result does not depend on its
 // batch. With quantised weights the sums of a group are of whole numbers times x; scale and shift are applied to them.
-// Many rows pass a slab of the panel while it is in the first cache, its numbers written out, and the next slab is
-// asked of the memory meanwhile; this changes no result.
+// Many rows are multiplied by a slab of the panel while it is in the first-level cache, with its numbers unpacked. The
+// next slab is prefetched meanwhile. This changes no result.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -28,7 +28,7 @@ constexpr int64_t SLAB = 512;  // inputs of a slab; AMX does so much that taking
 constexpr int64_t SLAB = 128;
 #endif
 constexpr int64_t CHUNK_ROWS = 192;  // rows that pass a slab of a panel while it is in the first cache
-constexpr int64_t AHEAD = 4096;              // bytes that are asked of the memory before they are needed
+constexpr int64_t AHEAD = 4096;              // bytes that are prefetched
 constexpr int64_t ALONE = 1 << 20;           // multiplications that are not worth waking another thread for
 
 struct Product {
@@ -256,7 +256,7 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
   finish(p, row, int(rows), panel, SCALED ? total : part);
 }
 
-// Rows of a product that one weight of several multiplies, and how they are shared out: by panels, and these by chunks.
+// Rows of a product that one of several weights multiplies, split by panels and these by chunks of rows.
 struct Share {
   const uint8_t* weights;
   int64_t row, rows, chunks, end;  // end: tasks of this share and of all before it
@@ -352,8 +352,8 @@ extern "C" void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const vo
   multiply_by(kind, x_bf16, shifted, p, &all, 1);
 }
 
-// Rows starts[i] .. starts[i + 1] - 1 of x by the i-th of `count` weights, without bias; x and y [starts[count], *] have
-// no gaps.
+// Multiplies rows starts[i] .. starts[i + 1] - 1 of x by the i-th of `count` weights, without bias; x and y
+// [starts[count], *] have no gaps.
 void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* starts, const void* x, int32_t act,
                     bool gated, void* y) {
   Product p{x, starts[count], w.inner, w.inner, (const uint8_t*)w.data, w.panels, w.outputs, w.group,

@@ -1,8 +1,8 @@
-// Operators that other files call. Those that define them include this, too: what differs is told by the compiler.
+// Operators that other files call. The files that define them include this, too, so the compiler finds differences.
 #pragma once
 #include <cstdint>
 
-// A packed weight, or several alike one behind the other; kernels/linear.py has the same struct, field by field.
+// A packed weight, or several of one shape in a row; kernels/packed_linear.py has the same struct, field by field.
 struct Weight {
   const void* data;
   const float* bias;  // or null

@@ -1,4 +1,4 @@
-// Weights into the order in which products read them; see weights.h.
+// Packs weights in the order in which products read them; see weights.h.
 #include <algorithm>
 
 #include "pool.h"

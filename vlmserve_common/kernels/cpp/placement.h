@@ -1,7 +1,7 @@
-// Which core each thread of a pool runs on, where the pool has a thread for every core of the process.
+// Chooses the core of each thread of a pool that has a thread for every core of the process.
 //
-// Kernels leave two threads that wake each other on one core, and another idle. So each worker gets a core, and the
-// caller, who is not held to one, is sent off a worker's core when it is found there.
+// An operating system may leave two threads that wake each other on one core, and another core idle. So each worker is
+// bound to a core. The caller is not bound, but is moved when it runs on a worker's core.
 #pragma once
 #include <chrono>
 #include <vector>

@@ -1,7 +1,7 @@
 // Threads that share the work of one call.
 //
-// Work is claimed piece by piece, so a core that other processes use does less of it. Between calls threads watch for
-// the next one for a moment and then sleep: on a busy machine a thread that watches takes a core from others.
+// Threads claim work piece by piece, so a core that other processes use does less of it. Between calls threads spin for
+// a moment and then sleep: on a busy machine a spinning thread takes a core from other processes.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -12,8 +12,8 @@ namespace pool {
 void configure(int threads, int watch_us);
 int threads();
 
-// Calls run(first, last) for pieces that cover 0 .. count - 1; `grain` of them are claimed at a time. Without other
-// threads, or when these work for another caller, the caller does it all.
+// Calls run(first, last) for pieces that cover 0 .. count - 1; `grain` of them are claimed at a time. The caller
+// does all of it if there are no workers, or if they work for another caller.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& run);
 
 // A thread's own memory of at least so many bytes, aligned to 64; its content does not outlast the call.

@@ -1,5 +1,5 @@
-// What lies between the product that makes queries, keys and values and the attention over them: heads of queries and
-// keys are normalised and turned, keys and values put into the cache. Float32 inside, rounded once.
+// Runs between the product of queries, keys and values, and attention: normalises and turns the heads of queries and
+// keys, and writes keys and values to the cache. Computes in float32 and rounds once.
 #include <algorithm>
 #include <cmath>
 
@@ -57,7 +57,7 @@ INLINE void put(const float* x, int64_t dim, T* to, float*) {
   for (int64_t d = 0; d < dim; d += 16) store_floats(to + d, load<f32x16>(x + d));
 }
 
-// Beyond 448, the largest there is, stays 448.
+// Numbers beyond 448, the largest, become 448.
 INLINE void put(const float* x, int64_t dim, fp8* to, float*) {
   for (int64_t d = 0; d < dim; d += 16) {
     u32x16 bits = load<u32x16>(x + d), sign = bits >> 24 & 0x80u;

@@ -1,4 +1,4 @@
-// Rounds weights to whole numbers with a scale and a zero for each row and group of inputs: w = scale * (number - zero).
+// Rounds weights to integers with a scale and a zero for each row and group of inputs: w = scale * (number - zero).
 #include <algorithm>
 #include <cmath>
 
@@ -51,7 +51,7 @@ struct Grid {
   }
 };
 
-// Of the range of the weights and narrower ones, that with the least squared error.
+// Chooses the range with the least squared error: the range of the weights or a narrower one.
 Grid best_grid(const float* w, int64_t count, float most, bool symmetric, int narrower) {
   auto [low, high] = std::minmax_element(w, w + count);
   float least = std::min(*low, 0.0f), largest = std::max(*high, 0.0f);
@@ -88,7 +88,7 @@ void quantise(const T* weight, int64_t rows, int64_t inner, int64_t group, float
 
 }  // namespace
 
-// weight [rows, inner] of bfloat16 or float32 -> numbers [rows, inner] of so many bits, scales and zeros [rows, groups].
+// weight [rows, inner] of bfloat16 or float32 -> numbers [rows, inner] of `bits` bits, scales and zeros [rows, groups].
 // narrower: ranges to try beside that of the weights, each 5% narrower than the last.
 extern "C" void vs_quantise(int32_t narrow, const void* weight, int64_t rows, int64_t inner, int64_t group,
                             int32_t bits, int32_t symmetric, int32_t narrower, uint8_t* numbers, f16* scales,

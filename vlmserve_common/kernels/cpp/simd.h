@@ -1,4 +1,4 @@
-// What is done with sixteen lanes at a time.
+// Operations on sixteen lanes at a time.
 #pragma once
 #include "lanes.h"
 

@@ -1,12 +1,12 @@
-// How packed weights lie in memory.
+// The memory layout of packed weights.
 //
-// Output columns are packed in panels of 64, four blocks of 16. For every pair of inputs (k, k + 1) a panel has the pair
-// of each column, block by block, so a product reads its weights once and in order. A chunk is the least that lies
-// together of a block: one pair of inputs, or several.
+// Output columns are packed in panels of 64, four blocks of 16. For every pair of inputs (k, k + 1) a panel has the
+// pair of each column, block by block, so a product reads its weights once and in order. A chunk is the smallest part
+// of a block that lies together: one pair of inputs, or several.
 //
-// Quantised weights are whole numbers with 16-bit floats scale and shift for each column and group of inputs:
-// weight = scale * (number + shift). The numbers, or those doubled and one more, are exact in bfloat16. Behind its numbers a panel has, for each group,
-// the scales of its columns and then their shifts.
+// Quantised weights are integers with a scale and a shift, both 16-bit floats, for each column and group of inputs:
+// weight = scale * (number + shift). The numbers, or 2 * number + 1, are exact in bfloat16. Behind its numbers a panel
+// has, for each group, the scales of its columns and then their shifts.
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -76,8 +76,8 @@ struct OddNumbers {
 };
 inline constexpr OddNumbers ODD_NUMBERS;
 
-// Numbers are doubled and one more: odd ones have a sign and 128 sizes, for which there is a table. A chunk is 64 bytes:
-// in each 16 of them four columns' even and odd inputs of the first pair, and then of the second.
+// Each number n is read as 2 * n + 1: odd numbers have a sign and 128 sizes, for which there is a table. A chunk is 64
+// bytes: in each 16 of them four columns' even and odd inputs of the first pair, and then of the second.
 struct Int8Weights {
   static constexpr int64_t PAIRS = 2, CHUNK = 64;
   static constexpr bool QUANTISED = true, DOUBLED = true;

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.kernels.gpu.rounding import rounded
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
 
 _BLOCK, _WARPS = 1024, 4  # a load of 16 bytes a thread, of 16-bit elements
 

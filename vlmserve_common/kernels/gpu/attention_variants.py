@@ -6,12 +6,12 @@ import torch
 
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.gpu import decode, extend, segments
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer
 
 _BF16, _HALF, _FULL = torch.bfloat16, torch.float16, torch.float32
 _FP8, _INT8 = torch.float8_e4m3fn, torch.int8
 _DTYPES = [(_BF16, _BF16), (_BF16, _FP8), (_BF16, _INT8), (_HALF, _HALF), (_FULL, _FULL)]
-"""Of queries, and of the cache."""
+"""The dtypes of queries and of the cache."""
 _HEADS = [(128, 4), (128, 7), (64, 1), (72, 2), (80, 8), (96, 5), (256, 2)]
 """Elements, and query heads of a KV head."""
 _SPLITS = 32

@@ -1,4 +1,5 @@
-"""Every kernel in the variants that users meet, and what they take when compiled for a GPU that need not be there."""
+"""Every kernel in the variants that users meet, and the resources they need when compiled for a GPU, also without
+one."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vlmserve_common.kernels.gpu.variant import Variant
+from vlmserve_common.kernels.gpu.common import Variant
 
 MODULES = (
     "activation",
     "attention_variants",
     "experts",
-    "fp8_variants",
+    "fp8",
     "norm",
     "page_table",
     "positions",
@@ -35,8 +36,8 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a compiled variant takes: registers of a thread, bytes of local memory that it spills to, bytes of shared
-    memory of a block. tensor_cores: the widest instruction it multiplies by: "wgmma", "mma" or "". async_copies:
+    """Resources of a compiled variant: registers and bytes of spilled local memory of a thread, bytes of shared memory
+    of a block. tensor_cores: the widest instruction it multiplies by: "wgmma", "mma" or "". async_copies:
     whether it has loads that a pipeline overlaps with work."""
 
     name: str

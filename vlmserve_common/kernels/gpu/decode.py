@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.softmax import weigh
+from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
 
 # Tokens of a split of a short history. Fewer: more partial results to write (3% of the bytes of keys and values, with 4
 # query heads of 128 bfloat16 to a KV head); more: too few programs for a short history alone.
@@ -31,7 +30,7 @@ _LEAST_ROWS = 16  # of a tensor core's product
 
 @dataclass(frozen=True, kw_only=True)
 class SplitWorkspace:
-    """What programs leave for the merge. partial: float32 [batch * splits * heads * dim], attention over each split;
+    """Partial results for the merge. partial: float32 [batch * splits * heads * dim], attention over each split;
     logs: float32 [batch * splits * heads], logarithms to 2 of its sums of weights."""
 
     partial: torch.Tensor
@@ -74,7 +73,7 @@ def decode_attention(
     table: int32 [rows, context], the slots of a request's tokens at its row; req_pool_indices [B]: that row; seq_lens
     int32 [B]: tokens, those of q included, and 0 for rows that are not in use, which get zeros. Without `requests`,
     request i has row i of q. With them, int32 [n], only these requests are attended to, at row starts[request] of q,
-    and other rows of `out` are left alone. scale > 0. Slots of others are not read.
+    and other rows of `out` are left alone. scale > 0. Other requests' slots are not read.
     """
     assert scale > 0
     _, heads, dim = q.shape

@@ -1,7 +1,7 @@
 """A sparse MLP: grouped products over the rows of a `routing.Plan`, and the sum over each token's experts.
 
 Each block of rows is multiplied by its expert's weights, which are read once for it. A token's sum is in the order of
-its scores; its products depend on others only in the size of tiles.
+its scores; the batch decides only the size of tiles.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import triton.language as tl
 
 from vlmserve_common.compute.fp8 import FP8
 from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales, step_of
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.rounding import rounded
+from vlmserve_common.kernels.gpu.common import INTERPRETED, TYPES, Variant, pointer, rounded
 from vlmserve_common.kernels.gpu.routing import make_plan
-from vlmserve_common.kernels.gpu.variant import TYPES, Variant, pointer
 
 _COLUMNS = 1024  # of a row that a program adds up
 
@@ -136,9 +134,11 @@ def grouped_kernel(
     INPUTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
-    """A block's rows, some outputs. GATED: x has tokens, and out is in the plan's order; otherwise x is in the plan's
-    order, and out is in that of rows. SCALED: weights are 8-bit floats, of which so many outputs and inputs share a
-    scale."""
+    """Multiply a block's rows, for some outputs.
+
+    GATED: x has tokens, and out is in the plan's order. Otherwise x is in the plan's order, and out in the rows' order.
+    SCALED: weights are 8-bit floats, and OUTPUTS by INPUTS of them share a scale.
+    """
     block = blocks + tl.program_id(0) * 3
     count = tl.load(block + 2)
     if count == 0:
@@ -291,4 +291,4 @@ CATALOGUE = (
         for dtype in (torch.bfloat16, torch.float32)
     ),
 )
-"""Of 30B-A3B and 235B-A22B; see `variant`."""
+"""The kernels in the shapes of 30B-A3B and 235B-A22B; see `variant`."""

@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
+from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
 from vlmserve_common.kernels.gpu.decode import padded
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.softmax import weigh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +75,13 @@ def extend_attention(
 
     table: int32 [rows, context], the slots of a request's tokens at its row; req_pool_indices [B]: that row; seq_lens
     int32 [B]: tokens, those of q included; starts int32 [B + 1]: where a request's rows of q begin. tiles: of
-    `extend_tiles`, on the device, for `tile_tokens`. scale > 0. Slots of others are not read.
+    `extend_tiles`, on the device, for `tile_tokens`. scale > 0. Other requests' slots are not read.
     """
     assert scale > 0
     _, heads, dim = q.shape
     kv_heads = cache.keys.shape[1]
     shape = tile_shape(q.dtype, dim)
-    # in one dimension, since the others end at 65535
+    # in one dimension, since a grid's second and third ones end at 65535
     extend_kernel[(kv_heads * len(tiles),)](
         q,
         cache.keys,

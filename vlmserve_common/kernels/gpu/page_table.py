@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.variant import Variant
+from vlmserve_common.kernels.gpu.common import Variant
 
 _BLOCK = 1024
 

@@ -1,8 +1,8 @@
-"""What comes between the product that makes queries, keys and values, and attention, in one launch: heads are
-normalised, turned by their positions, and keys and values go into the KV cache in its own format.
+"""One launch between the product of queries, keys and values, and attention.
 
-It rounds where `models.attention.base` and `KVCache.write` do: quotient, product with the weight, both products of the
-rotation, their sum, and what is stored.
+Heads are normalised and turned by their positions. Keys and values go into the KV cache in its own format. The kernel
+rounds where `models.attention.base` and `KVCache.write` do: quotient, product with the weight, both products of the
+rotation, their sum, and the stored values.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
-from vlmserve_common.kernels.gpu.rounding import rounded
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
 
 # Tokens of a program, which has one head of each: 16 bytes a thread of two warps, of 64 16-bit elements each half.
 _TOKENS, _WARPS = 8, 2

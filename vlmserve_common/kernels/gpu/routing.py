@@ -1,5 +1,5 @@
-"""Which experts each token goes through, and in which order rows are then multiplied. Nothing is read by the host, and
-shapes depend on the number of tokens alone: a CUDA graph may hold it all.
+"""Routing: the choice of each token's experts, and the order in which rows are multiplied. Nothing is read by the host,
+and shapes depend on the number of tokens alone: a CUDA graph may hold it all.
 
 A plan has the rows of each expert next to each other, in blocks of one expert each; row i is token i // chosen in its
 (i % chosen)-th expert.
@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.rounding import rounded
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
 
 _SCANNED = 1024  # rows that a program looks at at a time
 
@@ -30,7 +29,7 @@ class Plan:
 
 
 def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.experts.route`; ids are int32."""
+    """See `kernels.packed_experts.route`; ids are int32."""
     rows, experts = logits.shape
     ids = torch.empty((rows, chosen), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, chosen), dtype=logits.dtype, device=logits.device)
@@ -158,4 +157,4 @@ CATALOGUE = (
         constexprs={"EXPERTS": 128, "SIZE": 128, "BLOCK": 128, "SCANNED": _SCANNED},
     ),
 )
-"""Of 30B-A3B and 235B-A22B; see `variant`."""
+"""The kernels in the shapes of 30B-A3B and 235B-A22B; see `variant`."""

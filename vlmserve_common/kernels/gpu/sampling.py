@@ -1,6 +1,6 @@
 """A random choice from log-probabilities: Gumbel noise made of a counter's hash, added, and the largest of a row.
 
-The noise is that of `executor.sampler`, whose formula this repeats, in the same types: int64, float64, then float32.
+The formula of the noise is the same as in `executor.sampler`, in the same types: int64, float64, then float32.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.variant import Variant, pointer
+from vlmserve_common.kernels.gpu.common import Variant, pointer
 
 _BLOCK, _WARPS = 2048, 8
 _SPLITS = 128

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
-from vlmserve_common.kernels.gpu.softmax import weigh
+from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
 
 TURNED_ROWS = 16
 
@@ -61,7 +60,7 @@ def segment_attention(qkv: torch.Tensor, tiles: torch.Tensor, rows: int) -> torc
     out = qkv.new_empty((count, heads, dim))
     shape = block_shape(qkv.dtype, dim, rows)
     main, rest = head_parts(dim)
-    # in one dimension, since the others end at 65535
+    # in one dimension, since a grid's second and third ones end at 65535
     segments_kernel[(heads * len(tiles),)](
         qkv,
         tiles,
@@ -112,7 +111,7 @@ def turn_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Some patches: their angles are read once for all heads."""
+    """Turn the heads of ROWS patches, whose angles are read once for all heads."""
     patch = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)
     there = (patch < count)[:, None] & (d < HALF)[None, :]

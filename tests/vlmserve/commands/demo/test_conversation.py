@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.commands.client.chat_files import data_url
 from vlmserve.commands.client.conversation import OptionError
 from vlmserve.commands.demo.conversation import (
@@ -24,6 +23,7 @@ from vlmserve.commands.demo.conversation import (
     read_settings,
 )
 from vlmserve.commands.demo.samples import FOLDER, load_samples
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 
 SHAPES = Question(text="What is this?", media=(Path("/x/shapes.png"), Path("/x/clip.mp4")))
 AGAIN = Question(text="And the colour?")

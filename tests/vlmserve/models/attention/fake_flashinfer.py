@@ -1,7 +1,8 @@
-"""FlashInfer's two wrappers for a paged KV cache, in plain torch: what they read, check and refuse is as in
-flashinfer 0.6.6 (`decode.py`, `prefill.py`, `utils.cuh`), and they attend over the tables that `plan` was given.
+"""A stand-in for FlashInfer's two wrappers of a paged KV cache, in plain torch.
 
-As there, a wrapper in CUDA graph mode reads buffers of its owner, which `plan` fills.
+What they read, check and refuse is as in flashinfer 0.6.6 (`decode.py`, `prefill.py`, `utils.cuh`), and they attend
+over the tables that `plan` was given. `test_flashinfer_signatures` compares their parameters with the real ones. A
+wrapper in CUDA graph mode reads buffers of its owner, which `plan` fills.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class _Wrapper:
         self.use_cuda_graph = use_cuda_graph
         self.buffers = None
 
-    def reset_workspace_buffer(self, workspace, int_workspace):
-        self.workspace, self.int_workspace = workspace, int_workspace
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        self.workspace, self.int_workspace = float_workspace_buffer, int_workspace_buffer
 
     def _plan(self, indptr, indices, last_page_len, heads, kv_heads, head_dim, page_size, *, causal, sm_scale, kinds):
         for each in (indptr, indices, last_page_len):

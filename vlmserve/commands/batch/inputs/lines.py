@@ -11,13 +11,13 @@ from typing import Any
 import blake3
 
 from processors.inputs import Modality
-from vlmserve.api.body import checked, json_object
-from vlmserve.api.protocol import ChatCompletionRequest
 from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
 from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
 from vlmserve.commands.batch.inputs.source import Columns, printable, resolved
 from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
 from vlmserve.commands.client.chat_files import named_files, with_files
+from vlmserve.frontend.openai.json_bodies import checked, json_object
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
 
 MOST_BYTES = 512 * 2**20

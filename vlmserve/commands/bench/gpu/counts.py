@@ -132,7 +132,7 @@ def launches() -> Iterator[list[str]]:
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
-    from vlmserve_common.kernels.gpu.interpreter import INTERPRETED
+    from vlmserve_common.kernels.gpu.common import INTERPRETED
 
     launched: list[str] = []
     operators = _Operators(launched)

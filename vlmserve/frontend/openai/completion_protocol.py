@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from vlmserve.api.protocol import (
+from vlmserve.frontend.openai.protocol import (
     FormedRequest,
     LogitsProcessor,
     Stop,

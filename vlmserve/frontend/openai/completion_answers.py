@@ -6,9 +6,8 @@ import codecs
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from vlmserve.api.answers import AnswerHead
-from vlmserve.api.prompt_logprobs import finite, prompt_json
-from vlmserve.api.streaming import sse_event
+from vlmserve.frontend.openai.answers import AnswerHead, finite, prompt_json
+from vlmserve.frontend.openai.json_bodies import sse_event
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
 from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer

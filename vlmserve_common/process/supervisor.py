@@ -22,12 +22,12 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class EndedInOrderError(EngineError):
-    """A process was ended because that is the way to end what it does: nothing to warn of."""
+    """A process was ended on purpose, to end its work: no warning is needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessPlan:
-    """What is kept running. name, title, main, args, log_level, forked: see `ChildProcess`.
+    """The process that is kept running. name, title, main, args, log_level, forked: see `ChildProcess`.
 
     startup_timeout_s: for each start; ready_by: when it is over for the first one, by the keeper's clock.
     most_deaths: so many lives of no use, one after the other, are no accidents. first_pause_s: until the next start
@@ -58,8 +58,10 @@ class Life(Protocol):
         """It is ready, and says so much of itself. EngineError: it cannot be used."""
 
     def live(self, child: ChildProcess) -> None:
-        """Use it until it is gone, which EOFError and OSError say, or EngineError with another reason than its own
-        (EndedInOrderError: and nobody need be told)."""
+        """Use the child until it is gone. EOFError and OSError say that; EngineError gives another reason.
+
+        EndedInOrderError: nothing is logged.
+        """
 
     def let_go(self) -> None:
         """It is being ended: no other thread may use it when this returns."""

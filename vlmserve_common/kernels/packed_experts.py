@@ -7,12 +7,14 @@ import ctypes
 import torch
 
 from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.linear import ACTS, PackedWeight, weight_struct
+from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, weight_struct
 
 
 def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [N, experts] -> the likeliest experts int64 [N, chosen], and their scores in the logits' dtype, which add
-    up to 1; of equally likely ones the first."""
+    """Choose each token's likeliest experts from logits [N, experts]; the first of equally likely ones.
+
+    Returns int64 [N, chosen], and their scores in the logits' dtype, which add up to 1.
+    """
     lib = active()
     assert lib is not None
     rows, experts = logits.shape
@@ -33,10 +35,10 @@ def run_experts(
     act: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int64 [N, chosen] of x, [N, size]; ids below
-    0 are not here.
+    """Return residual + the sum over each token's experts `ids` int64 [N, chosen], times `scores` [N, chosen].
 
-    gate_up (gated), down: of all experts. All of one dtype, contiguous.
+    x [N, size] and the result have one dtype and are contiguous, as are scores and residual. gate_up (gated), down: of
+    all experts. Experts with ids below 0 are on other ranks, and add nothing.
     """
     lib = active()
     assert lib is not None
@@ -62,5 +64,5 @@ def run_experts(
 
 
 def experts_scratch(gate_up: PackedWeight) -> int:
-    """Elements of memory that the library needs for a token in an expert."""
+    """Return how many elements of memory the library needs for a token in an expert."""
     return gate_up.inner + gate_up.outputs

@@ -25,7 +25,7 @@ class Cached:
 
 
 def waiting(leaders: PrefixLeaders, reqs: list[Req]) -> list[int]:
-    return [req.arrival for req in reqs if leaders.must_wait(req)]
+    return [req.arrival for req in reqs if leaders.follow(req)]
 
 
 def test_one_of_several_with_a_new_common_prefix_leads():
@@ -65,10 +65,10 @@ def test_a_prompt_in_progress_leads_from_what_others_find_of_it():
     for committed, page_size, found in ((0, 1, 0), (64, 1, 64), (70, 16, 64), (64, 16, 64)):
         leaders = Cached(r1=found).leaders(page_size)
         leaders.lead(began(committed, 100))
-        assert leaders.must_wait(same), (committed, page_size)
+        assert leaders.follow(same), (committed, page_size)
     leaders = Cached(r1=10).leaders()
     leaders.lead(began(64, 100))
-    assert not leaders.must_wait(same), "it finds less than the leader had: an eviction, or another page"
+    assert not leaders.follow(same), "it finds less than the leader had: an eviction, or another page"
 
 
 def test_the_key_of_a_leader_in_its_answer_ends_with_its_prompt():
@@ -77,4 +77,4 @@ def test_the_key_of_a_leader_in_its_answer_ends_with_its_prompt():
     leaders = Cached().leaders()
     leaders.lead(req)
     assert not np.array_equal(req.radix_key(102), req.radix_key(100))
-    assert leaders.must_wait(make_req(1, prompt=range(100)))
+    assert leaders.follow(make_req(1, prompt=range(100)))

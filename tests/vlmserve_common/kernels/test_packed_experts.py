@@ -7,9 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve_common.kernels.products import random
 from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.experts import route, run_experts
-from vlmserve_common.kernels.linear import PackedWeight, pack, stacked
+from vlmserve_common.kernels.packed_experts import route, run_experts
+from vlmserve_common.kernels.packed_linear import PackedWeight, pack, stacked
 from vlmserve_common.kernels.quantized import pack_quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("operators")
@@ -17,11 +18,6 @@ SHAPES = settings(max_examples=30, suppress_health_check=[HealthCheck.function_s
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 5e-6}, torch.bfloat16: {"rtol": 0.02, "atol": 0.04}}
 ROWS = st.one_of(st.integers(0, 20), st.sampled_from([64, 400]))
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers, seeded."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def random_weights(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -9,7 +9,8 @@ Such a weight [N, K] is stored as several tensors. Numbers and zeros lie in 32-b
 - compressed-tensors: weight_packed [N, K/8]; weight_zero_point [N/8, groups], unless all are in the middle;
   weight_scale [N, groups].
 
-With 8 bits, 4 stands for 8. GPTQ's g_idx [K] says which group an input belongs to, if these are not in order.
+Numbers of 8 bits have 4 in place of 8. GPTQ's g_idx [K] says which group an input belongs to, if these are not in
+order.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Scheme:
         return ("g_idx",)
 
     def shapes(self, outer: int, inner: int) -> Mapping[str, tuple[int, ...]]:
-        """Of the tensors of a weight [outer, inner]."""
+        """Return the shapes of the tensors of a weight [outer, inner]."""
         sizes = {_OUTPUTS: outer, _INPUTS: inner, "groups": math.ceil(inner / (self.group or inner))}
         shapes = {
             leaf: tuple(math.ceil(sizes[axis.of] / self._per_word(axis)) for axis in axes)
@@ -105,7 +106,7 @@ class Scheme:
         return shapes | {"weight_shape": (2,)}
 
     def cut(self, leaf: str, stored: StoredTensor, piece: WeightPiece) -> StoredTensor:
-        """As much of a weight's tensor as a part of the weight needs: whole words, and the scales of all groups."""
+        """Cut a weight's tensor to what a piece of the weight needs: whole words, and the scales of all groups."""
         for dim, axis in enumerate(_AXES[self.method].get(leaf, ())):
             if piece.cut is not None and axis.of == piece.cut.dim:
                 first, end = piece.place(piece.cut.dim)
@@ -283,13 +284,12 @@ class QuantizedTensors:
 
 
 def unpack(scheme: Scheme, parts: _Parts, piece: WeightPiece) -> QuantizedWeight | torch.Tensor:
-    """A part of a weight from what it needs of its tensors, by their last names; as float32 if its groups are not in
-    order."""
+    """Make a piece of a weight of its tensors, by their last names. Returns float32 if its groups are not in order."""
     numbers, zeros, scales = _UNPACK[scheme.method](scheme, parts)
     outer, inner = piece.view.shape
     (first, _), (first_input, end_input) = piece.place(_OUTPUTS), piece.place(_INPUTS)
     per_word = 32 // scheme.bits
-    # before the first one that is wanted there may be others in its word
+    # a word may begin with numbers in front of the first one of the piece
     numbers = _range(_range(numbers, 0, first % per_word, outer), 1, first_input % per_word, inner)
     zeros = _range(zeros, 0, first % per_word, outer)
     group = scheme.group or piece.whole_shape[1]
@@ -311,7 +311,7 @@ def unpack(scheme: Scheme, parts: _Parts, piece: WeightPiece) -> QuantizedWeight
 
 
 def _range(x: torch.Tensor, dim: int, before: int, size: int) -> torch.Tensor:
-    """`size` entries, behind so many others where whole words were read, or from the first on where they were not."""
+    """Select `size` entries: behind `before` entries if whole words were read, otherwise from the first one on."""
     return x.narrow(dim, before if x.shape[dim] > size else 0, size)
 
 

@@ -27,9 +27,9 @@ KINDS: Mapping[Kind, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "int8
 class PackedWeight:
     """A weight [columns, inner] and its bias as the library reads them.
 
-    gated: the first half of the columns are gates, the other what they open: the product has half as many outputs.
-    group, shifted: see `QuantizedWeight`; inputs of a group, and whether any zero is not in the middle. dtype: of x.
-    count: weights alike that lie one behind the other in `data`; `linear` takes one.
+    gated: the first half of the columns are gates of the second half, so the product has half as many outputs. dtype:
+    of x. group: inputs that share a scale; shifted: whether any zero is not in the middle (see `QuantizedWeight`).
+    count: equal-sized weights one after another in `data`; `linear` takes one.
     """
 
     data: torch.Tensor
@@ -46,7 +46,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """The bytes of memory."""
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 

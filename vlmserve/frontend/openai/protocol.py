@@ -1,8 +1,7 @@
 """The shapes of OpenAI's chat completion requests. Unknown fields and wrong types are refused.
 
-`vlmserve.frontend` decides if a value makes sense for the model, `vlmserve.api.convert` if it is supported. Messages
-and tools are validated here but kept as the client wrote them (plain dicts, keys in their order), since chat templates
-print them.
+`convert` decides if a field is supported, `vlmserve.frontend` if its value makes sense for the model. Messages and
+tools are validated here but kept as the client wrote them (plain dicts, keys in their order): templates print them.
 """
 
 from __future__ import annotations
