@@ -130,38 +130,21 @@ def test_more_prompts_than_may_wait(family):
 
 
 @by_cache
-def test_an_interrupted_wait_leaves_nothing_behind(family, monkeypatch):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_interruption_leaves_nothing_behind(family, overlap, monkeypatch):
+    """In the wait for a step's result, or where steps do not overlap, in its computation."""
     folder, asked, wanted = family
-    with LLM(str(folder), num_threads=1) as llm:
-        scheduler, steps = llm.engine.loop.schedulers[0], []
-        process = scheduler.process_batch_result
+    with LLM(str(folder), num_threads=1, disable_overlap_schedule=not overlap) as llm:
+        owner, name = (llm.engine.loop.schedulers[0], "process_batch_result") if overlap else (llm._runner, "forward")
+        plain, steps = getattr(owner, name), []
 
-        def interrupted(batch, result):
-            steps.append(batch)
+        def interrupted(*given):
+            steps.append(given)
             if len(steps) == 3:
                 raise KeyboardInterrupt
-            return process(batch, result)
+            return plain(*given)
 
-        monkeypatch.setattr(scheduler, "process_batch_result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.chat_batch(asked, GREEDY)
-        assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)
-        check(llm, asked, wanted)
-
-
-@by_any
-def test_an_interrupted_batch_leaves_nothing_behind(family, monkeypatch):
-    folder, asked, wanted = family
-    with LLM(str(folder), num_threads=1, disable_overlap_schedule=True) as llm:
-        forward, steps = llm._runner.forward, []
-
-        def interrupted(batch):
-            steps.append(batch)
-            if len(steps) == 3:
-                raise KeyboardInterrupt
-            return forward(batch)
-
-        monkeypatch.setattr(llm._runner, "forward", interrupted)
+        monkeypatch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.chat_batch(asked, GREEDY)
         assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)
