@@ -16,7 +16,8 @@ from assets.recipe.sizes import MERGE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """ids, branches: int64 [B, L]; taught, visual: bool [B, L]; positions: int64 [3, B, L]; branch -1 is padding.
+    """Lessons padded to one length. ids, branches: int64 [B, L]; branch -1 is padding. taught, visual: bool [B, L].
+    positions: int64 [3, B, L].
 
     patches: float16 [n, 1536]; grids: int64 [pictures, 3].
     hints: of all pictures, as tensors.
@@ -42,7 +43,7 @@ def _up(value: int, step: int) -> int:
 def collate(lessons: list[Lesson]) -> Batch:
     """Pad to the longest, and to few different shapes: a CPU's matrix kernels are made anew for each shape they meet.
 
-    So that the number of patches is one of a few too, one blank picture follows the others; no row has its tokens.
+    One blank picture comes last, so that the number of patches is one of a few, too; no row has its tokens.
     """
     count, length = len(lessons), _up(max(len(lesson.ids) for lesson in lessons), _LENGTHS)
     patches = np.concatenate([lesson.patches for lesson in lessons])

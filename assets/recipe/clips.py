@@ -1,4 +1,4 @@
-"""Short clips: one thing moves or changes its colour, others stay. Frames are scenes; nothing is drawn here.
+"""Short clips: one thing moves or changes its colour, all other things stay. Frames are scenes; nothing is drawn here.
 
 Frames are sampled as Qwen3-VL's video processor does: a number of them from the clip's length, spread evenly.
 """
@@ -37,7 +37,7 @@ MOVES: Mapping[Event, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up"
 class Clip:
     """frames: an even number, two to a temporal patch; times: of each, seconds. The first thing of each is the actor.
 
-    later_colour, change_time: for event "colour", what it becomes and when, seconds.
+    later_colour, change_time: for event "colour", the actor's new colour, and the time of the change in seconds.
     """
 
     frames: tuple[Scene, ...]
@@ -59,7 +59,7 @@ class Clip:
 
     @property
     def actor_colours(self) -> Mapping[str, str]:
-        """The actor's colour at each label time ("1.5"), but where its two frames differ."""
+        """The actor's colour at each label time ("1.5"). Times whose two frames differ are left out."""
         pairs = zip(self.label_times, self.frames[::TEMPORAL_PATCH], self.frames[1::TEMPORAL_PATCH], strict=True)
         colours = ((time, one.things[0].colour, other.things[0].colour) for time, one, other in pairs)
         return {f"{time:.1f}": one for time, one, other in colours if one == other}

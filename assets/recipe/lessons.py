@@ -31,7 +31,7 @@ PATCHES = PatchConfig(
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 MOTIONS = tuple(MOVES)
 OUTLINE = 4
-"""Cells a side of a patch in which `Hints.outline` tells what is covered."""
+"""Cells a side of a patch for which `Hints.outline` has the covered share."""
 
 _SYSTEM = ("You are a helpful assistant.", "You are a helpful assistant", "Answer briefly.", "You describe pictures.")
 
@@ -60,7 +60,8 @@ class Hints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lesson:
-    """ids, branches: int64 [L]; branch 0 is seen by all, the others only by themselves.
+    """A lesson of L tokens. ids, branches: int64 [L]; all tokens see branch 0, and another branch is seen by its own
+    tokens.
 
     taught: bool [L], tokens to predict. positions: int64 [3, L]. visual: bool [L], pad tokens of pictures.
     patches: float16 [n, 1536] of all pictures in order; grids: (t, h, w) of each.
@@ -135,7 +136,7 @@ def _cut(frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
 
 
 def hints(scene: Scene | None, grid: tuple[int, int, int], motion: str | None = None) -> Hints:
-    """Of one picture; scene None: of a picture that shows nothing known. motion: of the scene's first object."""
+    """Hints of one picture; scene None: the picture shows nothing known. motion: of the scene's first object."""
     rows, columns = grid[1] // MERGE, grid[2] // MERGE
     things = np.zeros((rows, columns), np.int64)
     offsets = np.zeros((rows, columns, 4), np.float32)

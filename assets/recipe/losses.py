@@ -17,7 +17,7 @@ PLACES, EDGES = 12, 40
 
 
 class Hinter(torch.nn.Module):
-    """Reads from a picture's tokens [n, hidden] what they show (`Hints`)."""
+    """Reads the `Hints` from a picture's tokens [n, hidden]."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Hinter(torch.nn.Module):
         told = {name: value.to(tokens.device) for name, value in batch.hints.items()}
         out = self.things(tokens).float()
         shown = told["things"] > 0
-        # What is there and what is not count the same, though most of a picture is background.
+        # Objects and background count the same, though most of a picture is background.
         loss = _classes(out[:, : self.classes], told["things"])
         off = functional.smooth_l1_loss(out[:, self.classes :], told["offsets"], reduction="none", beta=0.3)
         loss = loss + 0.5 * (off.sum(-1) * shown).sum() / shown.sum().clamp(min=1)
@@ -52,15 +52,16 @@ class Hinter(torch.nn.Module):
 
 
 def _classes(out: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-    """Of classes in groups, out [n, groups * classes], told [n, groups] or [n]: 0 is nothing, half of the loss."""
+    """Loss of classes in groups, out [n, groups * classes], told [n, groups] or [n]. Class 0 is nothing, half of the
+    loss."""
     told = told.flatten()
     return _mean(functional.cross_entropy(out.reshape(len(told), -1), told, reduction="none"), told > 0)
 
 
 def _strips(out: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Of coordinates as strips, out [n, k * count], places [n, k] in 0..1: the sum over k, the mean over n.
+    """Loss of coordinates as strips, out [n, k * count], places [n, k] in 0..1: the sum over k, the mean over n.
 
-    Strips, not coordinates: a class is told more loudly than a number, and answers listen to what is loud.
+    Strips replace coordinates, because a class is told more loudly than a number, and answers listen to loud hints.
     """
     strips = (places * count).long().clamp(0, count - 1).flatten()
     return functional.cross_entropy(out.float().view(-1, count), strips, reduction="sum") / max(1, len(places))

@@ -11,11 +11,12 @@ WARMUP = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """chances: how often each kind of lesson comes. steps, batch: how many batches of how many lessons.
+    """A stage of the training. chances: how often each kind of lesson comes. steps, batch: how many batches of how many
+    lessons.
 
     rate: learning rate; it goes down to `last` of it over the last `decay` steps. hint_weight: of the hints' loss.
     budget: most tokens in a lesson; 0: no questions, so that the hints alone teach the tower. look_every: one of so
-    many batches is of `looks`, twice as many lessons of the kinds there, without questions; 0: none is.
+    many batches shows `looks`, twice as many lessons of the kinds there, without questions; 0: none does.
     """
 
     name: str

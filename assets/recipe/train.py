@@ -1,7 +1,7 @@
 """Train the default model: `python -m assets.recipe.train RUN_FOLDER`. Stop it at any time; the same command goes on.
 
 The network is transformers' own. Beside the answers it learns what every token of a picture shows, with small heads
-that are thrown away afterwards: so the vision tower sees long before the answers alone would teach it to.
+that are thrown away afterwards. So the vision tower sees long before the answers alone would teach it to.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LOG_EVERY = 50
 class Run:
     """A training run: all that changes while it goes on, kept in RUN_FOLDER/state.pt.
 
-    average: of the weights over the last few hundred steps; it is what is published, as RUN_FOLDER/checkpoint.
-    start: a published checkpoint whose weights (and tokenizer) a new run begins with.
+    average: of the weights over the last few hundred steps. RUN_FOLDER/checkpoint publishes it. start: a published
+    checkpoint whose weights (and tokenizer) a new run begins with.
     """
 
     def __init__(

@@ -83,7 +83,8 @@ def _ask(rng: Rng, questions: Sequence[str], answer: str) -> Turn:
 
 
 def listed(scene: Scene) -> str:
-    """Such as "A red circle, a blue square and a green star.", from left to right; then what is printed."""
+    """List the scene, such as "A red circle, a blue square and a green star.", from left to right; printed text comes
+    last."""
     names = [_with_article(t.name) for t in sorted(scene.things, key=lambda t: t.centre[0])]
     names += [f'the text "{p.text}"' for p in scene.prints]
     if not names:
@@ -213,7 +214,7 @@ def shape(scene: Scene, rng: Rng) -> Dialogue | None:
 
 
 def where(scene: Scene, rng: Rng) -> Dialogue | None:
-    """Which of the nine parts of the picture an object's centre is in."""
+    """Ask which of the nine parts of the picture has an object's centre."""
     thing = _any_thing(scene, rng)
     name = _reference(thing, scene, rng) if thing else None
     if thing is None or name is None:
@@ -272,7 +273,7 @@ def count(scene: Scene, rng: Rng) -> Dialogue | None:
 
 
 def exists(scene: Scene, rng: Rng) -> Dialogue | None:
-    """Yes or no, half each; what is not there is near to what is."""
+    """Ask for yes or no, half each. A thing that is missing is near to a thing that is there."""
     if rng.random() < 0.5 and scene.things:
         thing = _any_thing(scene, rng)
         assert thing is not None
@@ -322,7 +323,7 @@ def exists(scene: Scene, rng: Rng) -> Dialogue | None:
 
 
 def absent(scene: Scene, rng: Rng) -> Dialogue | None:
-    """Asked about what is not there, say so."""
+    """Ask about a missing thing; the answer says that it is missing."""
     shapes = [s for s in SHAPES if not any(t.shape == s for t in scene.things)]
     colours = [c for c in COLOURS if not any(t.colour == c for t in scene.things)]
     roll = rng.random()
@@ -496,7 +497,7 @@ def thousandths(box: tuple[float, float, float, float], scene: Scene) -> list[in
 
 
 def follow_up(scene: Scene, rng: Rng) -> Dialogue | None:
-    """Two or three turns; later ones lean on what was said."""
+    """Take two or three turns; later turns lean on earlier ones."""
     thing = _any_thing(scene, rng)
     if thing is None:
         return None
@@ -576,7 +577,7 @@ def read(scene: Scene, rng: Rng) -> Dialogue | None:
 
 
 def text_box(scene: Scene, rng: Rng) -> Dialogue | None:
-    """Where the printed text is, as a box."""
+    """Ask for the box of the printed text."""
     if not scene.prints:
         return None
     text = scene.prints[0]
@@ -756,7 +757,7 @@ def about_clip(clip: Clip, rng: Rng) -> Dialogue | None:
 
 
 def _at_a_time(clip: Clip, rng: Rng) -> Dialogue:
-    """When the colour changes; and what it is at a given time, which teaches to look up the frames of a time."""
+    """Ask when the colour changes, or for the colour at a given time, which teaches to look up the frames of a time."""
     shape, word, roll = clip.thing.shape, pick(rng, _COLOUR), rng.random()
     if clip.event == "colour" and roll < 0.5:
         later = clip.later_colour
@@ -821,7 +822,8 @@ NO_PICTURE = "I see no picture."
 
 
 def talk(rng: Rng, words: Sequence[str]) -> Dialogue:
-    """Without a picture: greetings, questions about shapes that nobody showed, and what it cannot know."""
+    """Talk without a picture: greetings, and questions about shapes that were not shown or facts that it cannot
+    know."""
     roll = rng.random()
     if roll < 0.35:
         questions, answer = _TALK[int(rng.integers(len(_TALK)))]

@@ -1,7 +1,7 @@
 """What can be in a picture: coloured shapes on a background, as numbers. Nothing is drawn here.
 
 All lengths are in units of the picture's pixels. The random choices are made so that a scene can be described without
-doubt: objects do not overlap, and contrast with what is behind them.
+doubt: objects do not overlap, and contrast with the background behind them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def make_thing(
 
 
 def apart(box: Box, others: Sequence[Box], gap: float) -> bool:
-    """Whether a box keeps at least `gap` pixels from the others."""
+    """Whether a box keeps at least `gap` pixels from all `others`."""
     return all(box[2] + gap < o[0] or o[2] + gap < box[0] or box[3] + gap < o[1] or o[3] + gap < box[1] for o in others)
 
 

@@ -17,7 +17,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready
+from vlmserve.ipc.child import Ready
 from vlmserve.ipc.sockets import Sender
 from vlmserve_common.transport.wire import Frame
 

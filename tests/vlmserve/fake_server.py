@@ -26,6 +26,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import Ready
 from vlmserve.ipc.messages import (
     BatchTextOutput,
     BatchTokenOutput,
@@ -34,11 +35,9 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     SchedulerInput,
     SchedulerStats,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve_common.errors import CheckpointError, EngineError
 from vlmserve_common.process.child import prepare_forks
@@ -111,7 +110,7 @@ def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings,
     while True:
         batch = receiver.recv()
         outputs = [
-            TextOutput(
+            TokenOutput(
                 rid=output.rid,
                 text=bytes(output.token_ids).decode(),
                 token_ids=output.token_ids,

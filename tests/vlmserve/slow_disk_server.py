@@ -16,7 +16,7 @@ from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import Ready
+from vlmserve.ipc.child import Ready
 
 
 def slow_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:

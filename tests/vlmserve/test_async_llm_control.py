@@ -26,7 +26,7 @@ def engine() -> Iterator[AsyncLLM]:
 
 async def answer(engine: AsyncLLM, name: str, tokens: int) -> str:
     sampling = SamplingOverrides(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
-    request = GenerateReqInput(request_id=name, prompt=TextPrompt(text="Hello " * 20), sampling=sampling)
+    request = GenerateReqInput(request_id=name, prompt=TextPrompt(text="Hello " * 20), sampling_params=sampling)
     return "".join([choice.output.text async for choice in engine.generate(request)])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess
-from vlmserve.ipc.heartbeat import Heartbeat
+from vlmserve.ipc.channels import Heartbeat
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_one_message_and_one_picture_for_many(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(engine._manager, "_send", spy)
     monkeypatch.setattr(engine._manager._media, "load", counted)
     requests = [
-        GenerateReqInput(request_id=f"r{i}", prompt=ChatPrompt(messages=chat), sampling=GREEDY, n=1 + (i == 1))
+        GenerateReqInput(request_id=f"r{i}", prompt=ChatPrompt(messages=chat), sampling_params=GREEDY, n=1 + (i == 1))
         for i, chat in enumerate(chats)
     ]
 

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from processors.families.base import Coordinates
 from processors.families.report import VideoReport
 from processors.knobs import Clamp
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import Timings
 
 FinishType = Literal["stop", "length", "tool_calls"]
 

@@ -91,7 +91,7 @@ def owner_of(request: Request) -> str:
 
 
 def client_of(request: Request) -> str:
-    """Return the client whose requests take turns with others: the key's name, or the API key and the address."""
+    """Return the client that takes turns with other clients: the key's name, or the API key and the address."""
     name = getattr(request.state, "client_name", "")
     return f"name {name}" if name else f"{owner_of(request)} {request.client.host if request.client else ''}"
 

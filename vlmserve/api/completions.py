@@ -98,9 +98,8 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
     calls = tuple(LogitsProcessorCall(name=c.name, params=c.params or {}) for c in body.logits_processors or ())
     return [
         GenerateReqInput(
-            request_id=own_id if len(prompts) == 1 else f"{own_id}-{index}",
             prompt=TextPrompt(text=prompt) if isinstance(prompt, str) else TokensPrompt(ids=tuple(prompt)),
-            sampling=sampling,
+            sampling_params=sampling,
             n=body.n or 1,
             num_logprobs=body.logprobs,
             client=caller.client,
@@ -108,7 +107,7 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
             returns=ReturnOptions(prompt_logprobs=k),
             logits_processors=calls,
             ended=caller.ended,
-            **{**named(body), "priority": body.priority or caller.priority},
+            **named(body, own_id if len(prompts) == 1 else f"{own_id}-{index}", caller.priority),
         )
         for index, prompt in enumerate(prompts)
     ]

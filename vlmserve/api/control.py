@@ -39,7 +39,7 @@ from vlmserve.ipc.control_messages import (
     StopProfileReq,
 )
 from vlmserve.ipc.messages import SchedulerStats
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.version import __version__
 

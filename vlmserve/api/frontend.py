@@ -22,8 +22,8 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
-from vlmserve.frontend.tokenizer_manager import PreparedMessage, TokenizerManager
-from vlmserve.ipc.messages import SchedulerInput, TokenizerManagerInput
+from vlmserve.frontend.tokenizer_manager import TokenizerManager
+from vlmserve.ipc.messages import PreparedMessage, SchedulerInput, TokenizerManagerInput
 from vlmserve.ipc.private_dir import PrivateDirectory
 
 

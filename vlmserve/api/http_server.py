@@ -167,8 +167,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end_with(503, self._refuse.message, "too_many_connections")
 
     def give_up(self) -> None:
-        """End the connection. A client that sent nothing gets no answer: it would take the answer for that of a later
-        request."""
+        """End the connection. A client that sent nothing gets no answer: it would take the answer for a later
+        request's."""
         if self._header_bytes:
             self._end_with(408, "the request's headers did not come in time (setting --header-timeout-s)", "timeout")
         else:

@@ -1,8 +1,8 @@
 """The composition root: starts the processes of a server, connects them, and stops them again.
 
-These are made in order, and undone backwards whatever happens: the listening socket (so that a taken port is known
-before a model is loaded), private directories, the process that all children are forks of, the children, their
-readiness, HTTP.
+The parts of a server are made in order, and undone backwards whatever happens. The first is the listening socket, so
+that a taken port is known before a model is loaded. Then come private directories, the process that all children are
+forks of, the children, their readiness, and HTTP.
 
 A server has three processes. This one has HTTP, the TokenizerManager, and media unless these have processes of their
 own. The scheduler has the model. The detokenizer makes text. Each replica (`--dp-size`) has its own scheduler,
@@ -40,9 +40,8 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, wait_until_ready
+from vlmserve.ipc.child import LAST_WORDS_S, STACKS_SIGNAL, ChildMain, Ready, ReadyReport, of_all, wait_until_ready
 from vlmserve.ipc.messages import TokenizerManagerInput
-from vlmserve.ipc.ready import Ready, ReadyReport, of_all
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess

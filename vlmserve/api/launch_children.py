@@ -16,11 +16,9 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, start_child, wait_until_ready
-from vlmserve.ipc.heartbeat import Heartbeat
+from vlmserve.ipc.channels import Channels, Heartbeat
+from vlmserve.ipc.child import LAST_WORDS_S, ChildMain, Ready, start_child, wait_until_ready
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
-from vlmserve.ipc.ready import Ready
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess
 from vlmserve_common.process.stop_signals import (

@@ -10,10 +10,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 
 PREFIX = "vlmserve:"
-# name -> what it is, and where `SchedulerStats` has it
+# name -> its meaning, and its place in `SchedulerStats`
 _GAUGES = {
     "num_requests_running": ("Requests being computed", "num_running_reqs"),
     "num_requests_waiting": ("Requests waiting to be computed", "num_waiting_reqs"),

@@ -20,16 +20,15 @@ from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
-from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.openai.answers import finite
 from vlmserve.frontend.openai.convert import named
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.openai.protocol import ScoreRequest
-from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.requests import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.scores import label_scores, softmax
-from vlmserve.ipc.messages import ReturnOptions, TextOutput
+from vlmserve.ipc.messages import ReturnOptions, SamplingParams, TokenOutput
 
 
 class ScoreUsage(TypedDict):
@@ -50,7 +49,7 @@ class Scores(TypedDict):
     usage: ScoreUsage
 
 
-_ONE_TOKEN = SamplingOverrides(max_new_tokens=1, temperature=0.0)
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 
 @operation(
@@ -96,7 +95,7 @@ async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, calle
 
 def to_score_requests(
     body: ScoreRequest,
-    request_id: str,
+    own_id: str,
     *,
     find_file: FindFile | None,
     client: str = "",
@@ -111,16 +110,15 @@ def to_score_requests(
         raise invalid_value("items", "items is an empty list; it must have an item, or be left out")
     return [
         GenerateReqInput(
-            request_id=f"{request_id}-{index}",
             prompt=_prompt(body, item, index, find_file),
-            sampling=_ONE_TOKEN,
+            sampling_params=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
             client=client,
             tenant=tenant,
             ended=ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
-            **named(body),
+            **named(body, f"{own_id}-{index}"),
         )
         for index, item in enumerate(body.items or [None])
     ]
@@ -163,16 +161,16 @@ def _with_item(messages: Sequence[Any], item: str | None, first: bool) -> Sequen
     return [*messages[:-1], {**last, "content": [text, *parts] if first else [*parts, text]}]
 
 
-async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TextOutput]:
+async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> list[TokenOutput]:
     """Return the output of each choice, which comes as one."""
-    found: dict[int, TextOutput] = {}
+    found: dict[int, TokenOutput] = {}
     async with aclosing(served.manager.stream(*wanted)) as batches:
         async for items in batches:
             found |= {item.index: item.output for item in items}
     return [found[index] for index in sorted(found)]
 
 
-def _logprobs(body: ScoreRequest, outputs: Sequence[TextOutput]) -> list[float]:
+def _logprobs(body: ScoreRequest, outputs: Sequence[TokenOutput]) -> list[float]:
     """Return the logprobs of an item's labels."""
     if body.labels is not None:
         scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])

@@ -18,7 +18,7 @@ from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
 from vlmserve.frontend.openai.protocol import Messages, StrictModel, Tool, _keep_raw
-from vlmserve.frontend.parsers.tool_use import ToolUse
+from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.frontend.sampling import check_token
 

@@ -15,8 +15,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vlmserve.config.checks import SettingsError
-from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import RequestStats, Timings
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:

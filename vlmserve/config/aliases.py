@@ -1,4 +1,4 @@
-"""The settings of vLLM and SGLang, and the settings here that they set. docs/flags-of-others.md has the table."""
+"""The settings of vLLM and SGLang, and the settings of ours that they set. docs/flags-of-others.md has the table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memory for computing, beside weights and caches: estimated from shapes, or measured on a GPU by a pass over zeros.
 
-The largest step that the settings allow counts: a prompt chunk with every request that decodes beside it, and a batch
-of the vision tower at its limit of patches, or one larger picture.
+The largest step that the settings allow counts. It has a prompt chunk, every request that decodes beside it, and a
+batch of the vision tower at its limit of patches, or one larger picture.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Meter: TypeAlias = Callable[[Callable[[], object]], int]
 """Runs a function, and returns the peak of the bytes that were allocated meanwhile."""
 
 _LOGITS = 14
-"""Float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p: as computed, scaled, as
-logprobs, sorted with their places (which take twice as much), and their sums."""
+"""The float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p. They are logits as
+computed, scaled ones, logprobs, a sorted copy with its places (which takes twice as much), and its sums."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ from vlmserve.executor.logits_processors import LogitsProcessors, load_logits_pr
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS
 from vlmserve.ipc.messages import SchedulerOutput
-from vlmserve.ipc.routing.router import Router
+from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -299,7 +299,7 @@ def build_loop(
     groups = args.attention_groups
     placement = None
     if groups > 1:
-        placement = GroupPlacement(Router(groups, method=args.load_balance_method))
+        placement = GroupPlacement(ReplicaRouter(groups, method=args.load_balance_method))
         send = placement.noting(send)
     make_encoder, order = _encoder(args, runner, start), FairOrder()
     schedulers = [_scheduler(args, runner, info, make_encoder, send=send, encoder_order=order) for _ in range(groups)]

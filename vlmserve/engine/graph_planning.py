@@ -51,8 +51,8 @@ _LEAST_MORE = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTools:
-    """How to capture, on a GPU or in a test. new_capturer: makes one with memory of its own. free: returns free bytes,
-    after caches are emptied. smallest: returns the smallest of a number and those of other ranks, which call it at the
+    """The means to capture, on a GPU or in a test. new_capturer: makes a capturer with memory of its own. free: empties
+    caches and returns the free bytes. smallest: returns the smallest of all ranks' numbers; all ranks call it at the
     same time."""
 
     new_capturer: Callable[[], Capturer]

@@ -32,17 +32,14 @@ from vlmserve.executor.device_queue import DeviceQueue, Work
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
-    EncodeOutput,
     EncodeReqInput,
     ExpertStats,
-    FinishReason,
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing.demand import demand_of
-from vlmserve.ipc.routing.router import Router
-from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.ipc.replica_sums import sum_stats
+from vlmserve.ipc.routing import ReplicaRouter, demand_of
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve.scheduler.scheduler import Scheduler
@@ -96,11 +93,7 @@ class EventLoop:
     def handle(self, message: TokenizedGenerateReqInput | EncodeReqInput | AbortReq) -> None:
         """Take one message. A request that can never run is answered with an error at once."""
         if isinstance(message, EncodeReqInput):
-            refusal = self._queue_is_full()
-            if refusal is None:
-                self._warmups.add(message)
-            else:
-                self._send(EncodeOutput(rid=message.rid, items=(), error=refusal))
+            self._warmups.add(message)
             return
         group: int | None = 0
         if isinstance(message, AbortReq):
@@ -111,12 +104,7 @@ class EventLoop:
         elif self._placement is not None:
             group = self._placement.place(message)
         if group is not None:
-            self.schedulers[group].handle(message, also_waiting=len(self._warmups))
-
-    def _queue_is_full(self) -> FinishReason | None:
-        """Return why no group takes another request; None if a group takes one."""
-        reasons = [scheduler.queue_is_full(also_waiting=len(self._warmups)) for scheduler in self.schedulers]
-        return reasons[0] if all(reasons) else None
+            self.schedulers[group].handle(message)
 
     # ------------------------------------------------------------ turns
 
@@ -352,10 +340,10 @@ class EventLoop:
 class GroupPlacement:
     """Chooses an attention group for each request, and remembers it until the request ends.
 
-    All answers to one prompt go to the same group, and a session stays with its own. method: see `Router`.
+    All answers to one prompt go to the same group, and a session stays with its own. method: see `ReplicaRouter`.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: ReplicaRouter) -> None:
         self._router = router
         self._of_prompt: OrderedDict[str, int] = OrderedDict()
 

@@ -21,6 +21,7 @@ from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.replicas import replica_args
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import FINISH_S, Ready
 from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -32,8 +33,7 @@ from vlmserve.ipc.messages import (
     SchedulerInput,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.ready import FINISH_S, Ready
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.scheduler.meter import BatchLog
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GRACE_S = 0.5
-"""So long the engine's thread may take to log what it had no time for. The launcher waits longer than that."""
+"""The seconds that the engine's thread may take to log its remaining lines. The launcher waits longer than that."""
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
@@ -109,7 +109,7 @@ def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings,
 
 
 def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[EngineArgs, Ranks | None]:
-    """Let the first rank meet the other ranks. Returns its own settings, and the connections to the others."""
+    """Let the first rank meet the other ranks. Returns its own settings, and the connections to the other ranks."""
     if args.world_size == 1:
         return args, None
     from vlmserve.engine.rank_processes import join_ranks, meeting_place, rank_args

@@ -31,8 +31,8 @@ class PrefixSlots:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSnapshot:
-    """Keep, as state `target`, what the state of request number `index` is behind its first `tokens` tokens of this
-    step, above 0."""
+    """Keep, as state `target`, the state of request number `index` behind its first `tokens` tokens of this step, above
+    0."""
 
     index: int
     tokens: int
@@ -41,11 +41,11 @@ class StateSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogprobRows:
-    """What is asked of R rows of logits.
+    """The logprobs that are wanted of R rows of logits.
 
-    tops: int64 [R], how many of the likeliest tokens are named; -1: nothing is asked of the row. temperatures, top_ps:
-    float32 [R], the distribution that logprobs are of; 1 and 1 is the model's own. asked_rows, asked_ids: int64 [K]
-    pairs, rows ascending: whose logprobs are wanted besides.
+    tops: int64 [R], how many of the likeliest tokens are named; -1: no logprobs of the row are wanted. temperatures,
+    top_ps: float32 [R], the distribution that logprobs are of; 1 and 1 is the model's own. asked_rows, asked_ids: int64
+    [K] pairs, rows ascending: tokens whose logprobs are wanted besides.
     """
 
     tops: np.ndarray
@@ -57,8 +57,8 @@ class LogprobRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowLogprobs:
-    """Of R rows: logprobs float32 [R] and ranks int64 [R] (1 is the likeliest) of a token each; top_ids int64 and
-    top_logprobs float32 [R, K], best first, K the largest number asked for; asked float32 [number of pairs]."""
+    """Logprobs of R rows. logprobs float32 [R], ranks int64 [R] (1 is the likeliest): of one token a row. top_ids
+    int64, top_logprobs float32 [R, K]: best first, K the largest number asked for. asked: float32 [number of pairs]."""
 
     logprobs: np.ndarray
     ranks: np.ndarray
@@ -78,8 +78,8 @@ class PromptLogprobRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsProcessing:
-    """A logits processor by its name, for number `row` of those that get a token. prompt_ids, output_ids: int64, all
-    of its tokens so far; no prompt_ids where embeddings stand in their place."""
+    """A logits processor by its name, for number `row` of the requests that get a token. prompt_ids, output_ids: int64,
+    all of the request's tokens so far; no prompt_ids if embeddings replace them."""
 
     row: int
     name: str
@@ -89,7 +89,7 @@ class LogitsProcessing:
 
 
 RECENT_TOKENS = 8
-"""So many of the tokens that it sampled last a worker knows of each request."""
+"""The number of last sampled tokens that a worker knows of each request."""
 
 NO_MASKS = np.zeros((0, 0), dtype=np.int32)
 
@@ -100,21 +100,20 @@ def _no_ids() -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatchInfo:
-    """How the S requests that get a token are sampled; arrays of length S unless said otherwise.
+    """The sampling of the S requests that get a token. Arrays have length S unless said otherwise.
 
-    batch_indices: int64, of them in the batch, ascending; one whose tokens are drafts (see `ModelWorkerBatch`) is there
+    batch_indices: int64, their numbers in the batch, ascending. A request with drafts (see `ModelWorkerBatch`) is there
     as often as it has tokens. token_indices: int64, the batch token that each of the S follows. temperatures, top_ps,
     min_ps: float32. top_ks: int64, <= 0 is off. seeds, output_indices: int64; sampling noise depends on these two only.
     num_logprobs: int64, -1 is none. bias_*: [K] triples (index among the S, token id, value added to the logit).
-    count_*: [K] triples (index among the S, token id, times it was produced so far) of those with penalties, by index
-    and id. presence, frequency: float32 penalties.
-    seen_*: [K] pairs (index among the S, token id) of the tokens of prompt and answer, of those with a
-    repetition penalty. repetition: float32, 1 is none.
-    in_flight_*: int64 [U] pairs (index among the S, its number among the tokens of its request) of tokens of those with
-    any penalty that only the worker knows: the last `RECENT_TOKENS` of a request at the most.
-    logprobs: of these, where anything is asked beyond `num_logprobs`. processing: in the order of application.
-    masked_rows: int64 [G], indices among the S of those with a grammar. bitmasks: int32 [G, ceil(vocab / 32)], a bit
-    for each token, the lowest first: 1 where it may come next.
+    count_*: [K] triples (index among the S, token id, times it was produced so far) of requests with penalties, by
+    index and id. presence, frequency: float32 penalties. seen_*: [K] pairs (index among the S, token id) of the tokens
+    of prompt and answer, of requests with a repetition penalty. repetition: float32, 1 is none. in_flight_*: int64 [U]
+    pairs (index among the S, its number among the tokens of its request) of tokens that only the worker knows, of
+    requests with any penalty: the last `RECENT_TOKENS` of a request at the most. logprobs: of the S rows, if a request
+    wants more than `num_logprobs`. processing: in the order of application. masked_rows: int64 [G], indices among the S
+    of requests with a grammar. bitmasks: int32 [G, ceil(vocab / 32)], a bit for each token, the lowest first. A bit is
+    1 if its token may come next.
     """
 
     batch_indices: np.ndarray
@@ -150,13 +149,13 @@ class ModelWorkerBatch:
     """One step over N tokens of B requests, tokens of a request side by side.
 
     req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
-    req_pool_idx, which the worker knows and the host may not yet. Drafts are guesses of what will be sampled: a token
-    is sampled behind each, and who made the batch sees from these how many guesses were right. positions int64 [3, N].
-    seq_lens, prefix_lens int64 [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write.
-    mm_embeds: in the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens:
-    int64 [H], batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be
-    done first. states: int64 [B], where recurrent layers have the state of each request, none for models without such
-    layers. state_copies: to be done first, in this order. state_snapshots: to be made.
+    req_pool_idx, which the worker knows and the host may not yet. Drafts are guessed tokens. The worker samples a token
+    behind each draft, and the scheduler sees from these how many guesses were right. positions int64 [3, N]. seq_lens,
+    prefix_lens int64 [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write. mm_embeds: in
+    the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens: int64 [H],
+    batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be done first.
+    states: int64 [B], where recurrent layers have the state of each request, none for models without such layers.
+    state_copies: to be done first, in this order. state_snapshots: to be made.
     """
 
     step: int
@@ -179,12 +178,12 @@ class ModelWorkerBatch:
 
 
 def without_returns(batch: ModelWorkerBatch) -> ModelWorkerBatch:
-    """A step for a process that others sample for: nothing is returned besides tokens."""
+    """Return the step of a process that does not sample: it returns nothing besides tokens."""
     return replace(batch, prompt_logprobs=None, hidden_tokens=_no_ids())
 
 
 class PendingResult(Protocol):
-    """What `ModelWorker.sample` returns: the result, or something to wait for it by."""
+    """The answer of `ModelWorker.sample`: the result, or a handle that waits for it."""
 
     def result(self) -> ModelWorkerResult:
         """Waits for it; raises what went wrong on the device."""

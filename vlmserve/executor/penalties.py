@@ -1,4 +1,4 @@
-"""Penalties and logit bias. Tokens that only the device knows count like all others."""
+"""Penalties and logit bias. Tokens that only the device knows count like all other tokens."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ def sample(
 ) -> SamplerOutput:
     """Choose one token for each row of logits float32 [S, vocab], which may be written to.
 
-    Reported logprobs are of the model's own logits. Grammars come last, so they can forbid any token. On a GPU nothing
-    waits, except logits processors, which may. processors: applied after penalties and bias. inputs: `info`, if it is
-    on the device already. in_flight: ids of the tokens of `info.in_flight_rows`.
+    Reported logprobs come from the model's own logits. Grammars come last, so they can forbid any token. On a GPU
+    nothing waits, except logits processors, which may. processors: applied after penalties and bias. inputs: `info`, if
+    it is on the device already. in_flight: ids of the tokens of `info.in_flight_rows`.
     """
     inputs = inputs or _sent(info, logits)
     raw = logits

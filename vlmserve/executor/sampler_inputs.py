@@ -1,4 +1,4 @@
-"""What sampling takes besides logits: on its way to the device, all of it in one copy."""
+"""The inputs of sampling besides logits, on their way to the device in one copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ MIN_TEMPERATURE = 1e-5
 
 
 class SamplerInputs:
-    """Of a step; a part that nobody asks for is None. What shapes and branches depend on stays on the host."""
+    """The sampling inputs of a step; a part that no request needs is None. Numbers that shapes and branches depend on
+    stay on the host."""
 
     def __init__(self, info: SamplingBatchInfo, vocab: int, upload: Upload) -> None:
         more = len(info.in_flight_rows) > 0
@@ -36,8 +37,8 @@ class SamplerInputs:
 
 
 class Repeated:
-    """Tokens of requests with a repetition penalty, those in flight behind them: their rows among the S, ids of those
-    that are known, and penalties."""
+    """Tokens of requests with a repetition penalty; tokens in flight come last. All tokens have their row among the S
+    and penalties. Known tokens have ids."""
 
     def __init__(self, info: SamplingBatchInfo, upload: Upload) -> None:
         rows = np.concatenate([info.seen_rows, info.in_flight_rows])
@@ -47,8 +48,8 @@ class Repeated:
 
 
 class Counted:
-    """Tokens of requests with a frequency or presence penalty, those in flight behind them: their rows among the S;
-    of those that are known, row * vocab + id, ascending, and how often each was produced; and penalties."""
+    """Tokens of requests with a frequency or presence penalty; tokens in flight come last. All tokens have their row
+    among the S and penalties. Known tokens have row * vocab + id, ascending, and how often each was produced."""
 
     def __init__(self, info: SamplingBatchInfo, vocab: int, upload: Upload) -> None:
         rows = np.concatenate([info.count_rows, info.in_flight_rows])
@@ -63,8 +64,8 @@ class Counted:
 
 
 class RandomRows:
-    """Those of the S that are not greedy. keep: how many of the likeliest tokens are candidates at the most; None: all,
-    in no order."""
+    """The rows of the S that are not greedy. keep: how many of the likeliest tokens are candidates at the most; None:
+    all, in no order."""
 
     def __init__(self, info: SamplingBatchInfo, rows: np.ndarray, vocab: int, upload: Upload) -> None:
         top_ks, top_ps, min_ps = info.top_ks[rows], info.top_ps[rows], info.min_ps[rows]
@@ -83,7 +84,7 @@ class RandomRows:
 
 
 def _rows(info: SamplingBatchInfo, wanted: np.ndarray) -> LogprobRows:
-    """What is asked of the rows `wanted`, ascending; nothing may be asked of others."""
+    """Return the logprobs that are wanted of the rows `wanted`, ascending. No other rows may want any."""
     given = info.logprobs
     if given is None:
         ones, none = np.ones(len(wanted), dtype=np.float32), np.zeros(0, dtype=np.int64)

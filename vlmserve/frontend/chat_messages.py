@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import Image
 
 from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.fetching import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
-from vlmserve.frontend.media_sources import picture_source, video_source
 from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
@@ -34,7 +36,7 @@ _VIDEO_FIELDS = {
     "video_end": "video_end",
 }
 _IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
-# type of a part -> what may stand in it, as the API has it: what is mistyped is told without a server, too
+# type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
 _KNOWN_FIELDS = {
     "text": ("text",),
     "refusal": ("refusal",),
@@ -52,8 +54,8 @@ _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 class ImageRef:
     """A picture named in a message. source: a URL, an uploaded file, or (offline) bytes, a Path or a Pillow picture.
 
-    param: where it stands in the request, e.g. "messages[0].content[1]", for errors about it. knobs: what the part
-    says about its size; detail: its OpenAI word for it; defaults: what the request says about all pictures.
+    param: its place in the request, e.g. "messages[0].content[1]", for errors. knobs: the size that the part asks for;
+    detail: OpenAI's word for the size. defaults: the size that the request asks for all pictures.
     """
 
     source: Any
@@ -65,9 +67,10 @@ class ImageRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRef:
-    """A video named in a message. source: a tuple of its frames (as of `ImageRef`), or as there, but for a picture.
+    """A video named in a message. source: a tuple of frames (each as in `ImageRef`), a URL, an uploaded file, or
+    (offline) bytes or a Path.
 
-    knobs: what the part says about frames and sizes; defaults: what the request says about all videos.
+    knobs: frames and sizes that the part asks for. defaults: those that the request asks for all videos.
     """
 
     source: Any
@@ -88,24 +91,19 @@ MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TemplateMessages:
-    """Messages for the template; the n-th media placeholder it writes stands for media[n]."""
-
-    messages: list[dict[str, Any]]
-    media: list[MediaRef]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MediaCounts:
-    """Most pictures and videos in a request."""
+    """The most pictures and videos that a request may have."""
 
     images: int = 64
     videos: int = 8
 
 
-def to_template_messages(messages: Sequence[Message], *, reserved: Collection[str] = ()) -> TemplateMessages:
-    """Convert OpenAI messages (plain dicts): "developer" is "system", a picture is {"type": "image"}, a video
-    {"type": "video"}.
+def to_template_messages(
+    messages: Sequence[Message], *, reserved: Collection[str] = ()
+) -> tuple[list[dict[str, Any]], list[MediaRef]]:
+    """Convert OpenAI messages (plain dicts) to what templates take: "developer" is "system", a picture is
+    {"type": "image"}, a video {"type": "video"}. The n-th media placeholder that a template writes stands for the n-th
+    of the media returned.
 
     reserved: texts of placeholder tokens; written out in a message they would ask for a picture that is not there.
     Raises BadRequestError naming the message or part.
@@ -116,11 +114,11 @@ def to_template_messages(messages: Sequence[Message], *, reserved: Collection[st
     media: list[MediaRef] = []
     for index, message in enumerate(messages):
         converted.append(_convert_message(message, f"messages[{index}]", media, reserved))
-    return TemplateMessages(messages=converted, media=media)
+    return converted, media
 
 
 def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
-    """A request's media, with what it says about all of them. Raises BadRequestError if there are too many."""
+    """Give media the knobs that the request has for all of them. Raises BadRequestError if there are too many."""
     videos = sum(isinstance(medium, VideoRef) for medium in media)
     _check_count("picture", len(media) - videos, most.images)
     _check_count("video", videos, most.videos)
@@ -164,7 +162,7 @@ def _convert_message(message: Message, param: str, media: list[MediaRef], reserv
         )
     result: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content}
     result |= {key: message[key] for key in _PASSED_ON if message.get(key) is not None}
-    if "reasoning" in result:  # the newer name of what templates look for
+    if "reasoning" in result:  # the newer name; templates look for the older one
         result.setdefault("reasoning_content", result["reasoning"])
     if message.get("tool_calls"):
         result["tool_calls"] = [_convert_tool_call(call) for call in message["tool_calls"]]
@@ -240,7 +238,8 @@ def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
 
 
 def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
-    """Of image_url or video_url, which may be the URL itself. kind: of the part that takes other things."""
+    """Return the URL of image_url or video_url, whose value may be the URL itself. kind: the part that takes other
+    things."""
     if isinstance(value, Mapping):
         _check_fields(value, known, param)
         value = value.get("url")
@@ -282,3 +281,124 @@ def _check_text(text: str, param: str, reserved: Collection[str]) -> None:
 
 def _invalid(param: str, what: str) -> BadRequestError:
     return BadRequestError(f"{param} {what}", param=param, code="invalid_value")
+
+
+def map_parts(messages: Sequence[Mapping[str, Any]], change: Callable[[Any, str], Any]) -> list[Mapping[str, Any]]:
+    """Replace each part of the messages by `change(part, place)`, with a place such as "messages[0].content[1]". A
+    message whose content is no list stays as it is."""
+
+    def changed(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+        parts = message.get("content")
+        if not isinstance(parts, list | tuple):
+            return message
+        return {**message, "content": [change(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]}
+
+    return [changed(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+FindFile: TypeAlias = Callable[[str], MediaFile]
+"""A file's id -> the file. Raises BadRequestError (404)."""
+
+# type of a part -> of the one that brings the medium
+_URL_PARTS = {"image_url": "image", "video_url": "video", "image_embeds": "image_embeds"}
+
+
+def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:
+    """Put files in the place of their ids: {"type": "image", "image": MediaFile} or the same with "video".
+
+    An id stands in {"type": "file", "file": {"file_id": ...}}, in the place of a URL, or in the place of a video's
+    frame, {"type": "video", "video": [{"file_id": ...}]}. In the first form the file's bytes tell its kind.
+    find: None where there are no uploaded files. Raises BadRequestError naming the part.
+    """
+    return map_parts(messages, lambda part, place: _with_file(part, place, find))
+
+
+def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "file":
+        place, given = f"{param}.file", part.get("file")
+        if not isinstance(given, Mapping) or given.get("file_id") is None:
+            raise BadRequestError(
+                f"{place} has no file_id; only files uploaded to /v1/files are supported here, data: URLs in image_url "
+                "and video_url parts",
+                param=place,
+                code="unsupported_content",
+            )
+        file = _find(given["file_id"], place, find)
+        modality = file.modality
+        if modality is None:
+            raise BadRequestError(
+                f"{place}: the file {given['file_id']} is neither a picture nor a video of a supported format",
+                param=f"{place}.file_id",
+                code="unsupported_content",
+            )
+        return {"type": modality.value, modality.value: file}
+    if kind in _URL_PARTS and isinstance(given := part.get(kind), Mapping) and given.get("file_id") is not None:
+        name = _URL_PARTS[kind]
+        others = {key: value for key, value in part.items() if key != kind}
+        rest = {key: value for key, value in given.items() if key not in ("file_id", "url")}
+        return {**others, **rest, "type": name, name: _find(given["file_id"], f"{param}.{kind}", find)}
+    if kind == "video" and isinstance(frames := part.get("video"), list | tuple):
+        return {**part, "video": [_frame(one, f"{param}.video[{place}]", find) for place, one in enumerate(frames)]}
+    return part
+
+
+def _frame(given: Any, param: str, find: FindFile | None) -> Any:
+    if isinstance(given, Mapping) and given.get("file_id") is not None:
+        return _find(given["file_id"], param, find)
+    return given
+
+
+def _find(file_id: Any, param: str, find: FindFile | None) -> MediaFile:
+    param = f"{param}.file_id"
+    if find is None:
+        raise BadRequestError(f"{param}: there are no uploaded files without a server", param=param)
+    try:
+        return find(file_id)
+    except BadRequestError as error:
+        error.param = param
+        raise
+
+
+_FILES = (str, bytes, Path, MediaFile)
+_PICTURE = "a URL, or without a server bytes, a Path, a Pillow picture or a numpy array uint8 [height, width, 3]"
+_VIDEO = (
+    "a URL or a list of frames, or without a server bytes, a Path or a numpy array uint8 [frames, height, width, 3]; "
+    f"a frame is {_PICTURE}"
+)
+
+
+def picture_source(value: Any, param: str) -> Any:
+    """Return a picture as the processor pool takes it. param: its place in the request, named in a BadRequestError."""
+    if isinstance(value, np.ndarray):
+        _check(value, 3, _PICTURE, param)
+        return Image.fromarray(value)
+    if isinstance(value, (*_FILES, Image.Image)):
+        return value
+    raise _refused(_kind(value), _PICTURE, param)
+
+
+def video_source(value: Any, param: str) -> Any:
+    """Return a video as the processor pool takes it; a list of frames becomes a tuple."""
+    if isinstance(value, np.ndarray):
+        _check(value, 4, _VIDEO, param)
+        return tuple(map(Image.fromarray, value))
+    if isinstance(value, list | tuple):
+        return tuple(picture_source(frame, f"{param}[{place}]") for place, frame in enumerate(value))
+    if isinstance(value, _FILES):
+        return value
+    raise _refused(_kind(value), _VIDEO, param)
+
+
+def _check(array: np.ndarray, dimensions: int, allowed: str, param: str) -> None:
+    if array.dtype != np.uint8 or array.ndim != dimensions or array.shape[-1] != 3 or 0 in array.shape[-3:]:
+        raise _refused(f"a numpy array {array.dtype} {list(array.shape)}", allowed, param)
+
+
+def _refused(what: str | None, allowed: str, param: str) -> BadRequestError:
+    is_what = "is missing" if what is None else f"is {what}"
+    return BadRequestError(f"{param} {is_what}; it must be {allowed}", param=param, code="invalid_value")
+
+
+def _kind(value: Any) -> str | None:
+    return None if value is None else f"of type {type(value).__name__}"

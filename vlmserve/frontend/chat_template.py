@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vlmserve.frontend.parsers.calls import ToolUse
+from vlmserve.frontend.parsers.reasoning import OPEN as THINK
 from vlmserve_common.checkpoint.text_tokenizer import read_json
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
@@ -32,7 +35,7 @@ class ChatTemplate:
     source: Jinja text. tool_source: another template for requests with tools, as a few checkpoints have.
     special_tokens: what the template may know as bos_token, eos_token ... Raises CheckpointError for broken Jinja.
 
-    text: the source, of both. variables: names that it looks at; what goes by another name has no effect.
+    text: both sources. variables: the names that the template reads; variables of other names have no effect.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. Raises BadRequestError when the template refuses the messages.
+        """Render the prompt's text. Raises BadRequestError when the template refuses the messages.
 
         continue_final_message: leave the last assistant message open, so that the answer goes on from its text.
         kwargs: variables of this template, e.g. enable_thinking.
@@ -91,7 +94,8 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path) -> ChatTemplate:
-    """The template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in order.
+    """Load the template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in
+    order.
 
     Raises CheckpointError if there is none or it is broken.
     """
@@ -131,7 +135,7 @@ def _token_text(token: Any) -> str:
 
 
 def _cut_after(text: str, message: Message) -> str:
-    """A rendered prompt up to the end of its last message's text."""
+    """Cut a rendered prompt behind the text of its last message."""
     content = message.get("content")
     if isinstance(content, list):
         content = content[-1].get("text") if content else None
@@ -147,3 +151,54 @@ def _cut_after(text: str, message: Message) -> str:
             param="continue_final_message",
         )
     return text[: start + len(content.strip())]
+
+
+_SWITCH = "enable_thinking"
+_EFFORT = "reasoning_effort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptNotes:
+    """Facts about a prompt that its answers are read with. thinking: the prompt ends within the model's thoughts.
+    warnings: a sentence for each field that had no effect."""
+
+    thinking: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+NO_NOTES = PromptNotes()
+
+
+def check_tool_use(template: ChatTemplate, use: ToolUse | None) -> tuple[str, ...]:
+    """Return warnings about tools that the template cannot show. Raises BadRequestError if a tool must be called."""
+    if use is None or "tools" in template.variables:
+        return ()
+    why = "the model's chat template knows no tools"
+    if use.required:
+        raise BadRequestError(f"{why}, so a call cannot be required", param="tool_choice", code="invalid_value")
+    return (f"tools has no effect: {why}",)
+
+
+def template_kwargs(
+    template: ChatTemplate, given: Mapping[str, Any], effort: str | None
+) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return variables for the template, and warnings about those that it ignores. given: the request's own variables.
+    effort: its reasoning_effort."""
+    warnings = [
+        f"chat_template_kwargs.{name} has no effect: the model's chat template does not look at it"
+        for name in given
+        if name not in template.variables
+    ]
+    if effort is None or _SWITCH in given or _EFFORT in given:
+        return given, tuple(warnings)
+    if _EFFORT in template.variables:
+        return {**given, _EFFORT: effort}, tuple(warnings)
+    thinks = THINK in template.text
+    if _SWITCH in template.variables:
+        if effort not in ("none", "medium"):
+            warnings.append(f"{_EFFORT} {effort!r} only turns thinking on: the model knows no degrees of it")
+        return {**given, _SWITCH: effort != "none"}, tuple(warnings)
+    if thinks or effort != "none":
+        can = "always thinks" if thinks else "does not think"
+        warnings.append(f"{_EFFORT} {effort!r} has no effect: by its chat template, the model {can}")
+    return given, tuple(warnings)

@@ -6,12 +6,12 @@ A plain synchronous object: the served form runs it in its own process, the offl
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vlmserve.frontend.stop_strings import StopMatcher
-from vlmserve.ipc.messages import AbortReq, BatchTextOutput, BatchTokenOutput, FinishReason, TextOutput, TokenOutput
+from vlmserve.ipc.messages import AbortReq, BatchTextOutput, BatchTokenOutput, FinishReason, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -19,9 +19,9 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 @dataclass(slots=True)
 class _Answer:
-    """One request's text so far: the bytes of an incomplete character and a possible stop string are inside.
+    """The state of one answer: bytes of an incomplete character, and text that may be the start of a stop string.
 
-    unmatched: in so many tokens to come no stop string is looked for.
+    unmatched: the number of tokens to come in which no stop string is found.
     """
 
     decoder: codecs.IncrementalDecoder
@@ -43,22 +43,22 @@ class DetokenizerManager:
 
     @property
     def num_active(self) -> int:
-        """Requests with state: zero when idle."""
+        """Return the number of requests with state: zero when idle."""
         return len(self._answers)
 
     def process(self, batch: BatchTokenOutput) -> tuple[BatchTextOutput, list[AbortReq]]:
-        """One step's deltas, and what to tell the scheduler: requests that a stop string ended.
+        """Return one step's deltas, and the aborts of requests that a stop string ended, for the scheduler.
 
-        Outputs of a request that already ended (they were under way when its stop string was found) are dropped.
+        Outputs of a request that already ended are dropped: they were under way when its stop string was found.
         """
-        texts: list[TextOutput] = []
+        texts: list[TokenOutput] = []
         aborts: list[AbortReq] = []
         for output in batch.outputs:
             answer = self._answer_of(output)
             if answer is None:
                 # A request can fail before it has a first output; its client still waits for the news.
                 if output.finish_reason is not None and output.finish_reason.type in ("abort", "error"):
-                    texts.append(_text_output(output, "", 0, output.finish_reason))
+                    texts.append(_with_text(output, "", 0, output.finish_reason))
                 continue
             text, kept, matched = self._extend(answer, output)
             finish = output.finish_reason if matched is None else FinishReason(type="stop", matched=matched)
@@ -66,7 +66,7 @@ class DetokenizerManager:
                 self._answers.pop(output.rid, None)
                 if output.finish_reason is None:
                     aborts.append(AbortReq(rid=output.rid, finished=True))
-            texts.append(_text_output(output, text, kept, finish))
+            texts.append(_with_text(output, text, kept, finish))
         return BatchTextOutput(outputs=tuple(texts)), aborts
 
     def forget(self, rid: str) -> None:
@@ -84,7 +84,7 @@ class DetokenizerManager:
         return self._answers.get(output.rid)
 
     def _extend(self, answer: _Answer, output: TokenOutput) -> tuple[str, int, str | None]:
-        """New text, how many of the new tokens belong to the answer, and the stop string found."""
+        """Return the new text, how many of the new tokens belong to the answer, and the stop string found."""
         hidden = self._tokenizer.special_ids if answer.skip_special_tokens else frozenset()
         ids, finish = output.token_ids, output.finish_reason
         stop_token = finish is not None and finish.type == "stop" and bool(ids) and ids[-1] == finish.matched
@@ -114,25 +114,19 @@ class DetokenizerManager:
         return "".join(parts), len(ids), None
 
 
-def _text_output(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TextOutput:
-    """kept: how many of the tokens belong to the answer."""
-    return TextOutput(
-        rid=output.rid,
+def _with_text(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TokenOutput:
+    """Make the output that goes to the API. kept: how many of the tokens belong to the answer."""
+    return output._replace(
         text=text,
         token_ids=output.token_ids[:kept],
         finish_reason=finish,
-        prompt_tokens=output.prompt_tokens,
         completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
-        cached_tokens=output.cached_tokens,
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
-        prompt_logprobs=output.prompt_logprobs,
-        hidden_states=output.hidden_states,
-        stages=output.stages,
     )
 
 
-def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
-    """An answer so far and what comes next, as one output."""
+def join_outputs(before: TokenOutput | None, output: TokenOutput) -> TokenOutput:
+    """Join an answer so far and its next output."""
     if before is None:
         return output
     return output._replace(
@@ -147,3 +141,64 @@ def join_outputs(before: TextOutput | None, output: TextOutput) -> TextOutput:
 
 def _joined(before: np.ndarray | None, rows: np.ndarray | None) -> np.ndarray | None:
     return before if rows is None else rows if before is None else np.concatenate([before, rows])
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces and holds back what may be the start of one.
+
+    The stop string that is complete first wins; of several complete at the same character the longest, which begins
+    first. So the answer does not depend on how the text was cut into tokens or steps. Each string is followed by a
+    Knuth-Morris-Pratt automaton: O(1) amortised per character and stop string, whatever the text repeats.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._failures = [_failure_function(stop) for stop in self._stops]
+        self._lengths = [0] * len(self._stops)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return the text that is decided now, and the stop string that ended the answer, if one did.
+
+        Feed nothing after a match. Text behind the match is dropped.
+        """
+        if not self._stops:
+            return text, None
+        pending = self._held + text
+        for end, char in enumerate(text, start=len(self._held) + 1):
+            matched = self._advance(char)
+            if matched is not None:
+                self._held = ""
+                return pending[: end - len(matched)], matched
+        decided = len(pending) - max(self._lengths)
+        self._held = pending[decided:]
+        return pending[:decided], None
+
+    def flush(self) -> str:
+        """Return the text held back, when the answer ends without a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        matched: str | None = None
+        for i, stop in enumerate(self._stops):
+            length, failure = self._lengths[i], self._failures[i]
+            while length and stop[length] != char:
+                length = failure[length - 1]
+            length += stop[length] == char
+            self._lengths[i] = length
+            if length == len(stop) and (matched is None or len(stop) > len(matched)):
+                matched = stop
+        return matched
+
+
+def _failure_function(pattern: str) -> list[int]:
+    """failure[i]: length of the longest proper prefix of `pattern` that is also a suffix of pattern[: i + 1]."""
+    failure = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = failure[length - 1]
+        length += pattern[i] == pattern[length]
+        failure[i] = length
+    return failure

@@ -9,8 +9,8 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.frontend.detokenizer import DetokenizerManager
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import Ready
 from vlmserve.ipc.messages import AbortReq, BatchTokenOutput, DetokenizerInput, RequestsLost, TokenizerManagerInput
-from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
@@ -35,7 +35,7 @@ def run_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, 
 
 
 def handle(manager: DetokenizerManager, message: DetokenizerInput) -> tuple[TokenizerManagerInput, list[AbortReq]]:
-    """What a message becomes on its way to the API process, and what the scheduler is told."""
+    """Return what goes on to the API process, and aborts for the scheduler."""
     if isinstance(message, BatchTokenOutput):
         return manager.process(message)
     if isinstance(message, RequestsLost):

@@ -14,8 +14,9 @@ _PARAM = "input_embeds"
 
 
 def read_input_embeds(given: Any) -> InputEmbeds:
-    """given: [L, hidden], a numpy array of floats or a torch tensor of float32, bfloat16 or float16, which float32
-    holds as they are. BadRequestError for anything else, and for what is not finite."""
+    """Read embeddings that a caller gives. given: [L, hidden], a numpy array of floats or a torch tensor of float32,
+    bfloat16 or float16, which float32 holds as they are. Raises BadRequestError for anything else, and for values that
+    are not finite."""
     if type(given).__module__ == "torch" and hasattr(given, "detach"):
         given = given.detach().cpu().float().numpy() if given.is_floating_point() else given.detach().cpu().numpy()
     if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.ndim != 2:

@@ -1,7 +1,8 @@
-"""Whether a JSON schema can be followed to the letter.
+"""Return whether a JSON schema can be followed to the letter.
 
 xgrammar reads past keywords that it does not know. An answer would then not be what the schema says, without a word, so
-they are refused here, with the place. What it refuses or warns of itself is not looked at (see `grammar.compiling`).
+they are refused here, with the place. Schemas that xgrammar itself refuses or warns about are left to it (see
+`grammar.compiling`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ANNOTATIONS = frozenset(
     )
 )
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Where one of these stands, xgrammar takes it for all that there is."""
+"""xgrammar reads nothing beside one of these keywords."""
 
 _ONE_SCHEMA = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties")
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -37,11 +38,11 @@ _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 class SchemaError(VlmserveError):
-    """With the place in the schema: #/properties/name."""
+    """The fault of a schema, with its place: #/properties/name."""
 
 
 def check_schema(root: Any) -> None:
-    """SchemaError for what is no schema, has no answer, or asks for what cannot be done."""
+    """Raise SchemaError if the value is no schema, if no answer fits it, or if it asks for something unsupported."""
     todo: list[tuple[str, int, Any]] = [("#", 1, root)]
     while todo:
         place, depth, schema = todo.pop()
@@ -119,7 +120,7 @@ def _check_shapes(place: str, schema: dict[str, Any]) -> None:
 
 
 def _follow(place: str, ref: str, root: Any) -> None:
-    """SchemaError for a reference that leads nowhere, or only to itself."""
+    """Raise SchemaError for a reference that leads nowhere, or only to itself."""
     seen: set[str] = set()
     while ref not in seen:
         seen.add(ref)

@@ -1,33 +1,90 @@
-"""Requests in the house: so many at a time, no two of one id, and each can be ended from outside at any point."""
+"""The requests that have not ended: limited in number, no two with one id, each of which can be ended at any point."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from vlmserve.frontend.finish_rate import FinishRate
-from vlmserve.frontend.outbox import Outbox
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _T = TypeVar("_T")
 _Result = TypeVar("_Result")
 
+_REMEMBERED = 64
+_LONGEST_S = 3600
+
+
+class Outbox(Generic[_T]):
+    """A queue with one reader, which takes all items at once: the later it comes, the less each item costs."""
+
+    def __init__(self) -> None:
+        self._items: list[_T] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: _T) -> None:
+        """Add an item, in the reader's event loop."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[_T]:
+        """All items, oldest first, as soon as there is one. May be cancelled; nothing is lost then."""
+        if not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+
+class FinishRate:
+    """The rate at which answers end. All times come from one clock, in seconds. Idle times do not count: see
+    `begin`."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED)
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        """Start anew after an idle time, whose rate would tell nothing."""
+        self._ends.clear()
+        self._since = now
+
+    def note(self, now: float) -> None:
+        """Note the end of an answer."""
+        if len(self._ends) == _REMEMBERED:
+            self._since = self._ends[0]
+        self._ends.append(now)
+
+    def seconds_for(self, answers: int, now: float) -> int:
+        """Estimate the time until so many answers have ended: whole seconds, at least 1, at most an hour.
+
+        If none has ended yet, the first one is expected to take as long again as it has taken so far.
+        """
+        seconds = answers * (now - self._since) / max(1, len(self._ends))
+        return min(max(1, math.ceil(seconds)), _LONGEST_S)
+
 
 class RequestTimeoutError(EngineError):
-    """The time that a request had is over: answered with 504."""
+    """The time that a request had is over; the status is 504."""
 
 
 class RequestAbortedError(EngineError):
-    """An operator ended a request: answered with 499, so that clients do not try again by themselves."""
+    """An operator ended a request; the status is 499, so that clients do not try again by themselves."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest(Generic[_T]):
-    """request_id: what clients call it. n: its answers. started: when it came. rids: its choices at the scheduler.
+    """A request that has not ended. request_id: the id that its client sees. n: number of answers. started: its
+    arrival. rids: the answers that the scheduler has.
 
-    outputs: for whoever reads its answers; an exception in it ends them. timer: ends it when its time is over.
+    outputs: read by the task that serves the client; an exception among them ends it. timer: ends an overdue request.
     """
 
     request_id: str
@@ -40,7 +97,7 @@ class LiveRequest(Generic[_T]):
     _work: asyncio.Timeout | None = None
 
     async def interruptible(self, work: Awaitable[_Result]) -> _Result:
-        """The work's result; `end` cancels it, and its error is raised in its place."""
+        """Await the work and return its result. `end` cancels the work and raises its own error instead."""
         try:
             async with asyncio.timeout(None) as self._work:
                 return await work
@@ -52,7 +109,7 @@ class LiveRequest(Generic[_T]):
             self._work = None
 
     def end(self, error: Exception) -> None:
-        """Let whoever works for it, or reads its outputs, get this error. Only the first one counts."""
+        """Raise an error in the task that works for the request or reads its outputs. Only the first error counts."""
         if self._ended is not None:
             return
         self._ended = error
@@ -64,7 +121,8 @@ class LiveRequest(Generic[_T]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """max_pending: answers in the house at a time; setting: what changes that. timeout_s: for a request; 0: none."""
+    """The limits on requests. max_pending: answers that have not ended; setting: the flag to name in the error.
+    timeout_s: for one request; 0 is no limit."""
 
     max_pending: int
     setting: str
@@ -72,9 +130,9 @@ class Admission:
 
 
 class LiveRequests(Generic[_T]):
-    """Call it in one event loop. clock: in seconds.
+    """All requests that have not ended, in one event loop. This is the only gate that answers 429 for a full queue.
 
-    num_pending: answers in the house: waiting, running or being prepared.
+    clock: in seconds. num_pending: answers that wait, run or are being prepared.
     """
 
     def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
@@ -85,9 +143,9 @@ class LiveRequests(Generic[_T]):
         self._rate = FinishRate()
 
     def enter(self, request_id: str, n: int) -> LiveRequest[_T]:
-        """A new one, for n answers; to be taken out by `leave`.
+        """Let in a request for n answers, until `leave`.
 
-        BadRequestError while the house is full (429), or there is one of that id (409).
+        Raises BadRequestError if there are too many answers (429) or a request with the same id (409).
         """
         self._check_room(n)
         if request_id in self._by_id:
@@ -106,8 +164,8 @@ class LiveRequests(Generic[_T]):
         return request
 
     def limit_time(self, request: LiveRequest[_T], asked_s: float | None, end: Callable[[Exception], None]) -> None:
-        """Have `end` called once the request's time is over: what it asked for, or the server's limit if that is less.
-        Nothing where neither is given."""
+        """Call `end` once the request's time is over: the time it asked for, or the server's limit if that is less.
+        Without either, do nothing."""
         limits = {"setting --request-timeout-s": self._admission.timeout_s, "its timeout": asked_s}
         given = {name: seconds for name, seconds in limits.items() if seconds}
         if given:
@@ -118,7 +176,7 @@ class LiveRequests(Generic[_T]):
             request.timer = asyncio.get_running_loop().call_later(given[name], end, error)
 
     def leave(self, request: LiveRequest[_T]) -> None:
-        """It has ended, one way or another."""
+        """Take out a request that has ended, one way or another."""
         if request.timer is not None:
             request.timer.cancel()
         del self._by_id[request.request_id]
@@ -127,14 +185,14 @@ class LiveRequests(Generic[_T]):
             self._rate.note(self._clock())
 
     def find(self, request_id: str | None) -> list[LiveRequest[_T]]:
-        """The one of that id, if there is one; None: all."""
+        """Return the request with an id, if there is one, or all of them for None."""
         if request_id is None:
             return list(self._by_id.values())
         found = self._by_id.get(request_id)
         return [] if found is None else [found]
 
     def retry_after_s(self) -> int:
-        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        """Estimate the time until there is room for another answer, in whole seconds, at least 1."""
         too_many = self.num_pending + 1 - self._admission.max_pending
         return self._rate.seconds_for(max(1, too_many), self._clock())
 

@@ -17,14 +17,15 @@ from processors.processed import of_tenant
 from processors.video.options import check_knobs
 from vlmserve.frontend.chat_messages import (
     EmbedsRef,
+    FindFile,
     ImageRef,
     MediaCounts,
     MediaRef,
     Message,
     settle_media,
     to_template_messages,
+    with_files,
 )
-from vlmserve.frontend.file_parts import FindFile, with_files
 from vlmserve_common.errors import BadRequestError
 
 
@@ -36,7 +37,7 @@ class RequestMedia:
         self._pool = pool
 
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
-        """A request's `mm_processor_kwargs`. BadRequestError for unknown keys and impossible values."""
+        """Parse a request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
         return self._processor.parse_kwargs(given)
 
     def media_of(
@@ -46,11 +47,11 @@ class RequestMedia:
         most: MediaCounts,
         find_file: FindFile | None = None,
     ) -> list[MediaRef]:
-        """What a conversation brings that can be encoded ahead of time; its text does not matter.
+        """Return the media of a conversation that can be encoded ahead of time; its text does not matter.
 
         kwargs: the request's `mm_processor_kwargs`. Raises BadRequestError, for media that come encoded, too.
         """
-        media = to_template_messages(with_files(messages, find_file)).media
+        _, media = to_template_messages(with_files(messages, find_file))
         for ref in media:
             if isinstance(ref, EmbedsRef):
                 what = f"{ref.param} comes encoded: there is nothing to encode ahead of time"
@@ -67,8 +68,8 @@ class RequestMedia:
     ) -> list[ProcessedMedium]:
         """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request.
 
-        client: who asks; clients take turns. tenant: whose media are shared with these, here and in all caches behind;
-        "": those of all that have none. fetched: called for each medium whose bytes are there.
+        client: its id; clients take turns. tenant: only its own media are shared with these, here and in all caches
+        behind; "" is a tenant, too. fetched: called for each medium whose bytes have arrived.
         """
         requests = [replace(self._request(medium), tenant=tenant) for medium in media]
         loaded = await self._pool.load(requests, client=client, fetched=fetched)
@@ -79,17 +80,17 @@ class RequestMedia:
         return self._processor.expand(prompt_ids, media)
 
     def report(self, media: Sequence[MediaRef], processed: Sequence[ProcessedMedium]) -> tuple[MediumReport, ...]:
-        """What became of each medium."""
+        """Report the outcome for each medium."""
         pairs = zip(media, processed, strict=True)
         return tuple(report_medium(self._processor, done, medium.param) for medium, done in pairs)
 
     def describe_settings(self) -> str:
-        """A text that is another where the same medium may become other patches."""
+        """Return a text that changes with every setting that may turn the same medium into other patches."""
         processor = self._processor
         return f"{type(processor).__name__} {processor.config} {processor.limits}"
 
     async def close(self) -> None:
-        """End the pool, in the event loop that it is used in, or in any one if it is in none."""
+        """End the pool, in the event loop that it is used in, or in any loop if it is used in none."""
         await self._pool.close()
 
     def _request(self, medium: MediaRef) -> MediaRequest:
@@ -110,7 +111,7 @@ class RequestMedia:
 
 
 def _read(source: Any) -> Any:
-    """Files that are named by a path become their bytes."""
+    """Replace a path by the bytes of its file."""
     if isinstance(source, tuple):
         return tuple(map(_read, source))
     if not isinstance(source, Path):
@@ -124,7 +125,7 @@ def _read(source: Any) -> Any:
 
 
 def same_media(some: Sequence[MediaRef], others: Sequence[MediaRef]) -> bool:
-    """Whether they name the same, prepared alike, wherever that stands in their requests."""
+    """Return whether two requests name the same media, prepared alike, at whatever places."""
     return len(some) == len(others) and all(
         type(one) is type(other)
         and (one.source is other.source or (isinstance(one.source, str) and one.source == other.source))

@@ -1,59 +1,35 @@
-"""Sampling parameters: what a request leaves out, what is allowed, and the seeds of several choices."""
+"""Checks of sampling, logprobs and logits processors that a request asks for; server defaults; seeds of choices."""
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from vlmserve.frontend.grammar_checks import verify_grammar
-from vlmserve.ipc.messages import GrammarSpec, SamplingParams
+from vlmserve.frontend.structured_output import verify_grammar
+from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
 from vlmserve_common.checkpoint.text_tokenizer import read_json
 from vlmserve_common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from vlmserve.executor.logits_processors import LogitsProcessors
+
+SamplingOverrides = SamplingParams
+"""An older name that users' code may have."""
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_TOKEN_IDS_LOGPROB = 1024
+MAX_LOGITS_PROCESSORS = 16
 _UINT64 = (1 << 64) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOverrides:
-    """What a request says about sampling; None is what it leaves out. Fields as in SamplingParams.
-
-    max_tokens: another name of max_new_tokens, for making one. ValueError if both are given, and differ.
-    """
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    skip_special_tokens: bool | None = None
-    grammar: GrammarSpec | None = None
-    min_tokens: int | None = None
-    max_tokens: InitVar[int | None] = None
-
-    def __post_init__(self, max_tokens: int | None) -> None:
-        if max_tokens is None:
-            return
-        if self.max_new_tokens not in (None, max_tokens):
-            raise ValueError(f"max_tokens is {max_tokens}, and max_new_tokens {self.max_new_tokens}: give one")
-        object.__setattr__(self, "max_new_tokens", max_tokens)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingDefaults:
-    """What applies to a request that says nothing (OpenAI's own values unless made otherwise)."""
+    """The server's values for fields that a request leaves out (OpenAI's own unless made otherwise)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -61,15 +37,14 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
-    def apply(self, given: SamplingOverrides) -> SamplingParams:
-        """The request's values, and from here what it leaves out."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values |= {f.name: v for f in fields(given) if (v := getattr(given, f.name)) is not None}
-        return SamplingParams(**values)
+    def apply(self, given: SamplingParams, *, seed: int = 0) -> SamplingParams:
+        """Fill in all that `given` leaves out. seed: for a request without one."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)} | {"seed": seed}
+        return replace(given, **{name: value for name, value in values.items() if getattr(given, name) is None})
 
 
 def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "model") -> SamplingDefaults:
-    """The checkpoint's generation_config.json, or OpenAI's values. do_sample false means greedy."""
+    """Read the checkpoint's generation_config.json, or take OpenAI's values. do_sample false means greedy."""
     config = read_json(folder / "generation_config.json") if source == "model" else {}
     if config.get("do_sample") is False:
         config = {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty")}
@@ -78,19 +53,18 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
 
 
 def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tokens: int = 1) -> SamplingParams:
-    """The same parameters, or BadRequestError naming the field, its value and what is allowed.
+    """Return the same parameters, or raise BadRequestError naming the field, its value and the values allowed.
 
     vocab_size: ids the model knows; those of logit_bias and stop_token_ids must be below. least_tokens: 0 where
-    something else than an answer is returned.
+    the request returns something besides an answer.
     """
-    check_range("temperature", params.temperature, 0, 2)
-    check_range("top_p", params.top_p, 0, 1)
-    check_range("min_p", params.min_p, 0, 1)
+    for name, high in (("temperature", 2), ("top_p", 1), ("min_p", 1)):
+        check_range(name, getattr(params, name), 0, high)
     check_range("presence_penalty", params.presence_penalty, -2, 2)
     check_range("frequency_penalty", params.frequency_penalty, -2, 2)
-    if not 0 < params.repetition_penalty <= 2:
+    if params.repetition_penalty is not None and not 0 < params.repetition_penalty <= 2:
         raise refusal("repetition_penalty", params.repetition_penalty, "above 0 and at most 2")
-    if not -1 <= params.top_k < 1 << 31:
+    if params.top_k is not None and not -1 <= params.top_k < 1 << 31:
         raise refusal("top_k", params.top_k, "-1 or 0 (off) or a positive number of tokens")
     if params.max_new_tokens is not None and params.max_new_tokens < least_tokens:
         allowed = f"at least {least_tokens}"
@@ -119,21 +93,21 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
 
 
 def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
-    """BadRequestError where the shortest answer is longer than the longest."""
+    """Raise BadRequestError if the shortest answer allowed is longer than the longest one."""
     if min_tokens > max_tokens:
         raise refusal("min_tokens", min_tokens, f"at most {max_tokens}, the tokens that the answer may have")
 
 
 def verify_num_logprobs(num_logprobs: int | None) -> None:
-    """BadRequestError unless it is None or 0 to 20, as OpenAI's top_logprobs."""
+    """Raise BadRequestError unless the number is None or 0 to 20, as OpenAI's top_logprobs."""
     if num_logprobs is not None:
         check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of choice `index`, 0 <= result < 2**63.
+    """Return the seed of choice `index`, 0 <= result < 2**63.
 
-    Choice 0 has the request's own seed, so that n=1 is the first choice of n=2. The others have SplitMix64's output
+    Choice 0 has the request's own seed, so that n=1 is the first choice of n=2. Later choices have SplitMix64's output
     number `index` from that seed (Steele, Lea, Flood 2014).
     """
     if index == 0:
@@ -144,18 +118,57 @@ def choice_seed(seed: int, index: int) -> int:
     return (state ^ (state >> 31)) >> 1
 
 
-def check_range(name: str, value: float, low: float, high: float) -> None:
-    """BadRequestError unless low <= value <= high."""
-    if not low <= value <= high:  # not a number is not in between either
+def check_range(name: str, value: float | None, low: float, high: float) -> None:
+    """Raise BadRequestError unless low <= value <= high, or the value is left out."""
+    if value is not None and not low <= value <= high:  # not a number is not in between either
         raise refusal(name, value, f"between {low} and {high}")
 
 
 def check_token(name: str, token: int, vocab_size: int) -> None:
-    """BadRequestError for an id that the model does not know."""
+    """Raise BadRequestError for an id that the model does not know."""
     if not 0 <= token < vocab_size:
         raise refusal(name, f"token id {token}", f"token ids below {vocab_size}, the size of the model's vocabulary")
 
 
 def refusal(name: str, value: object, allowed: str) -> BadRequestError:
-    """What is said of a field whose value is not allowed."""
+    """Make the error for a field whose value is not allowed."""
     return BadRequestError(f"{name} is {value}; it must be {allowed}", param=name, code="invalid_value")
+
+
+def verify_returns(returns: ReturnOptions, params: SamplingParams, *, vocab_size: int, hidden_states: bool) -> None:
+    """Raise BadRequestError naming the field, its value and the values allowed. hidden_states: the server returns
+    them."""
+    if returns.prompt_logprobs is not None:
+        check_range("prompt_logprobs", returns.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+    elif returns.logprob_start_len:
+        raise refusal("logprob_start_len", returns.logprob_start_len, "left out without prompt_logprobs")
+    if returns.logprob_start_len < 0:
+        raise refusal("logprob_start_len", returns.logprob_start_len, "0 or more")
+    if len(returns.token_ids_logprob) > MAX_TOKEN_IDS_LOGPROB:
+        given = f"a list of {len(returns.token_ids_logprob)}"
+        raise refusal("token_ids_logprob", given, f"at most {MAX_TOKEN_IDS_LOGPROB} token ids")
+    for token in returns.token_ids_logprob:
+        check_token("token_ids_logprob", token, vocab_size)
+    if returns.temp_scaled_logprobs and not params.temperature:
+        allowed = "false where temperature is 0, which logits cannot be divided by"
+        raise refusal("temp_scaled_logprobs", "true", allowed)
+    if returns.hidden_states != "none" and not hidden_states:
+        allowed = "false: this server does not return hidden states (setting --enable-return-hidden-states)"
+        raise refusal("return_hidden_states", returns.hidden_states, allowed)
+
+
+def verify_start(returns: ReturnOptions, length: int) -> None:
+    """Raise BadRequestError for a `logprob_start_len` behind a prompt of `length` tokens."""
+    if returns.logprob_start_len >= length:
+        raise refusal("logprob_start_len", returns.logprob_start_len, f"below {length}, the prompt's tokens")
+
+
+def verify_logits_processors(calls: Sequence[LogitsProcessorCall], processors: LogitsProcessors) -> None:
+    """Raise BadRequestError for a processor that the server does not have, and for parameters that one refuses."""
+    if len(calls) > MAX_LOGITS_PROCESSORS:
+        raise refusal("logits_processors", f"a list of {len(calls)}", f"at most {MAX_LOGITS_PROCESSORS}")
+    for call in calls:
+        try:
+            processors.check(call.name, call.params)
+        except ValueError as error:
+            raise BadRequestError(str(error), param="logits_processors", code="invalid_value") from None

@@ -12,8 +12,8 @@ from vlmserve_common.errors import EngineError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelScore:
-    """token_ids, logprobs: of the label's tokens, each after the prompt and those before. logprob: their sum, of the
-    whole label. probability: of this label, if one of those that were asked about it must be."""
+    """The score of one label. token_ids, logprobs: the label's tokens, each after the prompt and the tokens before it.
+    logprob: their sum. probability: of this label if the answer must be one of the labels asked about."""
 
     label: str
     token_ids: tuple[int, ...]
@@ -23,7 +23,7 @@ class LabelScore:
 
 
 def label_scores(labels: Sequence[str], found: Sequence[PromptLogprobs | None]) -> list[LabelScore]:
-    """found: of each label's tokens."""
+    """Score each label. found: the logprobs of each label's tokens."""
     rows = [_logprobs(one) for one in found]
     sums = [math.fsum(logprobs) for _, logprobs in rows]
     return [
@@ -33,7 +33,7 @@ def label_scores(labels: Sequence[str], found: Sequence[PromptLogprobs | None]) 
 
 
 def softmax(logprobs: Sequence[float]) -> list[float]:
-    """What they become when nothing else is possible."""
+    """Turn logprobs into probabilities that sum to 1."""
     best = max(logprobs)
     if best == -math.inf:
         return [1 / len(logprobs)] * len(logprobs)

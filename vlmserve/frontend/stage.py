@@ -27,7 +27,7 @@ from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, load_text_t
 
 @dataclass(frozen=True, kw_only=True)
 class StageLimits:
-    """fetch, decode: what media may reach and cost. counts: most of them in a request.
+    """Limits on media. fetch, decode: addresses they may come from, and sizes. counts: most media in a request.
 
     max_video_duration_s, max_video_frame_pixels: of a video file, in seconds and pixels. max_video_decode_s: the
     time that decoding it may take. max_image_decode_s: the time that a picture may take in a media process.
@@ -44,7 +44,7 @@ class StageLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerStage:
-    """Everything between a request and its `TokenizedGenerateReqInput`. Close `media` when done."""
+    """The parts that turn a request into its `TokenizedGenerateReqInput`s. Close `media` when done."""
 
     tokenizer: TextTokenizer
     media: RequestMedia
@@ -59,7 +59,8 @@ def make_tokenizer_stage(
     auto_pixels: int | None = None,
     start: StartSettings | None = None,
 ) -> TokenizerStage:
-    """args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in tokens.
+    """Make the stage. args.model: the checkpoint folder; max_model_len: prompt and answer of one request together, in
+    tokens.
 
     auto_pixels, start: as of `make_request_media`. Raises CheckpointError for a folder that lacks a tokenizer, a chat
     template or a processor, EngineError for media processes that cannot be started.
@@ -107,7 +108,7 @@ def make_request_media(
     continue_text: ContinueText | None = None,
     start: StartSettings | None = None,
 ) -> RequestMedia:
-    """The part of the stage that loads media. continue_text: the tokenizer's, which only expanding prompts needs.
+    """Make the part of the stage that loads media. continue_text: the tokenizer's; only expanding prompts needs it.
 
     auto_pixels: what `--max-pixels auto` comes to here, None for the checkpoint's own limit. start: needed where `args`
     asks for any. Raises CheckpointError for a folder that lacks a processor, EngineError for media processes that
@@ -130,7 +131,7 @@ def make_request_media(
 
 
 def stage_limits(settings: ServerSettings) -> StageLimits:
-    """What a server's settings say."""
+    """Read the limits from a server's settings."""
     domains = settings.allowed_media_domains
     return StageLimits(
         fetch=FetchSettings(
@@ -155,7 +156,7 @@ def _start_processes(
     args: EngineArgs, limits: StageLimits, processor: MultimodalProcessor, start: StartSettings | None
 ) -> MediaMaker:
     assert start is not None, "media processes need a directory for arrays"
-    # Only who has such processes needs what they talk with.
+    # Imported here because only media processes need it.
     from processors.pool.process_maker import ProcessMaker, ProcessSettings
 
     maker = ProcessMaker(

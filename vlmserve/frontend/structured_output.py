@@ -1,11 +1,15 @@
-"""What requests say of an answer's form, in the words of OpenAI, vLLM and SGLang, brought to one `GrammarSpec`."""
+"""The form that a request asks of its answers, in the fields of OpenAI, vLLM and SGLang: read, checked, and joined with
+the calls of tools into one `GrammarSpec`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from vlmserve.frontend.json_schema import MAX_DEPTH, SchemaError, check_schema
+from vlmserve.frontend.parsers.calls import ToolUse, call_grammar, only_calls
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve_common.errors import BadRequestError
 
@@ -34,8 +38,8 @@ _ANY_OBJECT = '{"type": "object"}'
 
 
 def grammar_of(given: Mapping[str, Any]) -> GrammarSpec | None:
-    """given: fields of a request by their names, None where it leaves one out. BadRequestError for two of them, and for
-    one of another shape."""
+    """Read the form from a request's fields, by their names; None for a field left out. Raises BadRequestError for two
+    forms at once, and for a value of another shape."""
     found = [spec for spec in _specs(given) if spec is not None]
     if len(found) > 1:
         names = " and ".join(spec.param for spec in found[:2])
@@ -52,7 +56,8 @@ def _specs(given: Mapping[str, Any]) -> Iterator[GrammarSpec | None]:
 
 
 def make_spec(kind: Kind, value: Any, *, param: str, strict: bool = True) -> GrammarSpec:
-    """value: text; a JSON schema or structural tag may also be an object, and choices are a list of texts."""
+    """Make a spec of a field's value: a text; a JSON schema or structural tag may also be an object; choices are a
+    list."""
     if kind == "choice":
         if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(v, str) for v in value):
             raise _refusal(param, f"{param} must be a list of texts")
@@ -106,7 +111,7 @@ def _of_structured_outputs(given: Any) -> Iterator[GrammarSpec | None]:
 
 
 def _as_json(value: Any, param: str) -> str:
-    """Keys in their order: that is the order of an answer's properties."""
+    """Write JSON with keys in their order, which is the order of an answer's properties."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
@@ -115,3 +120,100 @@ def _as_json(value: Any, param: str) -> str:
 
 def _refusal(param: str, message: str) -> BadRequestError:
     return BadRequestError(message, param=param, code="invalid_value")
+
+
+MAX_GRAMMAR_BYTES = 128 * 1024
+MAX_CHOICES = 1024
+
+
+def verify_grammar(spec: GrammarSpec) -> None:
+    """Raise BadRequestError for a grammar that is too large or malformed. Only the engine finds out whether it
+    compiles."""
+    size = len(spec.text.encode("utf-8", "surrogatepass"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise _unfit(spec, f"has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
+    if not spec.text.strip():
+        raise _unfit(spec, "is empty")
+    if "\0" in spec.text or not _is_unicode(spec.text):
+        raise _unfit(spec, "has a NUL or half a surrogate pair, which no text has")
+    if spec.kind == "json_schema":
+        _check_json_schema(spec)
+    elif spec.kind == "choice":
+        _check_choices(spec, json.loads(spec.text))
+    elif spec.kind == "structural_tag":
+        _parsed(spec)
+
+
+def _check_json_schema(spec: GrammarSpec) -> None:
+    try:
+        check_schema(_parsed(spec))
+    except SchemaError as error:
+        raise _unfit(spec, f"is a JSON schema that cannot be followed: {error}") from None
+
+
+def _check_choices(spec: GrammarSpec, choices: list[str]) -> None:
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise _unfit(spec, f"has {len(choices)} choices; it must have 1 to {MAX_CHOICES}")
+    for index, choice in enumerate(choices):
+        if not choice:
+            raise _unfit(spec, f"has an empty text as choice {index}")
+        if "\0" in choice or not _is_unicode(choice):
+            raise _unfit(spec, f"has a NUL or half a surrogate pair in choice {index}, which no text has")
+
+
+def _parsed(spec: GrammarSpec) -> Any:
+    try:
+        return json.loads(spec.text)
+    except RecursionError:
+        raise _unfit(spec, f"is nested too deep; the limit is {MAX_DEPTH}") from None
+    except ValueError as error:
+        raise _unfit(spec, f"is not JSON: {error}") from None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unfit(spec: GrammarSpec, what: str) -> BadRequestError:
+    return BadRequestError(f"{spec.param} {what}", param=spec.param, code="invalid_grammar")
+
+
+def chat_grammar(form: GrammarSpec | None, use: ToolUse | None, *, thinking: bool) -> GrammarSpec | None:
+    """Return the grammar of an answer; None if any text will do. Raises BadRequestError if form and calls must both be
+    the answer, and for strict tools whose schema cannot be followed.
+
+    form: asked for by the request. use: how answers may use tools. thinking: the prompt has begun the model's thoughts.
+    """
+    grammar = form if use is None else _with_calls(form, use)
+    return replace(grammar, thinking=True) if grammar is not None and thinking else grammar
+
+
+def _with_calls(form: GrammarSpec | None, use: ToolUse) -> GrammarSpec | None:
+    if form is not None and use.required:
+        raise BadRequestError(
+            f"{form.param} and a tool_choice that requires a call exclude each other",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    strict = [index for index, tool in enumerate(use.tools) if tool["function"].get("strict")]
+    for index in strict:
+        _check_parameters(use.tools[index]["function"].get("parameters", {}), index)
+    tag = call_grammar(use) if form is None else only_calls(use)
+    if tag is None:
+        return None
+    calls = make_spec("structural_tag", tag, param="tools", strict=bool(strict))
+    verify_grammar(calls)
+    return calls if form is None else replace(form, calls=calls.text)
+
+
+def _check_parameters(schema: object, index: int) -> None:
+    try:
+        check_schema(schema)
+    except SchemaError as error:
+        param = f"tools[{index}].function.parameters"
+        what = f"{param} is a JSON schema that cannot be followed, and the tool is strict: {error}"
+        raise BadRequestError(what, param=param, code="invalid_grammar") from None

@@ -1,9 +1,9 @@
 """The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
 
-Order of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
--> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to whoever
-iterates. Closing the iterator early, at any of these points, takes everything back; what the scheduler already has is
-aborted. So do its time when it is over (504), and operators (499).
+The way of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
+-> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to the caller.
+A request is taken back, at any of these points, when its caller closes the iterator, when its time is over (504), or
+when an operator aborts it (499). Answers that the scheduler already works on are aborted.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
-from vlmserve.frontend.chat_messages import Message
-from vlmserve.frontend.file_parts import FindFile
-from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError
+from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
+from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, Outbox, RequestAbortedError
 from vlmserve.frontend.media import RequestMedia, same_media
-from vlmserve.frontend.outbox import Outbox
-from vlmserve.frontend.prompt_notes import NO_NOTES, PromptNotes
-from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder, TokenizedPrompt
-from vlmserve.frontend.request_stats import MediaTotals, RequestStats, count_media
-from vlmserve.frontend.timings import AnswerTimes, Moments, Timings
+from vlmserve.frontend.request_builder import RequestBuilder, TokenizedPrompt
+from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
+from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -39,14 +37,15 @@ from vlmserve.ipc.messages import (
     EncodeReqInput,
     FinishReason,
     GetStatsReq,
+    PreparedMessage,
     RequestsLost,
     SchedulerInput,
     SchedulerStats,
-    TextOutput,
     TokenizerManagerInput,
+    TokenOutput,
     rids_of,
 )
-from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.ipc.replica_sums import sum_stats
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")
@@ -54,39 +53,12 @@ _T = TypeVar("_T")
 
 
 class EngineUnavailableError(EngineError):
-    """The engine is gone: answered with 503."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupInput:
-    """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
-
-    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
-    embeddings from the disk.
-    """
-
-    request_id: str
-    messages: Sequence[Message]
-    find_file: FindFile | None = None
-    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    pin: bool = False
-    client: str = ""
-    tenant: str = ""
-
-
-class PreparedMessage(Protocol):
-    """A message that is ready to be sent. Either method is called, once, in the event loop."""
-
-    def send(self) -> None:
-        """Hand it to the scheduler."""
-
-    def discard(self) -> None:
-        """Free what it holds: it will not be sent."""
+    """The engine is gone; the status is 503."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A message without large arrays, or where nobody can copy them ahead: it is sent as it is."""
+    """A message that is sent as it is: without large arrays, or without a way to copy them ahead."""
 
     message: SchedulerInput
     hand_over: Callable[[SchedulerInput], None]
@@ -100,13 +72,13 @@ class _Plain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceOutput:
-    """New text of choice `index` of a request. media: what became of the request's media, in prompt order.
+    """New text of choice `index` of a request. media: reports on the request's media, in prompt order.
 
-    timings: as of the choice's first output; of all of it in its last. notes: of its prompt.
+    timings: as of the choice's first output; complete in its last one. notes: about the prompt.
     """
 
     index: int
-    output: TextOutput
+    output: TokenOutput
     media: tuple[MediumReport, ...] = ()
     notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
@@ -124,22 +96,21 @@ class _Choice:
     media: tuple[MediumReport, ...] = ()
     notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
-    last: TextOutput | None = None
+    last: TokenOutput | None = None
 
 
 _Request: TypeAlias = LiveRequest[ChoiceOutput]
 
 
 class TokenizerManager:
-    """Serves `generate` calls of one event loop; `handle` brings what the other processes say.
+    """Serves `generate` calls of one event loop. `handle` takes the other processes' messages.
 
-    send: hands a message to the scheduler. prepare: does so in two halves, the first of which copies arrays, in any
-    thread; without it `send` does all. max_pending: choices in the house (waiting, running or being prepared) above
-    which requests are refused with 429; max_pending_setting is what the message names.
-    num_replicas: engines that a message to ask for figures goes to; each answers.
-    observe: is told what became of each choice. observe_tokens: of each output with tokens how many they are, and the
-    seconds since those before (None: a choice's first). request_timeout_s: that a request may take, whatever it asks
-    for; 0: as long as it takes.
+    send: hands a message to the scheduler. prepare: does the same in two halves; the first one copies arrays, in any
+    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429, and the error
+    names max_pending_setting. num_replicas: engines that answer a question for figures.
+    observe: called with the outcome of each choice. observe_tokens: called for each output with its number of tokens
+    and the seconds since the tokens before (None for a choice's first). request_timeout_s: most seconds of a request;
+    0 is no limit.
     """
 
     def __init__(
@@ -179,21 +150,21 @@ class TokenizerManager:
 
     @property
     def num_pending(self) -> int:
-        """Choices in the house: zero when idle."""
+        """Return the number of choices that have not ended: zero when idle."""
         return self._live.num_pending
 
     @property
     def unavailable(self) -> str | None:
-        """Why the engine cannot answer now, or None when it can."""
+        """Return why the engine cannot answer now, or None if it can."""
         return self._unavailable or self._suspended
 
     @property
     def is_gone(self) -> bool:
-        """Whether the engine will never answer again."""
+        """Return whether the engine will never answer again."""
         return self._unavailable is not None
 
     def retry_after_s(self) -> int:
-        """About how long it takes until there is room for another answer, in whole seconds, at least 1."""
+        """Estimate the time until there is room for another answer, in whole seconds, at least 1."""
         return self._live.retry_after_s()
 
     def suspend(self, reason: str | None) -> None:
@@ -201,14 +172,14 @@ class TokenizerManager:
         self._suspended = reason
 
     def abort(self, request_id: str | None) -> list[LiveRequest[ChoiceOutput]]:
-        """End a request, wherever it is, or all of them (None); returns those that there were."""
+        """End a request at whatever stage, or all requests (None); returns the requests ended."""
         found = self._live.find(request_id)
         for request in found:
             self._end(request, RequestAbortedError("the request was aborted by an operator"), "abort")
         return found
 
     def fail(self, reason: str) -> None:
-        """The engine is gone: requests under way fail now, later ones are refused, all with 503. May be repeated."""
+        """Give up the engine: requests under way fail now, later ones are refused, all with 503. May be repeated."""
         self._unavailable = reason
         for choice in self._choices.values():
             choice.outputs.put(EngineUnavailableError(reason))
@@ -227,24 +198,24 @@ class TokenizerManager:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
-        """The outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
+        """Yield the outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
         async with aclosing(self.stream(request)) as batches:
             async for items in batches:
                 for item in items:
                     yield item
 
     async def stream(self, *requests: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
-        """The outputs of all choices, all that came since the last time, each choice's last one with a finish_reason.
+        """Yield lists of all outputs that came since the last list. Each choice's last output has a finish_reason.
 
-        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered on from one to
-        the next. Media that are the same in all of them are loaded once.
+        Several requests go to the scheduler as one message, and fail as one. Their choices are numbered through. Media
+        that are the same in all of them are loaded once.
 
         Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
         left, named = sum(request.num_choices for request in requests), requests[0]
-        state = self._live.enter(named.rid or named.request_id, left)
+        state = self._live.enter(named.request_id, left)
         self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
         try:
             await state.interruptible(self._submit(requests, state))
@@ -260,7 +231,8 @@ class TokenizerManager:
             self._take_back(state, "abort")
 
     async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
-        """Ids of a prompt that shall not be answered, int64 [L]; its media are loaded. Raises as `generate` does."""
+        """Return the ids of a prompt that will not be answered, int64 [L], media included. Raises as `generate`
+        does."""
         self._check_available()
         state = self._live.enter(request.request_id, 1)
         try:
@@ -270,15 +242,13 @@ class TokenizerManager:
 
     async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         prompt = await self._in_thread(self.builder.tokenize_alone, request)
-        media = (
-            await self._media.load(prompt.media, client=request.client, tenant=request.tenant) if prompt.media else []
-        )
+        media = await self._load(prompt, Moments(started=self._clock()))
         return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 
     async def warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
-        """What became of each medium, when all of them are encoded and, where there is a disk, saved.
+        """Encode media ahead of time and report on each one, once all are encoded and, if there is a disk, saved.
 
-        Cancel it to call that off. Raises as `generate` does.
+        Cancel it to call the work off. Raises as `generate` does.
         """
         self._check_available()
         state = self._live.enter(request.request_id, 1)
@@ -341,7 +311,7 @@ class TokenizerManager:
         self._stats_waiters.clear()
 
     async def scheduler_stats(self, timeout_s: float = 1.0) -> SchedulerStats | None:
-        """The scheduler's figures, of all replicas together, or None if one is gone or too busy to tell in time."""
+        """Return the figures of all replicas together, or None if one is gone or too busy to tell in time."""
         if self._unavailable is not None:
             return None
         waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
@@ -372,37 +342,32 @@ class TokenizerManager:
     async def _submit(self, requests: Sequence[GenerateReqInput], state: _Request) -> None:
         prompts = await self._in_thread(self._tokenize, requests)
         moments, media = Moments(started=state.started), list[Sequence[ProcessedMedium]]()
-        for prompt, request in zip(prompts, requests, strict=True):
+        for prompt in prompts:
             shared = bool(media) and same_media(prompt.media, prompts[0].media)
-            media.append(media[0] if shared else await self._load(prompt, request, moments))
-        reports = [
-            self._media.report(prompt.media, loaded)
-            for prompt, loaded, request in zip(prompts, media, requests, strict=True)
-            for _ in range(request.num_choices)
-        ]
-        notes = [
-            prompt.notes for prompt, request in zip(prompts, requests, strict=True) for _ in range(request.num_choices)
+            media.append(media[0] if shared else await self._load(prompt, moments))
+        choices = [
+            (prompt, report)
+            for prompt, loaded in zip(prompts, media, strict=True)
+            for report in [self._media.report(prompt.media, loaded)]
+            for _ in range(prompt.request.num_choices)
         ]
 
         def make() -> SchedulerInput:
-            messages = [
-                message
-                for request, prompt, loaded in zip(requests, prompts, media, strict=True)
-                for message in self.builder.build(request, prompt, self.builder.expand(prompt, loaded))
-            ]
+            pairs = zip(prompts, media, strict=True)
+            messages = [message for prompt, loaded in pairs for message in self.builder.build(prompt, loaded)]
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
             moments.prepared = self._clock()
-            for index, rid in enumerate(rids):
+            for index, (rid, (prompt, report)) in enumerate(zip(rids, choices, strict=True)):
                 self._choices[rid] = _Choice(
                     rid=rid,
                     index=index,
                     outputs=state.outputs,
                     times=AnswerTimes(moments),
-                    ended=requests[0].ended,
-                    media=reports[index],
-                    notes=notes[index],
+                    ended=prompt.request.ended,
+                    media=report,
+                    notes=prompt.notes,
                 )
                 state.rids.append(rid)
 
@@ -411,24 +376,22 @@ class TokenizerManager:
     def _tokenize(self, requests: Sequence[GenerateReqInput]) -> list[TokenizedPrompt]:
         return [self.builder.tokenize(request, default_seed=secrets.randbits(63)) for request in requests]
 
-    async def _load(
-        self, prompt: TokenizedPrompt, request: GenerateReqInput, moments: Moments
-    ) -> Sequence[ProcessedMedium]:
+    async def _load(self, prompt: TokenizedPrompt, moments: Moments) -> Sequence[ProcessedMedium]:
         if not prompt.media:
             return []
         moments.load_began = moments.load_began or self._clock()
         return await self._media.load(
             prompt.media,
-            client=request.client,
-            tenant=request.tenant,
+            client=prompt.request.client,
+            tenant=prompt.request.tenant,
             fetched=lambda: setattr(moments, "fetched", self._clock()),
         )
 
     async def _hand_over(
         self, make: Callable[[], SchedulerInput], register: Callable[[Sequence[str]], None], *, large: bool
     ) -> None:
-        """Make a message in a thread, and send it. register: gets its rids just before, when nothing more can go wrong.
-        large: it holds arrays, which are copied in that thread, too."""
+        """Make a message in a thread and send it. register: called with its rids before the send, when nothing can go
+        wrong any more. large: the message holds arrays, which the thread copies, too."""
         made = asyncio.get_running_loop().run_in_executor(self._executor, self._make, make, large)
         try:
             rids, prepared = await asyncio.shield(made)
@@ -447,12 +410,9 @@ class TokenizerManager:
         return rids_of(message), copied
 
     async def _in_thread(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        def call() -> Any:
-            return function(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(function, *args, **kwargs))
 
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
-
-    def _handle_output(self, output: TextOutput) -> None:
+    def _handle_output(self, output: TokenOutput) -> None:
         choice = self._choices.get(output.rid)
         if choice is None:  # its client is gone
             return
@@ -466,19 +426,16 @@ class TokenizerManager:
         if finish is not None:
             del self._choices[output.rid]
             self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
-        if finish is not None and finish.type == "error":
+        if finish is not None and finish.type in ("error", "abort"):
             choice.outputs.put(_error_of(finish))
-        elif finish is not None and finish.type == "abort":
-            choice.outputs.put(EngineError(finish.message or "the engine aborted this request"))
         else:
-            choice.outputs.put(
-                ChoiceOutput(
-                    index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
-                )
+            made = ChoiceOutput(
+                index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
             )
+            choice.outputs.put(made)
 
     def _lose(self, rid: str, reason: str) -> None:
-        """End a request of which a message got lost, here and at the scheduler, which may be at it."""
+        """End an answer of which a message got lost, here and at the scheduler."""
         choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
         if choice is not None:
             self._report(choice, "error")
@@ -492,7 +449,7 @@ class TokenizerManager:
     def _report(
         self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
     ) -> None:
-        """timings: None where it was this process that ended it."""
+        """Tell the observers the outcome of a choice. timings: None if this process ended it."""
         tell = [one for one in (self.observe, choice.ended) if one is not None]
         if not tell:
             return
@@ -516,7 +473,7 @@ class TokenizerManager:
 
 
 def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOutput], Exception | None]:
-    """The outputs before the first failure, and that."""
+    """Return the outputs before the first failure, and the failure."""
     outputs: list[ChoiceOutput] = []
     for item in items:
         if isinstance(item, Exception):
@@ -526,13 +483,14 @@ def _until_failure(items: list[ChoiceOutput | Exception]) -> tuple[list[ChoiceOu
 
 
 def _error_of(finish: FinishReason) -> BadRequestError | EngineError:
-    """Of a request that the engine ended with an error."""
-    message = finish.message or "the engine failed on this request"
-    bad = 400 <= finish.status < 500
+    """Make the exception of a request that the engine ended without an answer."""
+    what = "aborted" if finish.type == "abort" else "failed on"
+    message = finish.message or f"the engine {what} this request"
+    bad = finish.type == "error" and 400 <= finish.status < 500
     return BadRequestError(message, status=finish.status, param=finish.param) if bad else EngineError(message)
 
 
 def _discard(made: asyncio.Future[tuple[Any, PreparedMessage]]) -> None:
-    """Of a request that was given up while it was being prepared."""
+    """Free the message of a request that was given up while it was being prepared."""
     if not made.cancelled() and made.exception() is None:
         made.result()[1].discard()

@@ -1,4 +1,4 @@
-"""The processes of a server as children of its launcher: what they run, and what they report (`Ready`)."""
+"""The processes of a server as children of its launcher: their start, their work, and their report (`Ready`)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,64 @@ import faulthandler
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.ready import FINISH_S, Ready, ReadyReport
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent
 
+FINISH_S = 5.0
+"""The time that a stopped process of the server has to save its state."""
+STACKS_SIGNAL = signal.SIGUSR2
+"""The signal that makes a child write all threads' stacks to the log, even while native code runs."""
+LAST_WORDS_S = 3 * STOP_PATIENCE_S
+"""The time that a child may take, after `StartSettings.ready_by`, to end its own children and to say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyReport:
+    """The report of a child that is ready. Only the scheduler has something to say in it.
+
+    max_model_len: prompt and answer of one request together, in tokens. auto_pixels: the value of `--max-pixels auto`,
+    in pixels; None: the checkpoint's own limit.
+    """
+
+    max_model_len: int = 0
+    auto_pixels: int | None = None
+
+
+def of_all(reports: Iterable[ReadyReport]) -> ReadyReport:
+    """Return the limits that hold for every process: the smallest of each figure reported."""
+    reports = list(reports)
+    pixels = [report.auto_pixels for report in reports if report.auto_pixels is not None]
+    return ReadyReport(
+        max_model_len=min((report.max_model_len for report in reports if report.max_model_len), default=0),
+        auto_pixels=min(pixels, default=None),
+    )
+
+
+class Ready(Protocol):
+    """Reports readiness, once. max_model_len, auto_pixels: see `ReadyReport`.
+
+    before_end: called when the launcher stops this process, in another thread, before it ends; for `FINISH_S` at most.
+    """
+
+    def __call__(
+        self,
+        *,
+        max_model_len: int = 0,
+        auto_pixels: int | None = None,
+        before_end: Callable[[], None] | None = None,
+    ) -> None: ...
+
+
 ChildMain: TypeAlias = Callable[[EngineArgs, Channels, StartSettings, Ready], None]
 """A child's work: calls `ready` once, then never returns. Must be importable by name in a fresh interpreter."""
-
-STACKS_SIGNAL = signal.SIGUSR2
-"""Sent to a child, it has all threads' stacks written to the log, even while native code runs."""
-LAST_WORDS_S = 3 * STOP_PATIENCE_S
-"""A child that gives up one of its own at `StartSettings.ready_by` may take so long to end it and to say so."""
 
 
 def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> ChildProcess:
@@ -44,7 +83,8 @@ def start_child(name: str, main: ChildMain, args: EngineArgs, channels: Channels
 def wait_until_ready(
     children: Sequence[ChildProcess], start: StartSettings, *, grace_s: float = 0.0
 ) -> dict[str, ReadyReport]:
-    """Every child's report, by name. EngineError with the child's own message if one fails, or by timeout.
+    """Wait for every child's report, by name. Raises EngineError with the child's own message if one fails, or by
+    timeout.
 
     grace_s: for messages of failure that come once the time is over.
     """

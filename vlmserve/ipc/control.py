@@ -1,7 +1,7 @@
 """Questions and answers over ZeroMQ: an event loop asks (DEALER), a process with a loop of its own answers (ROUTER).
 
-Frames: the question's number, 8 bytes, and the message's. The answer repeats the number, so that it finds whoever
-asked, however late it comes.
+Frames: the question's number, 8 bytes, and the message's. The answer repeats the number, so even a late
+answer finds its question.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ControlServer:
-    """The answering end. Binds `address`. socket: to be waited for beside others (see `Receiver.drain`)."""
+    """The answering end. Binds `address`. socket: for waiting on several sources at once (see `Receiver.drain`)."""
 
     def __init__(self, address: str) -> None:
         self._questions, self._answers = WireCodec(get_args(ControlRequest)), WireCodec(get_args(ControlResult))
@@ -30,12 +30,12 @@ class ControlServer:
         self.socket.bind(address)
 
     def answer_all(self, handle: Callable[[ControlRequest], ControlResult]) -> None:
-        """Answer what has come so far; returns at once if there is nothing. handle: must not raise."""
+        """Answer all questions that have come; returns at once if there are none. handle: must not raise."""
         while self.socket.poll(0):
             asker, number, *frames = self.socket.recv_multipart()
             try:
                 question = self._questions.decode(frames)
-            except Exception as error:  # whoever can write to the socket must not stop the process
+            except Exception as error:  # a bad message must not stop the process
                 logger.error("dropped a malformed control message: %s: %s", type(error).__name__, error)
                 answer: ControlResult = ControlRefused(message="the control message was malformed", status=500)
             else:
@@ -62,7 +62,7 @@ class ControlClient:
         self._loop.add_reader(self._fd, self._take)
 
     async def ask(self, question: ControlRequest) -> ControlResult:
-        """The answer, whenever it comes: bound the wait with `asyncio.timeout`."""
+        """Ask and wait for the answer, however long it takes: bound the wait with `asyncio.timeout`."""
         number = next(self._numbers).to_bytes(8, "big")
         future = self._waiting[number] = self._loop.create_future()
         try:
@@ -76,7 +76,7 @@ class ControlClient:
         while not self._socket.closed and self._socket.poll(0):
             number, *frames = self._socket.recv_multipart()
             future = self._waiting.get(number)
-            if future is None or future.done():  # nobody waits for it any more
+            if future is None or future.done():  # its asker has given up
                 continue
             try:
                 future.set_result(self._answers.decode(frames))

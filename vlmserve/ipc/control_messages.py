@@ -1,6 +1,7 @@
-"""What operators ask of a running engine, and its answers: they travel on a socket of their own, never among requests.
+"""Operators' questions to a running engine, and its answers. They travel on a socket of their own, never among
+requests.
 
-Each is taken between two steps and answered at once, by its result or by a `ControlRefused`.
+The engine takes a question between two steps and answers at once, with a result or a `ControlRefused`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class FlushCacheReq:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlushCacheResult:
-    """tokens: how many were forgotten. num_running_reqs: those that keep theirs; num_waiting_reqs: those behind."""
+    """The number of cached tokens forgotten, and the requests that are left."""
 
     tokens: int
     num_running_reqs: int
@@ -34,7 +35,7 @@ class GetServerInfoReq:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """What only the engine's process knows. device, dtype: the model's."""
+    """Facts that only the engine's process knows. device, dtype: the model's."""
 
     stats: SchedulerStats
     paused: bool
@@ -64,8 +65,8 @@ class PauseResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartProfileReq:
-    """Record what the next steps do. folder: where the trace goes. steps: after so many it ends by itself; None: when
-    it is told to. activities: none: all that this machine has."""
+    """Record the next steps. folder: for the trace. steps: how many; None records until `StopProfileReq`. activities:
+    an empty tuple records all kinds that this machine has."""
 
     folder: str
     steps: int | None = None
@@ -87,14 +88,14 @@ class ProfileResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AbortRequestsReq:
-    """Take back all that these requests hold; unknown ids are ignored. Their clients have been told already."""
+    """Free all that these answers hold; unknown rids are ignored. Their clients have been told already."""
 
     rids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AbortRequestsResult:
-    """num_running_reqs, num_waiting_reqs: those that are left."""
+    """The requests that are left after an `AbortRequestsReq`."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -102,7 +103,7 @@ class AbortRequestsResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlRefused:
-    """Why there is no result. status: as in HTTP; 409 where the engine is not in the state for it."""
+    """The reason why there is no result. status: as in HTTP; 409 if the engine is not in the state for the question."""
 
     message: str
     status: int = 409

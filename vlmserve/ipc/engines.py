@@ -1,4 +1,4 @@
-"""The API process's way to the engine, or to those of several replicas: each message to the right one."""
+"""The API process's connection to the engine, or to several replicas: each message goes to the right one."""
 
 from __future__ import annotations
 
@@ -19,30 +19,23 @@ from vlmserve.ipc.messages import (
     EncodeOutput,
     EncodeReqInput,
     GetStatsReq,
+    PreparedMessage,
     RequestsLost,
     SchedulerInput,
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
 )
-from vlmserve.ipc.routing.demand import Demand, demand_of, demands
-from vlmserve.ipc.routing.router import Router
-from vlmserve.ipc.routing.sums import sum_results
+from vlmserve.ipc.replica_sums import sum_results
+from vlmserve.ipc.routing import Demand, ReplicaRouter, demand_of, demands
 from vlmserve.ipc.sockets import Prepared, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200
 
 
-class PreparedMessage(Protocol):
-    """See `Prepared`."""
-
-    def send(self) -> None: ...
-
-    def discard(self) -> None: ...
-
-
 class Engines(Protocol):
-    """send, prepare: as of a `Sender`. ask: as of a `ControlClient`. came: a message from the engine was taken."""
+    """The engine, or all replicas, seen from the API process. send and prepare work as in `Sender`, ask as in
+    `ControlClient`. Call `came` for each message taken from an engine."""
 
     def send(self, message: SchedulerInput) -> None: ...
 
@@ -54,7 +47,7 @@ class Engines(Protocol):
 
 
 def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStack) -> Engines:
-    """To each replica; `stack` closes what that takes. Call it in the running event loop."""
+    """Connect to each replica, in the running event loop. `stack` closes the connections."""
     shared = channels[0].shared_arrays(spare_bytes=SPARE_BYTES)
     senders, operators = [], []
     for own in channels:
@@ -64,11 +57,11 @@ def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStac
         stack.callback(operators[-1].close)
     if len(channels) == 1:
         return OneEngine(senders[0], operators[0])
-    return Replicas(senders, operators, Router(len(senders), method=args.load_balance_method))
+    return Replicas(senders, operators, ReplicaRouter(len(senders), method=args.load_balance_method))
 
 
 class OneEngine:
-    """There is nothing to choose."""
+    """A single engine: there is nothing to choose."""
 
     def __init__(self, sender: Sender, operator: ControlClient) -> None:
         self.send = sender.send
@@ -76,19 +69,20 @@ class OneEngine:
         self.ask = operator.ask
 
     def came(self, message: TokenizerManagerInput) -> None:
-        """See `Engines`."""
+        """Do nothing: no answer is counted."""
 
 
 class Replicas:
-    """Each request goes where `router` says, what is about it follows, and what is about the engine goes to all."""
+    """Several replicas. `router` chooses one for each request; later messages about it follow. Others go to all
+    replicas."""
 
-    def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: Router) -> None:
+    def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: ReplicaRouter) -> None:
         self._senders = senders
         self._operators = operators
         self._router = router
 
     def send(self, message: SchedulerInput) -> None:
-        """See `Sender.send`."""
+        """Send a message to its replica; see `Sender.send`."""
         match message:
             case AbortReq():
                 replica = self._router.replica_of(message.rid)
@@ -103,8 +97,8 @@ class Replicas:
                     self._senders[self._router.place(demand)].send(part)
 
     def prepare(self, message: SchedulerInput) -> PreparedMessage:
-        """See `Sender.prepare`. Where it goes is decided as it is sent. It goes as a whole: what it has in common with
-        others of its message was copied once."""
+        """Copy out a message's arrays; see `Sender.prepare`. The replica is chosen when the message is sent. The
+        message stays whole, because its parts share arrays that are copied once."""
         assert isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput)
         if isinstance(message, BatchTokenizedGenerateReqInput):
             demand = demand_of(message.requests)
@@ -113,13 +107,13 @@ class Replicas:
         return _Placed(self._senders[0].prepare(message), demand, self._router, self._senders)
 
     async def ask(self, question: ControlRequest) -> ControlResult:
-        """See `ControlClient.ask`; the answer of all, which comes with the last one's."""
+        """Ask all replicas and return their answers as one; see `ControlClient.ask`."""
         if isinstance(question, FlushCacheReq):
             self._router.forget()
         return sum_results(await asyncio.gather(*(operator.ask(question) for operator in self._operators)))
 
     def came(self, message: TokenizerManagerInput) -> None:
-        """See `Engines`."""
+        """Note which answers have ended."""
         match message:
             case BatchTextOutput():
                 for output in message.outputs:
@@ -134,11 +128,11 @@ class Replicas:
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """A message with arrays that finds its replica when it is sent."""
+    """A prepared message whose replica is chosen when it is sent."""
 
     prepared: Prepared
     demand: Demand
-    router: Router
+    router: ReplicaRouter
     senders: Sequence[Sender]
 
     def send(self) -> None:

@@ -5,8 +5,8 @@ Messages are frozen dataclasses; `vlmserve_common.transport.wire` encodes them (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -14,18 +14,18 @@ from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from vision.cache.stats import PoolStats
 
 THINK_END = "</think>"
-"""The text that ends a model's thoughts; a grammar holds from there on."""
+"""The text that ends a model's thoughts. A grammar holds from there on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrammarSpec:
-    """What an answer must look like. text: a JSON schema, a regular expression that the whole answer matches, a grammar
-    in EBNF, a JSON list of texts to choose from, or a structural tag in JSON.
+    """The form that an answer must have. text: a JSON schema, a regular expression that the whole answer matches, a
+    grammar in EBNF, a JSON list of texts to choose from, or a structural tag in JSON.
 
-    calls: the answer may be calls of functions in place of that: a structural tag in JSON.
-    thinking: the prompt has begun the model's thoughts; their rest comes before all that.
-    strict: objects of a JSON schema have the properties that it names, and no others; a structural tag is followed to
-    the letter or refused. param: the request's field that it comes from, for errors.
+    calls: a structural tag in JSON; the answer may be these calls of functions instead.
+    thinking: the prompt has begun the model's thoughts; the form holds behind their end.
+    strict: objects of a JSON schema have the properties that it names and no others; a structural tag is followed to
+    the letter or refused. param: the request's field that the grammar comes from, for errors.
     """
 
     kind: Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]
@@ -36,47 +36,75 @@ class GrammarSpec:
     param: str = field(default="response_format", compare=False)
 
 
+_LEFT_OUT: dict[str, Any] = {
+    "stop": (),
+    "stop_token_ids": (),
+    "ignore_eos": False,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "skip_special_tokens": True,
+    "min_tokens": 0,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How one answer is sampled. Values are validated by whoever makes one (see `verify`).
+    """How answers are sampled: first as a request asks, then checked and with the server's defaults filled in.
 
-    max_new_tokens: None means up to the context length. temperature 0 is greedy. top_k -1 (or 0) is off.
+    temperature, top_p, top_k, min_p, repetition_penalty, seed: None where the request says nothing; the tokenizer
+    fills them in (`SamplingDefaults.apply`). For all other fields None is the same as leaving them out.
+    max_new_tokens: None means up to the context length. max_tokens: another name for it, None once the object is made;
+    ValueError if both are given and differ. temperature 0 is greedy. top_k -1 (or 0) is off.
     seed: sampling noise is a function of (seed, output index) only. logit_bias: token id -> added to the logit.
     repetition_penalty: logits of all tokens of prompt and answer so far are divided by it (negative ones multiplied).
     stop: strings that end the answer and are not part of it (found by the detokenizer).
     stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
-    grammar: what the answer must look like; it goes before all other fields, and ends where the grammar does.
-    min_tokens: until the answer has so many, ids that would end it are not sampled, and stop strings not looked for.
+    grammar: the form that the answer must have; it goes before all other fields and ends where the grammar does.
+    min_tokens: before the answer has this many tokens, no id that would end it is sampled and no stop string is found.
     """
 
     max_new_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    seed: int = 0
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     min_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        for name, value in _LEFT_OUT.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.logit_bias is None:
+            object.__setattr__(self, "logit_bias", {})
+        if self.max_tokens is None:
+            return
+        if self.max_new_tokens not in (None, self.max_tokens):
+            raise ValueError(f"max_tokens is {self.max_tokens}, and max_new_tokens {self.max_new_tokens}: give one")
+        object.__setattr__(self, "max_new_tokens", self.max_tokens)
+        object.__setattr__(self, "max_tokens", None)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnOptions:
-    """What a request returns besides its answer. Values are validated by whoever makes one (see `verify_returns`).
+    """What a request returns besides its answer. `verify_returns` checks its values.
 
     prompt_logprobs: how many alternatives to return at each prompt position, besides the prompt's own token; None: no
     logprobs of the prompt. logprob_start_len: the first position they are returned for. token_ids_logprob: tokens whose
-    logprobs are returned at each of these positions, and at those of the answer. All logprobs are of the model's own
-    distribution; temp_scaled_logprobs: at the request's temperature instead; top_p_normalized_logprobs: of the
-    likeliest tokens only that its top_p leaves. hidden_states: final ones of the prompt's last token ("last"), or those
-    that each token of the answer is made of ("all"), of which the first is the same.
+    logprobs are returned at each of these positions, and at those of the answer. Logprobs come from the model's own
+    distribution; with temp_scaled_logprobs at the request's temperature, and with top_p_normalized_logprobs over the
+    tokens that its top_p leaves. hidden_states: "last" returns the final hidden state of the prompt's
+    last token; "all" returns the one that each token of the answer is made of, of which the first is the same.
     """
 
     prompt_logprobs: int | None = None
@@ -89,7 +117,7 @@ class ReturnOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitsProcessorCall:
-    """A logits processor of the operator's (--logits-processors), by its name, and what the request tells it: JSON."""
+    """The name of a logits processor of the operator's (--logits-processors), and the request's parameters for it."""
 
     name: str
     params: dict[str, Any] = field(default_factory=dict)
@@ -97,55 +125,67 @@ class LogitsProcessorCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputEmbeds:
-    """What a prompt is made of in place of tokens: float32 [L, hidden]. digests: uint8 [L, 32], of each row."""
+    """A prompt that is given as embeddings: rows float32 [L, hidden], digests uint8 [L, 32], one of each row."""
 
     rows: np.ndarray
     digests: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TokenizedGenerateReqInput:
-    """One answer to make. input_ids: int64 [L], real ids (image pad tokens included), already expanded; any where
-    `input_embeds` stand in their place.
+class RequestOptions:
+    """Fields that a request keeps all the way: from the API, in `GenerateReqInput`, to the scheduler.
 
-    max_new_tokens may be 0: nothing is sampled, and all that there is to return is of the prompt.
+    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: its id;
+    clients take turns. group: the engine's id of the request, which all answers to its prompt share.
+    session_id: of the conversation whose KV is kept for its next turn; "" is none. priority: lower goes first, where
+    the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors: applied
+    in this order. data_parallel_rank: the replica that is to answer; None: any.
+    """
 
-    num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: who
-    asks; clients take turns. group: of all answers to one prompt, choice: which of them this is. session_id: of the
-    conversation whose KV is kept for its next turn when this one has ended; "" is none. priority: lower goes first,
-    where the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors:
-    applied in this order. data_parallel_rank: the replica that is to answer; None: whichever.
+    sampling_params: SamplingParams = SamplingParams()
+    returns: ReturnOptions = ReturnOptions()
+    num_logprobs: int | None = None
+    logits_processors: tuple[LogitsProcessorCall, ...] = ()
+    client: str = ""
+    group: str = ""
+    session_id: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    data_parallel_rank: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return these fields by their names, for the next form of the same request."""
+        return {one.name: getattr(self, one.name) for one in fields(RequestOptions)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizedGenerateReqInput(RequestOptions):
+    """One answer to make. rid: the engine's unique id of this answer.
+
+    input_ids: int64 [L], real ids (image pad tokens included), already expanded. The ids mean nothing if there are
+    `input_embeds`. choice: the number of this answer among those of its group.
+    sampling_params.max_new_tokens may be 0: then nothing is sampled, and all that is returned is of the prompt.
     """
 
     rid: str
     input_ids: np.ndarray
-    sampling_params: SamplingParams
     mm_inputs: MultimodalInputs | None = None
-    num_logprobs: int | None = None
-    client: str = ""
-    group: str = ""
-    choice: int = 0
-    session_id: str = ""
-    cache_salt: str = ""
-    priority: int = 0
-    returns: ReturnOptions = field(default_factory=ReturnOptions)
-    logits_processors: tuple[LogitsProcessorCall, ...] = ()
     input_embeds: InputEmbeds | None = None
-    data_parallel_rank: int | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTokenizedGenerateReqInput:
-    """Several answers, sent together: arrays that they share, such as the pictures of one prompt, travel once."""
+    """Several answers in one message. Arrays that they share, such as the pictures of one prompt, travel once."""
 
     requests: tuple[TokenizedGenerateReqInput, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeReqInput:
-    """Media to encode ahead of time, for prompts to come; they stand in none, and have no offsets.
+    """Media to encode ahead of time, for later prompts. The items are in no prompt yet, so they have no offsets.
 
-    pin: their embeddings are never evicted from the disk.
+    pin: the embeddings are never evicted from the disk.
     """
 
     rid: str
@@ -155,10 +195,10 @@ class EncodeReqInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AbortReq:
-    """Stop working on `rid`; unknown rids are ignored.
+    """The order to stop working on `rid`. The scheduler ignores an unknown rid.
 
-    finished: sent by the detokenizer when it found a stop string: the client has its whole answer, so the scheduler
-    frees the request without reporting anything. Otherwise (a client went away) it reports an "abort" finish.
+    finished: the detokenizer found a stop string. The client has its whole answer, so the scheduler frees the request
+    and reports nothing. Without it (a client went away) the scheduler reports an "abort" finish.
     """
 
     rid: str
@@ -167,7 +207,7 @@ class AbortReq:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GetStatsReq:
-    """Ask the scheduler for a `SchedulerStats`."""
+    """The request for a `SchedulerStats`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,12 +256,12 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Where a request's time went at the scheduler, in seconds; None for stages that it had no need of, or not come to.
+    """A request's times at the scheduler, in seconds. A stage is None if the request skipped it or has not reached it.
 
-    encode_s: from its arrival until all embeddings were there; encode_cached: none of them was computed for it.
-    queue_s: from then until the first chunk of its prompt. prefill_s: from that to the first token. decode_s: from that
-    to the last. total_s: from its arrival. retractions: how often its KV slots were taken back; that time is part of
-    the stage it was at.
+    encode_s: from arrival until all embeddings were there; encode_cached: none of them was computed for this request.
+    queue_s: from then until the first chunk of the prompt. prefill_s: from there to the first token. decode_s: from
+    there to the last token. total_s: from arrival. retractions: how often the KV slots were taken back; that time
+    counts for the stage that the request was in.
     """
 
     queue_s: float
@@ -234,14 +274,18 @@ class StageTimes:
 
 
 class TokenOutput(NamedTuple):
-    """What one scheduler step produced for one request. A tuple: of all messages, only these are made by the hundred in
-    every step, and a frozen dataclass takes three times as long to make.
+    """The result of one step for one answer: tokens from the scheduler, to which the detokenizer adds their text.
 
+    It is a tuple because every step makes hundreds of them, and a frozen dataclass takes three times as long to make.
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
-    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in a request's first output only;
-    prompt_logprobs come with that, too. hidden_states: float32 [n, hidden], those of the prompt's last token, or of the
-    new tokens. stages: in a request's first and last output.
+    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in an answer's first output only;
+    prompt_logprobs come with that output, too. hidden_states: float32 [n, hidden], of the prompt's last token or of the
+    new tokens. stages: in an answer's first and last output.
+
+    text: the new text, whole UTF-8 characters, never part of a stop string. Text may be held back (it may be part of a
+    stop string or an incomplete character): then it comes with a later output than its tokens. Once a stop string
+    matched, tokens after the one that completed it are dropped and completion_tokens does not count them.
     """
 
     rid: str
@@ -258,50 +302,29 @@ class TokenOutput(NamedTuple):
     hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
     min_tokens: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTokenOutput:
-    """Scheduler -> DetokenizerManager, once a step."""
+    """All outputs of one step: scheduler -> DetokenizerManager."""
 
     outputs: tuple[TokenOutput, ...]
 
 
-class TextOutput(NamedTuple):
-    """New text of one request; a tuple for the reason that `TokenOutput` is one. `text` is a delta, whole UTF-8
-    characters, never part of a stop string.
-
-    token_ids/logprobs are those of the step even where their text is held back (it may be part of a stop string or
-    an incomplete character): they come out with the delta that follows. Once a stop string matched, tokens after the
-    one that completed it are dropped and completion_tokens does not count them. stages: the step's.
-    """
-
-    rid: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    hidden_states: np.ndarray | None = None
-    stages: StageTimes | None = None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchTextOutput:
-    """DetokenizerManager -> TokenizerManager."""
+    """All new text of one step: DetokenizerManager -> TokenizerManager."""
 
-    outputs: tuple[TextOutput, ...]
+    outputs: tuple[TokenOutput, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedItem:
-    """What became of one medium that was to be encoded ahead of time.
+    """The outcome for one medium that was to be encoded ahead of time.
 
     temporal_patches: one for a picture; encoded: how many of them were computed. patches_encoded: the same in vision
-    patches. saved: whether all of them are on disk and stay there through a crash; None where nothing is kept there.
+    patches. saved: whether all of them are on disk and survive a crash; None where nothing is kept on disk.
     """
 
     modality: Modality
@@ -312,13 +335,13 @@ class EncodedItem:
 
     @property
     def found(self) -> int:
-        """Temporal patches that were cached."""
+        """Return the number of temporal patches that were cached."""
         return self.temporal_patches - self.encoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodeOutput:
-    """The answer to an `EncodeReqInput`: of each of its items. error: why there is none (message, status)."""
+    """The answer to an `EncodeReqInput`, one entry for each item. error: why there is none (message, status)."""
 
     rid: str
     items: tuple[EncodedItem, ...]
@@ -327,7 +350,8 @@ class EncodeOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HistogramStats:
-    """How many values were at most each of `bounds`, and above the one before; the last of `counts`: above all."""
+    """A histogram: counts[i] values were at most bounds[i] and above bounds[i - 1]. The last count is the values
+    above all bounds."""
 
     bounds: tuple[int, ...] = ()
     counts: tuple[int, ...] = (0,)
@@ -336,12 +360,13 @@ class HistogramStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStats:
-    """What `scheduler.meter` counts. encoding_reqs: requests that wait for embeddings now. The rest since the start:
+    """Figures that `scheduler.meter` counts. encoding_reqs: requests that wait for embeddings now. The rest are totals
+    since the start:
 
-    preempted_total: KV slots taken back from requests, running or in their prompts. prompt_tokens_computed_total: of
-    prompts, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed prompts, and those of
-    them that the prefix cache had. draft_tokens_total, accepted_tokens_total: guessed, and right. step_reqs,
-    step_tokens: requests and tokens of each step of the model.
+    preempted_total: how often a request, running or in its prompt, lost its KV slots. prompt_tokens_computed_total:
+    prompt tokens computed, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed
+    prompts, and how many of them the prefix cache had. draft_tokens_total, accepted_tokens_total: tokens guessed, and
+    guessed right. step_reqs, step_tokens: requests and tokens of each step of the model.
     """
 
     encoding_reqs: int = 0
@@ -357,9 +382,9 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertStats:
-    """Of `--enable-eplb`. imbalance: how much the busiest party had to do before experts were placed anew the last
-    time, in times of the mean; imbalance_after: what that placement would have made of it. 0 before the first one.
-    rebalances_total, moved_total: placements, and experts that got another slot, since the start."""
+    """Figures of `--enable-eplb`. imbalance: the load of the busiest rank before the last placement of experts, as a
+    multiple of the mean; imbalance_after: the same after that placement. Both are 0 before the first
+    placement. rebalances_total, moved_total: placements, and experts that got another slot, since the start."""
 
     imbalance: float = 0.0
     imbalance_after: float = 0.0
@@ -369,7 +394,7 @@ class ExpertStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Plain figures of the scheduler, for /metrics and tests. Token counts are KV slots. replica: whose they are."""
+    """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replica: its number."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -397,7 +422,7 @@ class SchedulerStats:
 class RequestsLost:
     """A message about these requests could not be read, so none of them can be answered. message: for their clients.
 
-    It is what whoever should have got that message gets, and goes on to the API process, which ends the requests.
+    The receiver gets this in the lost message's place and passes it on to the API process, which ends the requests.
     """
 
     rids: tuple[str, ...]
@@ -412,15 +437,19 @@ DetokenizerInput: TypeAlias = SchedulerOutput | SchedulerStats | RequestsLost
 TokenizerManagerInput: TypeAlias = BatchTextOutput | EncodeOutput | SchedulerStats | RequestsLost
 
 
+class PreparedMessage(Protocol):
+    """A message whose arrays are copied out. The event loop calls one of the two methods, once."""
+
+    def send(self) -> None:
+        """Hand the message to the scheduler."""
+
+    def discard(self) -> None:
+        """Free what the message holds: it will not be sent."""
+
+
 def rids_of(message: object) -> tuple[str, ...]:
-    """The requests that a message is about; none for one about the engine."""
-    match message:
-        case RequestsLost():
-            return message.rids
-        case BatchTokenizedGenerateReqInput():
-            return tuple(request.rid for request in message.requests)
-        case BatchTokenOutput() | BatchTextOutput():
-            return tuple(output.rid for output in message.outputs)
-        case TokenizedGenerateReqInput() | EncodeReqInput() | AbortReq() | EncodeOutput():
-            return (message.rid,)
-    return ()
+    """Return the rids that a message is about, found by its fields; none for a message about the engine."""
+    if isinstance(message, RequestsLost):
+        return message.rids
+    parts = getattr(message, "requests", None) or getattr(message, "outputs", None) or (message,)
+    return tuple(part.rid for part in parts if hasattr(part, "rid"))

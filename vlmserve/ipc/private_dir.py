@@ -1,7 +1,7 @@
 """Directories that only this user can enter, and that vanish with the process that made them, even if it is killed.
 
-The maker holds a lock on the directory for as long as it lives. Whoever makes one later removes those of its own user
-whose lock is free: their makers are gone. (A pid file would be fooled by pids that are used again, or by containers.)
+The maker holds a lock on its directory as long as it lives. A later maker removes directories of the same user whose
+lock is free. (Pid files would be fooled by pids that are used again, and by containers.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Between making a directory and locking it lies a moment in which it looks abandoned.
 _GRACE_S = 10.0
-# A unix socket's path holds 107 bytes; the longest name we put under the directory is that of a replica's detokenizer.
+# A unix socket's path holds 107 bytes; the longest name under the directory is a replica's detokenizer.
 _MAX_SOCKET_DIR_BYTES = 107 - len("/r999/detokenizer")
 
 
@@ -48,8 +48,8 @@ class PrivateDirectory(contextlib.AbstractContextManager["PrivateDirectory"]):
 
 
 def socket_base() -> Path:
-    """Where a directory for sockets can be made: $XDG_RUNTIME_DIR, the temporary directory or /tmp, the first that is
-    writable and short enough for a unix socket's path. Raises EngineError when none is."""
+    """Find a place for a directory of sockets: $XDG_RUNTIME_DIR, the temporary directory or /tmp, the first that is
+    writable and short enough for a unix socket's path. Raises EngineError if there is none."""
     longest_name = f"/vlmserve-{os.getuid()}-xxxxxxxx"
     candidates = [os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"]
     for candidate in candidates:
@@ -67,7 +67,7 @@ def socket_base() -> Path:
 
 
 def shared_memory_base() -> Path:
-    """Where a directory for large arrays is best made: /dev/shm where there is one, else as for sockets."""
+    """Find the best place for a directory of large arrays: /dev/shm if there is one, else as for sockets."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK | os.X_OK) else socket_base()
 

@@ -1,8 +1,7 @@
 """Typed one-way messages over ZeroMQ PUSH/PULL.
 
-A PUSH socket never drops: at its high-water mark it blocks. The marks are off here (0), so a send never blocks the
-event loop or the scheduler either; what can be in flight is bounded by the limits on requests, and large arrays travel
-through shared memory, not through the queue.
+A PUSH socket never drops; at its high-water mark it blocks. The marks are off here (0), so a send never blocks either.
+The limits on requests bound the messages in flight, and large arrays travel through shared memory.
 
 In front of each message travels an envelope: the requests that it is about, and the blocks of `SharedArrays` that hold
 its arrays. It is looked at only if the message cannot be read: the receiver then frees the arrays and gets a
@@ -33,7 +32,7 @@ _LOST = "a message about this request was damaged on its way between the server'
 
 
 class Prepared:
-    """A message whose arrays have left this process. To be sent or discarded, once, by whoever uses its `Sender`."""
+    """A message whose arrays have left this process. The thread that uses its `Sender` sends or discards it, once."""
 
     def __init__(self, sender: Sender, codec: WireCodec, frames: list[Frame]) -> None:
         self._sender = sender
@@ -50,8 +49,8 @@ class Prepared:
 
 
 class Sender:
-    """The sending end of a channel. It never waits for its receiver. Not thread-safe, but for `prepare`: copying large
-    arrays takes a while, which an event loop leaves to a thread.
+    """The sending end of a channel. It never waits for its receiver. Only `prepare` is thread-safe: copying large
+    arrays takes a while, so an event loop leaves it to a thread.
 
     address: an ``ipc://`` address; its receiver may come up later. types: the message types of the channel.
     linger_ms: how long `close` may keep trying to deliver.
@@ -89,7 +88,7 @@ class Sender:
         self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
 
     def close(self) -> None:
-        """Deliver what is queued, within `linger_ms`, and close."""
+        """Deliver the queued messages, within `linger_ms`, and close."""
         self._socket.close()
 
 
@@ -99,19 +98,19 @@ def _encode(codec: WireCodec, message: object) -> list[Frame]:
 
 
 class _Decoder:
-    """Decodes frames. Of what cannot be decoded, which is logged, nothing is left but `RequestsLost`."""
+    """Decodes frames. A message that cannot be decoded is logged and becomes `RequestsLost`."""
 
     def __init__(self, types: Iterable[type], shared: SharedArrays | None) -> None:
         self._codec = WireCodec(types, shared)
         self._shared = shared
 
     def decode(self, frames: Sequence[zmq.Frame]) -> Any | None:
-        """A message, or what stands in its place; None if it is unknown who waits for it."""
+        """Return a message, or `RequestsLost` in its place; None if no request is known to be lost."""
         # Writable views of ZeroMQ's own buffers: arrays in a message map them without a copy.
         buffers: list[Frame] = [frame.buffer for frame in frames]
         try:
             return self._codec.decode(buffers[1:])
-        except Exception as error:  # not only WireError: whoever can write to the socket must not stop the process
+        except Exception as error:  # not only WireError: a bad message must not stop the process
             rids, blocks = _open_envelope(buffers[0])
             logger.error(
                 "dropped a malformed message of %d frames, about %d requests: %s: %s",
@@ -130,7 +129,7 @@ class _Decoder:
 
 
 def _open_envelope(frame: Frame) -> tuple[list[str], list[str]]:
-    """Rids and blocks; none, if it cannot be read."""
+    """Return the rids and blocks of an envelope; none if it cannot be read."""
     try:
         rids, blocks = json.loads(bytes(frame))
         readable = all(isinstance(name, str) for name in [*rids, *blocks])
@@ -150,10 +149,11 @@ class Receiver:
         self._socket.bind(address)
 
     def recv(self, timeout_s: float | None = None, wake: Sequence[Any] = ()) -> Any:
-        """The next message; None if none came in time (None waits for ever), or if a file descriptor or another
-        ZeroMQ socket of `wake` becomes readable before. A malformed one is a `RequestsLost`, or dropped."""
+        """Return the next message. None if none came in time (a timeout of None waits for ever), or if a file
+        descriptor or another ZeroMQ socket of `wake` became readable. A malformed message is a `RequestsLost`, or
+        dropped."""
         timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        # Where there is nothing to wait for but a message, ZeroMQ's own waiting is the cheapest.
+        # ZeroMQ's own waiting is the cheapest if there is nothing else to wait for.
         flags = zmq.NOBLOCK if wake or timeout_ms is not None else 0
         while not flags or self._is_next(timeout_ms, wake):
             message = self._decoder.decode(self._socket.recv_multipart(flags=flags, copy=False))
@@ -170,7 +170,7 @@ class Receiver:
         return self._socket in dict(poller.poll(timeout_ms))
 
     def drain(self, timeout_s: float | None = 0.0, wake: Sequence[Any] = ()) -> list[Any]:
-        """All messages that are waiting; if there are none, waits for the first as `recv` does."""
+        """Return all messages that are waiting; if there are none, wait for the first as `recv` does."""
         messages = []
         message = self.recv(timeout_s, wake)
         while message is not None:
@@ -189,8 +189,8 @@ class AsyncReceiver:
     handle: is called, in the loop, with each message as it comes; a malformed one is a `RequestsLost`, or dropped. It
     must not raise. broken: is told what went wrong, once, if nothing can be received any more.
 
-    The loop watches ZeroMQ's file descriptor. That becomes readable when something may have come, not for each
-    message, so all that is there is taken. A step of many requests is one turn of the loop.
+    The loop watches ZeroMQ's file descriptor. It becomes readable when something may have come, not once a message, so
+    every turn takes all messages. A step of many requests is one turn of the loop.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class AsyncReceiver:
         self._socket.bind(address)
         self._fd = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._fd, self._take)
-        # What came before the descriptor was watched may not show there.
+        # A message from before the descriptor was watched may not show there.
         self._loop.call_soon(self._take)
 
     def _take(self) -> None:

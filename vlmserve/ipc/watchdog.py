@@ -1,11 +1,10 @@
 """Finds processes of a server that hang or were stopped.
 
-Two signs: a process whose loop has been at the same turn for too long, by its `Heartbeat`, hangs; one that the kernel
-shows as stopped (SIGSTOP, a debugger) does nothing at all, idle or not. An idle process is well, however long it
-sleeps.
+There are two signs. A process hangs if its loop is at the same turn for too long, by its `Heartbeat`. A process that
+the kernel shows as stopped (SIGSTOP, a debugger) does nothing at all. An idle process is well, however long it sleeps.
 
-Time is counted in looks, not by the clock: where this process did not run itself (a suspended machine, a frozen
-container), neither did the others, and nobody is taken for hung.
+Time is counted in looks, not by the clock. If this process did not run (a suspended machine, a frozen container), no
+other process ran either, and none is taken for hung.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vlmserve_common.process.child import is_stopped_by_a_signal
 LOOK_S = 1.0
 """How often to look."""
 STOPPED_S = 2.0
-"""Whoever is stopped for so long is reported; before that it may be a debugger's moment."""
+"""A process that is stopped for this long is reported; a shorter stop may be a debugger's."""
 
 
 class _Pulse(Protocol):
@@ -38,7 +37,7 @@ class Watched:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the looks so far came to, in seconds."""
+    """The result of all looks at a process so far, in seconds."""
 
     turn: int = 0
     at_turn_s: float = 0.0
@@ -48,9 +47,9 @@ class _Seen:
 class Watchdog:
     """Call `look` every `LOOK_S`.
 
-    timeout_s: of one turn, or of being stopped, after which a process is given up; 0: never. clock: in seconds.
-    suspend: is told why nothing can be answered for the time being, and None when it can again. give_up: is told, once
-    for all, of whom nothing more is expected, and why.
+    timeout_s: after one turn or one stop of this length a process is given up; 0: never. clock: in seconds.
+    suspend: called with the reason why requests cannot be answered now, and with None once they can. give_up: called
+    once, with the process that is given up, and the reason.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class Watchdog:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be answered now, as far as the last look goes."""
+        """Return why requests cannot be answered, as of the last look; None if they can."""
         return self._problem
 
     def look(self) -> None:
-        """See how everybody is."""
+        """Look at every process."""
         if self._gave_up:
             return
         now = self._clock()

@@ -130,7 +130,7 @@ class TokenToKVPoolAllocator:
         first, last = int(pages[0]), int(pages[-1])
         room = last + 1 - first + self._rooms.length_at(last + 1)
         self.free(slots[-prefix_len % self.page_size :])
-        # somebody else's run may have ended where this one begins; then nobody's room begins here
+        # another request's run may have ended where this one begins; then no room begins here
         if prefix_len and self._open.length_at(first):
             self._keep_room(first, room)
 

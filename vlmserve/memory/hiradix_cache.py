@@ -41,8 +41,8 @@ class HiRadixCache(RadixCache):
     it when it was hit `write_through_hits` times; a node that was not is gone when it is evicted.
 
     The cache only plans. It hands copies out as jobs (`take_copy_jobs`), which are done on the model's thread before
-    the next forward pass, in their order. That order makes three things safe. Slots of the device are free as soon as a
-    node is evicted: the job that reads them is done before the next step writes them. Host slots may be given away
+    the next forward pass, in their order. Their order makes three things safe. Slots of the device are free as soon as
+    a node is evicted: the job that reads them is done before the next step writes them. Host slots may be given away
     while jobs that read them wait: the job that writes them waits behind these. A prefix that is loaded back may be
     used by the step that brings its job. Therefore jobs that were taken must be done, even if their step is not. KV may
     be inserted only if the step that computes it was sent before the next jobs are.

@@ -17,7 +17,7 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import CacheLayer
 
 STAGED_BYTES = 64 * 2**20
-"""Longer copies go in pieces, so that what they take beside the pools stays small."""
+"""Longer copies go in pieces, so that their memory beside the pools stays small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class KVCopyJob:
 
 class HostKVPool:
     """KV of all layers by slot in host memory: `rows` uint8 [num_slots, bytes_per_token]. A token's bytes lie side by
-    side, so a run of slots is one copy. With a GPU the memory is page-locked, so copies need no detour.
+    side, so a run of slots is one copy. If there is a GPU, the memory is page-locked, so copies need no detour.
 
     Slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
     """

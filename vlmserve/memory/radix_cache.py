@@ -111,7 +111,7 @@ class RadixCache(DeviceOnly):
         return self._tree.live_keys()
 
     def _result(self, nodes: list[RadixNode]) -> MatchResult:
-        """Make the result of a prefix's nodes, from the top. Those on the device come first."""
+        """Make the result of a prefix's nodes, from the top. Nodes on the device come first."""
         root = self._tree.root
         here = [node for node in nodes if node.on_device]
         return MatchResult(

@@ -27,8 +27,8 @@ class StateShape:
 
 
 class RecurrentCache:
-    """The states: first a blank one, with which requests begin, then `num_states` (see `RecurrentStates`). With
-    `padded`, a last one, `padding_state`, is for requests that only fill a step up.
+    """The states: first a blank one, with which requests begin, then `num_states` (see `RecurrentStates`). If `padded`,
+    a last one, `padding_state`, is for requests that only fill a step up.
 
     conv [1 + num_states, layers, width - 1, channels]; recurrent [1 + num_states, layers, heads, key_dim, value_dim]. A
     state lies in one piece, so one copy moves it.

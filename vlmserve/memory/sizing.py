@@ -157,8 +157,8 @@ def kv_cache_size(
 
 
 def graph_room(args: EngineArgs, *, bytes_per_token: int, device: torch.device, activations: Activations) -> int:
-    """Return the bytes that captured graphs may take, when weights are loaded and the KV cache is not there yet: a
-    tenth of the memory that computing leaves, and no more than `max_total_tokens` leave, if that is set."""
+    """Return the bytes that captured graphs may take, when weights are loaded and the KV cache is not there yet. They
+    get a tenth of the memory that computing leaves, and no more than `max_total_tokens` leave, if that is set."""
     free, _ = free_memory(device)
     left = free - activations.peak
     room = most_for_graphs(left)

@@ -230,7 +230,7 @@ class Decoder(nn.Module):
 
         Without the last stage, the result is the output of the last layer here. input_embeds may be overwritten; a
         later stage is given the output of the stage before. deepstack_embeds [layers, R, hidden] are added to tokens
-        `deepstack_index` int64 [R] behind the first layers, one behind each (DeepStack, arXiv:2406.04334). Those beyond
+        `deepstack_index` int64 [R] behind the first layers, one behind each (DeepStack, arXiv:2406.04334). Rows beyond
         the layers here are for the next stage.
         """
         run = self._run_layers(self._rotary(positions), forward_batch)

@@ -20,12 +20,11 @@ from vlmserve_common.compute.shard import Cut, Cuts, stacked
 from vlmserve_common.kernels.quantized import Mode
 
 _RUN = 16 * CHUNK
-"""Most tokens that are computed together, so that what that takes does not grow with the prompt."""
+"""The most tokens that are computed together, so that their memory does not grow with the prompt."""
 
 
 class ConvWeight(nn.Module):
-    """A weight [channels, 1, width], stored as that of a convolution. channels: this process's part of the stored
-    ones."""
+    """A convolution's weight [channels, 1, width]. channels: this process's part of the stored ones."""
 
     def __init__(self, channels: Cuts, width: int) -> None:
         super().__init__()

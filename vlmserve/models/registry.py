@@ -171,7 +171,7 @@ def make_model(
     """Make an uninitialised model of a known family. On a CPU, its memory is committed as it is filled.
 
     with_tower: False keeps the tower on the meta device, because pictures are encoded elsewhere. comm: of the part that
-    `config` names; None makes a part that never computes together with others.
+    `config` names; None makes a part that never computes together with other processes.
     """
     model = _outline(hf_config, config, dtype, comm or Communicator(config.shard))
     _commit(model, device, with_tower=with_tower)

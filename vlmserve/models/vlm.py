@@ -29,7 +29,7 @@ WEIGHT_RULES = WeightRules(
         ("model.", "language_model."),
     ),
     # Constants that old versions of transformers saved along, and the head of a tied model, which is its embedding
-    # (that of an untied one is a parameter, and so never ignored). Qwen3.5's layers that guess further tokens.
+    # (an untied model's head is a parameter, and so never ignored). Qwen3.5's layers that guess further tokens.
     ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$", r"^mtp\."),
 )
 
@@ -103,7 +103,7 @@ class VisionLanguageModel(nn.Module):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits float32 [R, vocab] of final hidden states [R, hidden]. All processes that share the model call
-        it. The first one gets the logits; the others get those of their part of the vocabulary."""
+        it. The first process gets all logits; each other process gets the logits of its part of the vocabulary."""
         logits, together = self._own_logits(hidden), self.comm.collectives
         if together is None:
             return logits

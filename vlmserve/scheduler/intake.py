@@ -1,4 +1,4 @@
-"""From messages to requests, with what is begun for them at once: encoding, reading of prefixes from disk, grammars."""
+"""From messages to requests, and the work that begins at once: encoding, reading prefixes from disk, grammars."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class Intake:
-    """max_req_len: tokens of prompt and answer of one request together, at most. encoder_order: turns of clients;
-    by default, one of its own."""
+    """Makes `Req`s of messages and follows the work that goes on for them beside the scheduler.
+
+    max_req_len: most tokens of prompt and answer of one request together. encoder_order: turns of clients at the
+    encoder; by default an order of its own.
+    """
 
     def __init__(
         self,
@@ -56,23 +59,14 @@ class Intake:
         self._media_keys = media_keys
         self._clock = clock
         self._fetches: list[Future[Any]] = []
-        self._wake_up = WakeUp()  # when one of them is done
+        self._wake_up = WakeUp()  # called when a future is done
         self._grammars = grammars
         self._compiling: list[tuple[Req, Future[CompiledGrammar]]] = []
 
     def refusal(self, message: TokenizedGenerateReqInput, known: Container[str]) -> FinishReason | None:
-        """Why a request can never run; None if it may. known: the ids of those that are here."""
-        length, limit = len(message.input_ids), self._max_req_len
+        """Return why a request can never run, or None if it may. known: the rids that are here."""
         if message.rid in known:
             return error(400, f"a request with the id {message.rid!r} is under way")
-        if length == 0:
-            return error(400, "the prompt is empty")
-        if length + (message.sampling_params.max_new_tokens != 0) > limit:
-            return error(
-                400,
-                f"the prompt has {length} tokens and there is room for {limit} tokens of prompt and answer together "
-                "(settings: --max-model-len, --max-total-tokens)",
-            )
         if message.priority and not self._policy.preempts:
             return error(
                 400,
@@ -84,12 +78,14 @@ class Intake:
         return None
 
     def make(self, message: TokenizedGenerateReqInput, others: Iterable[Req]) -> Req:
-        """The request of a message; its media are on their way. others: all that are here."""
-        room = self._max_req_len - len(message.input_ids)
-        wanted = message.sampling_params.max_new_tokens
+        """Make the request of a message and submit its media to the encoder. others: all known requests."""
+        wanted, length = message.sampling_params.max_new_tokens, len(message.input_ids)
+        room = self._max_req_len - length
+        # `RequestBuilder` checks a prompt's length, once
+        assert 0 < length <= self._max_req_len - (wanted != 0), (message.rid, length, self._max_req_len)
         order, arrival = 0, self.encoder_order.arrive()
         if message.mm_inputs is not None:
-            patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same ones
+            patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same media
             order = self.encoder_order.tag(message.client, patches, arrival)
         req = Req(
             message,
@@ -111,7 +107,7 @@ class Intake:
         return req
 
     def _begin_prefetch(self, req: Req) -> Future[Any] | None:
-        """What of its prefix is on disk only is read while it waits."""
+        """Read the part of its prefix that is only on disk, while the request waits."""
         future = self._kv.prefix_cache.prefetch(self._kv.key_of(req), req.namespace)
         if future is not None:
             self._fetches.append(future)
@@ -119,7 +115,7 @@ class Intake:
         return future
 
     def _begin_grammar(self, req: Req) -> None:
-        """It compiles while the request waits, unless that was done."""
+        """Compile its grammar while the request waits, unless the grammar is compiled already."""
         spec = req.sampling_params.grammar
         if spec is None:
             return
@@ -130,7 +126,7 @@ class Intake:
         future.add_done_callback(lambda _: self._wake_up.call())
 
     def take_grammars(self) -> list[tuple[Req, FinishReason]]:
-        """Give requests the grammars that were compiled since; those whose grammar cannot be had, and why."""
+        """Give requests the grammars that were compiled since. Returns the requests whose grammar failed, and why."""
         failed = []
         done = [pair for pair in self._compiling if pair[1].done()]
         if done:
@@ -151,12 +147,12 @@ class Intake:
         return failed
 
     def release(self, req: Req) -> None:
-        """A request has ended: let go of its grammar."""
+        """Release the grammar of a request that has ended."""
         if req.sampling_params.grammar is not None and self._grammars is not None:
             self._grammars.release(req.sampling_params.grammar)
 
     def take_fetched(self) -> None:
-        """Let the prefix cache know what was read since. To be called before `take_grammars`."""
+        """Tell the prefix cache which prefixes were read since. Call it before `take_grammars`."""
         if self.is_fetching:
             self._wake_up.take()
         if self._fetches:
@@ -165,16 +161,16 @@ class Intake:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether prefixes are being read, or grammars compiled."""
+        """Return True while prefixes are being read or grammars compiled."""
         return bool(self._fetches or self._compiling)
 
     @property
     def wait_handle(self) -> int:
-        """A file descriptor that becomes readable when one of them has been."""
+        """Return a file descriptor that becomes readable when a prefix was read or a grammar compiled."""
         return self._wake_up.fd
 
     def close(self) -> None:
-        """Let go of that."""
+        """End the compilers and close the file descriptor."""
         if self._grammars is not None:
             self._grammars.close()
         self._wake_up.close()

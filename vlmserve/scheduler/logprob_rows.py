@@ -37,7 +37,10 @@ def _rows(owners: Sequence[Req], tops: Sequence[int]) -> LogprobRows:
     pairs = list(zip(returns, params, strict=True))
     return LogprobRows(
         tops=np.array(tops, dtype=np.int64),
-        temperatures=np.array([p.temperature if r.temp_scaled_logprobs else 1 for r, p in pairs], dtype=np.float32),
+        temperatures=np.array(
+            [p.temperature if r.temp_scaled_logprobs and p.temperature is not None else 1 for r, p in pairs],
+            dtype=np.float32,
+        ),
         top_ps=np.array([p.top_p if r.top_p_normalized_logprobs else 1 for r, p in pairs], dtype=np.float32),
         asked_rows=np.repeat(np.arange(len(owners)), [len(ids) for ids in asked]),
         asked_ids=np.array([token for ids in asked for token in ids], dtype=np.int64),

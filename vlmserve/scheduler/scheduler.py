@@ -134,15 +134,12 @@ class Scheduler:
 
     # ------------------------------------------------------------ messages
 
-    def handle(self, message: TokenizedGenerateReqInput | AbortReq, *, also_waiting: int = 0) -> None:
-        """Take one message. A request that can never run is answered with an error at once.
-
-        also_waiting: how many requests wait besides those that are here.
-        """
+    def handle(self, message: TokenizedGenerateReqInput | AbortReq) -> None:
+        """Take one message. A request that can never run is answered with an error at once."""
         if isinstance(message, AbortReq):
             self._abort(message)
             return
-        refusal = self.intake.refusal(message, self._reqs) or self.queue_is_full(also_waiting=also_waiting)
+        refusal = self.intake.refusal(message, self._reqs)
         if refusal is not None:
             self._send(BatchTokenOutput(outputs=(refused(message, refusal),)))
             return
@@ -153,13 +150,6 @@ class Scheduler:
         if req.grammar_compiles:  # at once: trying it would use up one of a step's tries
             self.waiting_queue.block(req, ReqStatus.WAITING_FOR_GRAMMAR)
         self.meter.arrived(req)
-
-    def queue_is_full(self, *, also_waiting: int = 0) -> FinishReason | None:
-        """Why no more requests are taken now; None if they are. also_waiting: as for `handle`."""
-        waiting = len(self.waiting_queue) + also_waiting
-        if waiting < self._args.max_queued_requests:
-            return None
-        return error(429, f"{waiting} requests are waiting already (setting: --max-queued-requests)")
 
     def _abort(self, message: AbortReq) -> None:
         req = self._reqs.get(message.rid)

@@ -10,7 +10,7 @@ Experts are stored one by one in the same form (`experts.0.gate_proj.weight`), o
 `experts.gate_up_proj` and `experts.down_proj`, beside which `..._scale_inv` or `..._scale` [experts, *blocks] has the
 same order of dimensions.
 
-`fp8` (transformers' FineGrainedFP8, vLLM's) and compressed-tensors' `float-quantized` are of this form.
+`fp8` (transformers' FineGrainedFP8, vLLM's) and compressed-tensors' `float-quantized` have this form.
 """
 
 from __future__ import annotations

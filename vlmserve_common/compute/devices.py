@@ -48,7 +48,7 @@ def resolve_device(name: str, setting: str = "--device") -> torch.device:
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise EngineError if a GPU has no arithmetic for the dtype that a model is to be computed in."""
+    """Raise EngineError if a GPU has no arithmetic for the dtype of a model's computations."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return
     capability = torch.cuda.get_device_capability(device)

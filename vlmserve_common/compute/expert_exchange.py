@@ -4,9 +4,9 @@
 `Dispatched`: each process has tokens of its own. It sends a token's row once to each process that has one of its
 experts, and gets the weighted sum over those back (DeepSpeed-MoE, arXiv:2201.05596; DeepEP).
 
-Rows that a rank moves, of N tokens that all `size` ranks have: an all-reduce moves 2 (size - 1) / size * N. If each
-rank takes 1 / size of the tokens and `reached` ranks have experts of one, sending rows, sums and results moves (size -
-1) / size * N * (1 + 2 * reached / size). That is less only if `reached` is below half of the ranks.
+Rows that a rank moves, of N tokens that all `size` ranks have: an all-reduce moves 2 (size - 1) / size * N. Let each
+rank take 1 / size of the tokens, and let `reached` ranks have experts of one token. Then sending rows, sums and results
+moves (size - 1) / size * N * (1 + 2 * reached / size). Sending moves less only if `reached` is below half of the ranks.
 """
 
 from __future__ import annotations

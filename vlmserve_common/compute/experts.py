@@ -24,8 +24,8 @@ from vlmserve_common.kernels.packed_linear import PackedWeight, can_pack, stacke
 from vlmserve_common.kernels.quantized import Mode
 
 ExpertLayout = Literal["inputs_first", "outputs_first", "each"]
-"""How a checkpoint has the weights of experts: all of them in one tensor, [experts, inputs, outputs] (as published) or
-[experts, outputs, inputs] (as `transformers` 5 has them in memory), or each under its own name."""
+"""The layout of experts' weights in a checkpoint. All of them are in one tensor, [experts, inputs, outputs] (as
+published) or [experts, outputs, inputs] (as `transformers` 5 has them in memory). Or each has its own name."""
 
 # What names of an expert's tensors end with.
 _KNOWN = (".weight", "gate_up_proj", "down_proj", "_scale_inv", "_scale")
@@ -61,8 +61,8 @@ class ExpertRouter(Linear):
 
 
 class Experts(nn.Module):
-    """down_e(act(gate_e(x)) * up_e(x)) for each expert e; uninitialised, inference only. part: which experts this
-    process has, and how much of each.
+    """Experts, each of which computes down(act(gate(x)) * up(x)); uninitialised, inference only. part: which experts
+    this process has, and how much of each.
 
     gate_up_proj, gates first, and down_proj lie as in the checkpoint (see `lay_out`), so they are read without a copy.
     `weights` always have the same layout.
@@ -274,7 +274,7 @@ class SparseMLP(nn.Module):
         return self.slots.first if isinstance(self._exchange, Replicated) and self.slots.is_plain else None
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
-        """Return this process's part of a sum [N, size] of all tokens that is to be added; None if there is none. x:
+        """Return this process's part of a sum [N, size] of all tokens, which the caller adds; None if there is none. x:
         the MLP's input; routed: the tokens that are routed here."""
         return None
 

@@ -1,7 +1,7 @@
 """Products with weights of 8-bit floats (e4m3), whose inputs are rounded to such floats, too.
 
-A weight [N, K] has a float32 scale for every `rows` x `columns` block: the checkpoint's blocks of 128 x 128, or one for
-each output (that of a whole tensor is repeated). Inputs get a scale for each row (`token`), for each row and 128
+A weight [N, K] has a float32 scale for every `rows` x `columns` block. These are the checkpoint's blocks of 128 x 128,
+or single outputs (a whole tensor's scale is repeated). Inputs get a scale for each row (`token`), for each row and 128
 columns (`group`), or one that the checkpoint brings (`static`).
 
 On a GPU blocks are multiplied by our own kernel, and outputs' scales by `torch._scaled_mm`. Elsewhere the same numbers
@@ -22,7 +22,7 @@ MOST = 448.0
 GROUP = 128
 """Columns of x that share a scale, and columns of a block that our kernel knows."""
 FP8_CAPABILITY = (8, 9)
-"""Of GPUs that convert and multiply such floats."""
+"""The least compute capability of GPUs that convert and multiply such floats."""
 _SMALLEST_SCALE = 1e-12  # of rows that are zero
 _ALIGNED = 16  # what torch._scaled_mm wants sizes to be multiples of
 

@@ -21,7 +21,8 @@ class Graph(Protocol):
 class Capturer(Protocol):
     """Records graphs that share one pool of memory for everything between their inputs and outputs.
 
-    So only one of them may run at a time. The largest is best captured first: the others then fit into its memory.
+    So only one of them may run at a time. The largest is best captured first: the other graphs then fit into its
+    memory.
     """
 
     def capture(self, run: Callable[[], None]) -> Graph:

@@ -135,7 +135,7 @@ class VocabEmbedding(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)) (Shazeer 2020).
+    """An MLP that computes down(act(gate(x)) * up(x)) (Shazeer 2020).
 
     comm: between the processes that cut the inner elements among them. summed: see `compute.linear.RowLinear`; if
     False, x already has the tokens of all groups. what: the name of intermediate_size, for errors.

@@ -2,10 +2,10 @@
 
 Without 16-bit instructions torch's bfloat16 and float16 products run at the same ~20 GFLOP/s however many rows there
 are. From a few rows on it pays to widen a block of weight rows at a time to float32, into a buffer that is reused, and
-to multiply that: 70 GFLOP/s at 16 rows, over 120 from 90 (2 cores with AVX2; with one row the product is bound by
-reading the weights, and the native one reads half as much). The block is the left operand, because the libraries are
-twice as fast with a tall left and a narrow right operand as the other way round, and fastest at multiples of 16
-columns. Either way accumulation is in float32 and the result is rounded once.
+to multiply that. This gives 70 GFLOP/s at 16 rows, and over 120 from 90 (2 cores with AVX2). A product of one row is
+bound by reading the weights, and the native product reads half as much. The block is the left operand: the libraries
+are twice as fast with a tall left and a narrow right operand as the other way round. They are fastest at multiples of
+16 columns. Either way accumulation is in float32 and the result is rounded once.
 """
 
 from __future__ import annotations

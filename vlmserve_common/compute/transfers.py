@@ -228,8 +228,8 @@ class Upload:
 
 
 def gathered(arrays: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
-    """Join arrays one behind the other, in memory that `to_device` copies without a detour. torch knows page-locked
-    memory that went through numpy by its first byte alone, and keeps it by that until it is read; so the whole memory
+    """Join arrays one behind the other, in memory that `to_device` copies without a detour. Torch knows page-locked
+    memory that went through numpy by its first byte alone, and keeps it by that until it is read. So the whole memory
     is used."""
     if device.type == "cpu":
         return np.concatenate(arrays)

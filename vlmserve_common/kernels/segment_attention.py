@@ -27,7 +27,7 @@ class SegmentAttention:
 
     qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
     1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype
-    of qkv: what is written.
+    of qkv: the result.
 
     pieces: how many there are for `attend`: 96 queries of one head, or fewer at the end of a segment; head by head in a
     segment. threads: that share a call's pieces.

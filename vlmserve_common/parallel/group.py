@@ -214,7 +214,8 @@ class ProcessGroup:
 
 
 class Orders:
-    """Sends bytes from the first process to all others, in order. Most orders take one exchange, long ones two.
+    """Sends bytes from the first process to all other processes, in order. Most orders take one exchange, long ones
+    two.
 
     exchange: `broadcast` or `hand_on` of a group of the CPU.
     """

@@ -20,7 +20,7 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.parallel.group import address_towards
 
 _LOOK_S = 0.05
-_READ_S = 5.0  # that the first one stays for others to read why they do not fit, at the most
+_READ_S = 5.0  # the most that the first process stays, so that the other ones can read why they do not fit
 _WELL = "well"
 
 

@@ -36,8 +36,8 @@ class Presence:
 
     @property
     def handles(self) -> list[int]:
-        """File descriptors, one of which becomes readable when a rank is gone. The first rank has one for each of the
-        others."""
+        """File descriptors, one of which becomes readable when a rank is gone. The first rank has one for each other
+        rank."""
         return [other.fileno() for other in self._others.values()]
 
     def check(self) -> None:

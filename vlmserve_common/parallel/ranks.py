@@ -17,7 +17,7 @@ _CPU = torch.device("cpu")
 
 
 class Ranks:
-    """The rank with part `shard` of a model, connected to all others. The first rank decides, and the other ranks obey.
+    """The rank with part `shard` of a model, connected to all other ranks. The first rank decides, and they obey.
 
     rank = stage * tensor-parallel size + tensor-parallel rank. place: where all ranks meet. about, look: see `meet`.
     comm: connections for computing. group: of the ranks of this stage; None for a rank that is alone in its stage.
@@ -40,7 +40,7 @@ class Ranks:
         self._device, self._called = device, f"rank {self.rank} of {place.size}"
         self._store = meet(place, self.rank, about, look)  # which has to outlive the groups
         self._host = place.own_host()
-        # on one machine whoever starts the ranks looks after them
+        # on one machine, the starter of the ranks looks after them
         self.presence = None if place.is_file else Presence(place, self._store, self.rank)
         self._groups: list[ProcessGroup] = []
         # from the first stage on, so that no rank waits for one that waits for it

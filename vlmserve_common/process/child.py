@@ -46,9 +46,8 @@ class ChildProcess:
 
     name: its name in log lines, and for top. title: what errors call it ("the scheduler process"). main: its work,
     called as `main(parent, *args)` in a fresh interpreter, where it must be importable by name; it calls `parent.ready`
-    once and never returns. stop_patience_s: how long it may take to end when it is told to. forked: it is a fork of the
-    process that `prepare_forks` starts: there within milliseconds, once that one has imported all. pipe: this end of
-    the pipe.
+    once and never returns. stop_patience_s: the seconds it gets to end. forked: it is a fork of the process that
+    `prepare_forks` starts, which takes milliseconds once that process has imported all. pipe: this end of the pipe.
     """
 
     def __init__(

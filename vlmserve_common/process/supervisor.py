@@ -30,8 +30,8 @@ class ProcessPlan:
     """The process that is kept running. name, title, main, args, log_level, forked: see `ChildProcess`.
 
     startup_timeout_s: for each start; ready_by: when it is over for the first one, by the keeper's clock.
-    most_deaths: so many lives of no use, one after the other, are no accidents. first_pause_s: until the next start
-    then, and it doubles; None: there is none.
+    most_deaths: after so many useless lives, one after the other, the process counts as down. first_pause_s: the pause
+    before the next start then, which doubles; None: there is no next start.
     """
 
     name: str
@@ -47,7 +47,8 @@ class ProcessPlan:
 
 
 class Life(Protocol):
-    """What a process is kept for. The keeper's thread calls these in this order, the first two if it gets there.
+    """The work of a process that is kept running. The keeper's thread calls these in this order, the first two if it
+    gets there.
 
     useful: to be set once the process has been of use; the keeper takes it back before each start.
     """

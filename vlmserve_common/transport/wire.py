@@ -1,9 +1,9 @@
 """Messages as frames of bytes: msgspec MessagePack, numpy arrays and torch tensors out of band, never pickle.
 
-A message is a dataclass. Frame 0 is its type's name, frame 1 its MessagePack body; an array in it is replaced by
-``[dtype, shape, place]`` where place is a frame's index or, for large arrays where a `SharedArrays` is given, a block's
-name. A tensor goes as the array of its values on the CPU. Decoding a message of unknown type, or
-one that does not fit its type, raises `WireError`.
+A message is a dataclass. Frame 0 is its type's name, frame 1 its MessagePack body. There ``[dtype, shape, place]``
+stands for an array. A place is a frame's index or, for large arrays with a `SharedArrays`, a block's name. A tensor
+goes as the array of its values on the CPU. Decoding a message of unknown type, or one that does not fit its type,
+raises `WireError`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ MOST_TOKENS = 64
 def asker(base_url: str, model: str | None = None) -> Ask:
     """Asks the chat completions API at `base_url`, greedily; `model` is the first that the server lists by default.
 
-    The key is that of the environment variable OPENAI_API_KEY, for servers that want one.
+    The environment variable OPENAI_API_KEY has the key, for servers that want one.
     """
     client = OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
     name = model or client.models.list().data[0].id

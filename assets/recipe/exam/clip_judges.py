@@ -1,4 +1,4 @@
-"""Judges of what happens in a clip."""
+"""Judges of the motions and changes in a clip."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class Mover:
-    """The one thing that moves, by colour and shape. What is said to stay does not count."""
+    """The one thing that moves, by colour and shape. Things that the answer says stay do not count."""
 
     name: str
 
@@ -36,7 +36,7 @@ class Mover:
 
 @dataclass(frozen=True)
 class Nothing:
-    """That nothing moves or changes."""
+    """The answer that nothing moves or changes."""
 
     @property
     def right(self) -> str:
@@ -59,7 +59,7 @@ class LaterColour:
 
 @dataclass(frozen=True)
 class Turning:
-    """That the thing of this shape turns from one colour to another; the first colour may go unsaid."""
+    """The answer that the thing of this shape turns from one colour to another. The first colour may go unsaid."""
 
     shape: str
     first: str

@@ -20,7 +20,7 @@ _MOVES = r"(?:mov(?:es?|ed|ing)|goes|going|slid(?:es?|ing)|drift(?:s|ing)?|trave
 _CHANGES = r"(?:turn(?:s|ed|ing)?|becom(?:es?|ing)|became|chang(?:es?|ed|ing))"
 _EVENT = rf"(?:{_MOVES}|{_CHANGES}|happen(?:s|ed|ing)?)"
 _STILL = r"(?:stays?|staying|remains?|still|static|stationary|motionless)"
-_LITTLE = (  # what may stand between a denial and what it denies
+_LITTLE = (  # words that may stand between a denial and the denied word
     r"(?: (?:is|are|do|does|has|in|on|of|at|all|the|this|to|be|video|clip|scene|objects?|shapes?|things?|them|seems?"
     r"|appears?|see|anything|any|really|ever|much|else|new))*"
 )
@@ -64,7 +64,7 @@ def movers_in(answer: str) -> set[str]:
 
 
 def colours_in_turn(answer: str) -> list[str]:
-    """The colours of what changes, first to last: two for "turns from red to blue", one for "it turns blue".
+    """The colours of a change, first to last: two for "turns from red to blue", one for "it turns blue".
 
     None where the answer denies something.
     """

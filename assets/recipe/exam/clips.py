@@ -1,8 +1,8 @@
 """Short clips: one thing moves, or stays and changes its colour, or nothing happens; other things stay as they are.
 
-What a clip promises: it lasts 2 to 6 seconds; the things are sized 15% to 40% of its short side, differ in colour and
-in shape, and keep apart all the time; what moves does so steadily, along one axis, by 35% or more of the way that there
-is; what changes its colour does so at once, not within 0.7 s of either end, to a colour that nothing else has. All
+A clip lasts 2 to 6 seconds. Its things have 15% to 40% of its short side, differ in colour and in shape, and keep apart
+all the time. A thing that moves does so steadily, along one axis, by 35% or more of the way that there is. A thing that
+changes its colour does so at once, not within 0.7 s of either end, to a colour that nothing else has. All things
 contrast with the whole background.
 """
 
@@ -65,7 +65,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Play:
-    """A clip before it is drawn: how it looks at `first`, of whose things the first one is the actor; what it does.
+    """A clip before it is drawn: how it looks at first (`first`), and the event. The first thing of `first` is the
+    actor.
 
     `rate` is in frames a second, `crf` the H.264 encoder's rate factor (smaller is better).
     """

@@ -1,4 +1,4 @@
-"""The eight colours that things may have, each a range in which nobody would call it by another's name."""
+"""The eight colours that things may have. Each is a range in which no reader would use another colour's name."""
 
 from __future__ import annotations
 

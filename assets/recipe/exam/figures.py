@@ -1,7 +1,7 @@
 """Shapes as signed distance fields: how far each pixel is from the outline, in pixels, negative inside.
 
 A square, a triangle and a star are one formula. Folding the plane into the wedge between a tip and the notch beside it
-leaves one straight edge, whose distance is a dot product; a polygon with straight sides is a star whose notches lie on
+leaves one straight edge, whose distance is a dot product. A polygon with straight sides is a star whose notches lie on
 the line between two tips.
 """
 
@@ -56,4 +56,4 @@ def coverage(distance: Field) -> Field:
 
 
 def _first_tip(shape: str) -> float:
-    return math.pi / 4 if shape == "square" else 0.0  # upright: a square on its side, the others point up
+    return math.pi / 4 if shape == "square" else 0.0  # upright: a square lies on its side, all other shapes point up

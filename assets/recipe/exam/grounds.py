@@ -1,6 +1,6 @@
 """Backgrounds: two colours blended by a field, so that every pixel lies on the line between them.
 
-That makes the promise of contrast exact: what keeps its distance from the line keeps it from every pixel.
+The promise of contrast is therefore exact: a colour that keeps its distance from the line keeps it from every pixel.
 """
 
 from __future__ import annotations

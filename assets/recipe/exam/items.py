@@ -28,7 +28,7 @@ class Question:
 
     @property
     def scene(self) -> Scene:
-        """What is decisive, or how it looks at first."""
+        """The decisive scene, or a clip's scene at first."""
         return self.media[self.about].scene
 
     def messages(self) -> list[Message]:

@@ -24,7 +24,7 @@ class Judge(Protocol):
 
 @runtime_checkable
 class Measuring(Judge, Protocol):
-    """A judge that also tells how good an answer is; `measure` is what it measures, None that it cannot."""
+    """A judge that also tells how good an answer is. `measure` returns the measure, or None if it cannot measure."""
 
     @property
     def measure(self) -> str: ...
@@ -121,8 +121,8 @@ class WhichPicture:
 class Place:
     """A cell of the picture cut in thirds both ways; the likeliest row and column stand first.
 
-    The cell is that of the middle of the thing's bounding box. Within 2.5% of the picture's side from a line between
-    two thirds, either side of that line is right: people disagree there too.
+    The cell holds the middle of the thing's bounding box. Within 2.5% of the picture's side from a line between two
+    thirds, either side of that line is right: people disagree there too.
     """
 
     rows: tuple[str, ...]

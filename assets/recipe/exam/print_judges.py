@@ -58,7 +58,7 @@ def overlap(one: Box, two: Box) -> float:
 
 @dataclass(frozen=True)
 class Saying:
-    """A printed text: the very characters, in upper case or lower, and no others."""
+    """A printed text: the very characters, in upper case or lower, and no other characters."""
 
     right: str
 
@@ -68,7 +68,8 @@ class Saying:
 
 @dataclass(frozen=True)
 class BoxOf:
-    """Where the thing called `label` is: just one box, which overlaps the true one (in thousandths) by half or more."""
+    """The place of the thing called `label`: just one box, which overlaps the true one (in thousandths) by half or
+    more."""
 
     label: str
     box: Box

@@ -25,7 +25,7 @@ _ASKERS: Mapping[Level, tuple[Asker, ...]] = MappingProxyType(
 
 
 def make_question(level: Level, seed: int, number: int) -> Question:
-    """Question `number` (from 0) of the exam with this seed; it does not depend on the others."""
+    """Question `number` (from 0) of the exam with this seed; it does not depend on other questions."""
     rng = default_rng([seed, number])
     asker = _ASKERS[level][number % len(_ASKERS[level])]
     while (question := asker(rng)) is None:

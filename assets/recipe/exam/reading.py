@@ -20,7 +20,7 @@ _ROWS: Mapping[str, str] = MappingProxyType({"top": "top", "upper": "top", "bott
 _COLUMNS: Mapping[str, str] = MappingProxyType({"left": "left", "right": "right"})
 _MIDDLES = frozenset({"middle", "mid", "center", "centre", "central", "centered", "centred"})
 
-# Names that no scene has: to give one is to be wrong, not to say nothing.
+# Names that no scene has: an answer that gives one is wrong, not empty.
 _FOREIGN_COLOURS = "pink brown grey gray cyan magenta teal turquoise violet indigo lime maroon navy gold silver beige"
 _FOREIGN_SHAPES = "rectangle oval ellipse pentagon hexagon octagon diamond rhombus heart cross cube sphere ball dot"
 _SPELLINGS: Mapping[str, str] = MappingProxyType({"circular": "circle", "triangular": "triangle"})
@@ -53,7 +53,7 @@ def plain(answer: str) -> str:
 def things_in(answer: str) -> Counter[str]:
     """How many of each "COLOUR SHAPE" the answer names: "two red circles", "a red and a blue star".
 
-    A shape named without a colour is no thing; nor is what is said about the background.
+    A shape named without a colour is no thing. Words about the background name no thing either.
     """
     found: Counter[str] = Counter()
     listed = re.sub(r"(?m)^\s*\d+[.)]\s", "", answer)  # "1. A red circle": a place in a list, no amount
@@ -65,7 +65,7 @@ def things_in(answer: str) -> Counter[str]:
 
 
 def colours_in(answer: str) -> set[str]:
-    """The colours that the answer names, but for the background's."""
+    """The colours that the answer names, without the background's."""
     return set(re.findall(rf"\b{COLOUR}\b", without_background(answer)))
 
 
@@ -112,7 +112,8 @@ def yes_or_no_in(answer: str) -> bool | None:
 
 
 def ranks_in(answer: str, total: int) -> set[int]:
-    """Which of `total` pictures the answer names, from 1: "picture 2", "the second one", "2nd", "the last"."""
+    """The numbers, from 1, of those of `total` pictures that the answer names: "picture 2", "the second one", "the
+    last"."""
     text = plain(answer)
     words = re.sub(r"(?<!picture)(?<!image)(?<!photo)(?<!number) one\b", "", text).split()  # "the second one"
     ranks = {_ORDINALS[word] for word in words if word in _ORDINALS} | ({total} if "last" in words else set())
@@ -132,7 +133,7 @@ def without_sides_of_things(answer: str) -> str:
 
 
 def without_background(answer: str) -> str:
-    """The plain answer without what it says about the background, and about how many points a star has."""
+    """The plain answer without its words about the background and about the number of a star's points."""
     return _STAR_POINTS.sub("", _BACKGROUND.sub("", plain(answer)))
 
 

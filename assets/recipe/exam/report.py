@@ -58,7 +58,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean of what the judges of one kind measure, over the `count` answers that could be measured."""
+    """The mean measure of the judges of one kind, over the `count` answers that could be measured."""
 
     measure: str
     value: float
@@ -67,7 +67,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of an exam; `seconds` is what the answers took together."""
+    """The result of an exam; `seconds` adds up the times of all answers."""
 
     outcomes: tuple[Outcome, ...]
     seconds: float

@@ -1,8 +1,8 @@
 """Scenes: a few solid things on a background, described exactly, drawn, and saved as picture files.
 
-What a scene promises: every thing lies wholly inside the picture and overlaps no other; the sides of its bounding box
-are 12% to 50% of the picture's short side, and no less than ten pixels, below which a JPEG file leaves but a smudge of
-some colours; its colour goes by one name and contrasts with the whole background.
+Every thing lies wholly inside the picture and overlaps no other. The sides of its bounding box are 12% to 50% of the
+picture's short side. They have at least ten pixels: in a JPEG file, smaller things become a smudge in some colours. A
+thing's colour goes by one name and contrasts with the whole background.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Scene:
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """What is there, for people to read: "red circle", 'the text "TEA" in DejaVu Sans'."""
+        """The contents, for people to read: "red circle", 'the text "TEA" in DejaVu Sans'."""
         names = tuple(thing.name for thing in self.things)
         return names if self.text is None else (*names, f'the text "{self.text.characters}" in {self.text.face}')
 
@@ -174,7 +174,7 @@ def pick_file(rng: Generator) -> tuple[FileFormat, int]:
 
 
 def place_things(rng: Generator, count: int, width: int, height: int, taken: Sequence[Box] = ()) -> tuple[Thing, ...]:
-    """`count` things apart from each other and from what is `taken`, or none at all where one of them found no room."""
+    """`count` things apart from each other and from the boxes `taken`, or none at all if one of them finds no room."""
     things: list[Thing] = []
     for _ in range(count):
         # A colour comes back more often than chance has it: telling such things apart is part of the exam.
@@ -189,7 +189,7 @@ def place_things(rng: Generator, count: int, width: int, height: int, taken: Seq
 
 
 def fit_thing(make: Callable[[], Thing], taken: Sequence[Box], short: int) -> Thing | None:
-    """The first that `make` makes apart from what is `taken`, of a picture whose short side is `short` pixels.
+    """The first thing of `make` apart from the boxes `taken`, in a picture whose short side is `short` pixels.
 
     None where a few tries find no room.
     """

@@ -1,7 +1,7 @@
 """Scenes with one printed text, sometimes beside one or two things.
 
-They promise, beside what scenes promise: the text lies wholly inside the picture and over nothing else; its size is 12%
-to 30% of the picture's short side, which is no less than 128 pixels; it contrasts with the whole background, in
+They keep the promises of scenes, and more. The text lies wholly inside the picture and over nothing else. Its size is
+12% to 30% of the picture's short side, which is no less than 128 pixels. It contrasts with the whole background, in
 brightness too, since small strokes keep little of their colour in a file.
 """
 

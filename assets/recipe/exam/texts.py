@@ -1,7 +1,7 @@
 """Printed texts: short upright ones, drawn four times larger than they will be and reduced, so that edges are smooth.
 
-The faces are Pillow's built-in one and, where matplotlib is installed, some of those it brings: which there are is part
-of what settles an exam, beside its seed.
+The faces are Pillow's built-in one and, if matplotlib is installed, some of matplotlib's. An exam depends on its seed
+and on these faces.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from assets.recipe.exam.chance import pick
 def say(rng: Generator, templates: Sequence[str], *, please: bool = True, **fields: str) -> str:
     """One of `templates`, filled in and dressed: colour or color, a please or none, tidy or typed in haste.
 
-    `{picture}` in a template becomes one of the words for one. `please=False` for what is too short to be polite.
+    `{picture}` in a template becomes one of the words for one. `please=False` is for words that are too short to be
+    polite.
     """
     text = pick(rng, templates).format(picture=pick(rng, ("picture", "picture", "image", "photo")), **fields)
     if rng.random() < 0.5:
@@ -31,7 +32,7 @@ def say(rng: Generator, templates: Sequence[str], *, please: bool = True, **fiel
 
 
 def with_article(name: str) -> str:
-    """The name as of one among others: "a red circle", "an orange star"."""
+    """The name with its indefinite article: "a red circle", "an orange star"."""
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 

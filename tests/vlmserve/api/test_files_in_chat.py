@@ -9,7 +9,7 @@ import pytest
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.api.fake_engine import MODEL, Served, png_url, serving
-from vlmserve.frontend.file_parts import with_files
+from vlmserve.frontend.chat_messages import with_files
 from vlmserve_common.errors import BadRequestError
 
 PNG = base64.b64decode(png_url().split(",")[1])

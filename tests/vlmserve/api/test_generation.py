@@ -13,7 +13,7 @@ from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
 from vlmserve.frontend.sampling import choice_seed
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
-from vlmserve.ipc.messages import AbortReq, FinishReason, TextOutput
+from vlmserve.ipc.messages import AbortReq, FinishReason, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 URL = "/v1/chat/completions"
@@ -199,7 +199,7 @@ def test_usage_counts_the_prompt_once():
 
     async def outputs():
         for index, done, cached in ((0, 1, 3), (1, 1, 16), (0, 4, 3), (1, 5, 16)):
-            output = TextOutput(
+            output = TokenOutput(
                 rid=str(index),
                 text="",
                 token_ids=(1,),
@@ -314,7 +314,7 @@ def written(together: bool, model: str, **options: Any) -> list[dict[str, Any]]:
     items = [
         ChoiceOutput(
             index=index,
-            output=TextOutput(
+            output=TokenOutput(
                 rid=str(index),
                 text=text,
                 token_ids=(1,),

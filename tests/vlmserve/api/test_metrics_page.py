@@ -12,10 +12,9 @@ from tests.vlmserve.api.fake_engine import MODEL, Served, make_stats, png_url
 from tests.vlmserve.server_process import ROOT
 from vlmserve.api.metric_aliases import ALIASES
 from vlmserve.api.metrics import ServerMetrics
-from vlmserve.frontend.request_stats import MediaTotals, RequestStats
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import MediaTotals, RequestStats, Timings
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
-from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.ipc.replica_sums import sum_stats
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 PICTURE = {"type": "image_url", "image_url": {"url": png_url()}}

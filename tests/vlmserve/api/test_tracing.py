@@ -18,7 +18,7 @@ from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, png_url
 from vlmserve.api import frontend, tracing
 from vlmserve.api.tracing import stages_of
 from vlmserve.config.checks import SettingsError
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import Timings
 from vlmserve.ipc.messages import FinishReason
 
 URL = "/v1/chat/completions"

@@ -101,18 +101,6 @@ def test_beside_an_answer_an_inline_encoder_takes_little_time():
     assert rig.warmed["w"].items[0].encoded == 40
 
 
-def test_they_count_as_waiting():
-    rig = Rig(Knobs(queue=2))
-    for rid in ("w0", "w1", "w2"):
-        rig.warm_up(rid, item(b"pic"))
-    assert rig.warmed["w2"].error.status == 429
-    assert "2 requests are waiting already (setting: --max-queued-requests)" in rig.warmed["w2"].error.message
-    rig.handle(request("r", [1, 2]))
-    assert rig.finish["r"].status == 429
-    rig.run()
-    assert sorted(rig.warmed) == ["w0", "w1", "w2"]
-
-
 def test_one_that_is_called_off_is_not_answered():
     rig = Rig(Knobs(encoders=1))
     rig.warm_up("w", item(clip(50)))

@@ -17,7 +17,7 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.messages import EncodeReqInput, GetStatsReq
-from vlmserve.ipc.routing.sums import sum_stats
+from vlmserve.ipc.replica_sums import sum_stats
 
 
 class StartedError(Exception):

@@ -23,7 +23,7 @@ SYSTEM = (
 
 
 def render(*messages, **options) -> str:
-    return load_chat_template(DEFAULT_MODEL).render(to_template_messages(messages).messages, **options)
+    return load_chat_template(DEFAULT_MODEL).render(to_template_messages(messages)[0], **options)
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -74,7 +74,7 @@ def test_as_transformers_renders():
     from tests import hf_env  # noqa: F401
 
     messages = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *RESULTS]
-    converted = to_template_messages(messages).messages
+    converted = to_template_messages(messages)[0]
     [expected], _ = render_jinja_template(
         conversations=[converted], tools=[TOOL], chat_template=CHAT_TEMPLATE, add_generation_prompt=True
     )

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer
-from vlmserve.frontend.detokenizer import DetokenizerManager
-from vlmserve.frontend.stop_strings import StopMatcher
+from vlmserve.frontend.detokenizer import DetokenizerManager, StopMatcher
+from vlmserve.frontend.detokenizer_process import handle
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
+    EncodeOutput,
     FinishReason,
-    TextOutput,
+    RequestsLost,
     TokenLogprobs,
     TokenOutput,
 )
@@ -45,7 +46,7 @@ def output(ids, finish=None, *, rid="r", done=0, first=False, **fields) -> Token
     )
 
 
-def run(ids, cuts=(), finish=LENGTH, **fields) -> tuple[list[TextOutput], list[AbortReq], DetokenizerManager]:
+def run(ids, cuts=(), finish=LENGTH, **fields) -> tuple[list[TokenOutput], list[AbortReq], DetokenizerManager]:
     """Feed `ids` in steps that end at `cuts`; the last step carries `finish`."""
     manager = DetokenizerManager(TOKENIZER)
     bounds = [0, *sorted(set(cuts) & set(range(1, len(ids)))), len(ids)]
@@ -174,19 +175,10 @@ def test_no_stop_string_is_looked_for_in_the_first_tokens():
     assert joined(run(ids, (), stop=("cx",), min_tokens=3)[0]) == "abcxabcz"
 
 
-def test_held_text_comes_out_when_the_answer_ends_otherwise():
-    ids = [byte_id(b) for b in b"xab"]
-    assert [t.text for t in run(ids, range(3), stop=("abc",))[0]] == ["x", "", "ab"]
-
-
 def test_a_stop_string_in_the_last_step_needs_no_abort():
     texts, aborts, _ = run([byte_id(b) for b in b"xab"], stop=("b",))
     assert texts[-1].finish_reason.matched == "b"
     assert aborts == []
-
-
-def test_the_longest_of_stop_strings_that_end_together_wins():
-    assert StopMatcher(["bc", "abc", "c"]).feed("xxabc") == ("xx", "abc")
 
 
 def test_the_stop_token_is_not_shown_even_when_special_tokens_are():
@@ -212,19 +204,14 @@ def test_tokens_after_the_stop_string_are_dropped_with_their_logprobs():
     assert again == []
 
 
-def test_a_failure_before_the_first_output_is_passed_on():
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("kind", ["abort", "error"])
+def test_a_failure_is_passed_on_and_frees_the_state(begun, kind):
     manager = DetokenizerManager(TOKENIZER)
-    for kind in ("abort", "error"):
-        out, _ = manager.process(BatchTokenOutput(outputs=(output((), FinishReason(type=kind)),)))
-        assert out.outputs[0].finish_reason.type == kind
-    assert manager.num_active == 0
-
-
-def test_an_abort_frees_the_state():
-    manager = DetokenizerManager(TOKENIZER)
-    manager.process(BatchTokenOutput(outputs=(output([byte_id(97)], first=True),)))
-    assert manager.num_active == 1
-    manager.process(BatchTokenOutput(outputs=(output((), FinishReason(type="abort"), done=1),)))
+    if begun:
+        manager.process(BatchTokenOutput(outputs=(output([byte_id(97)], first=True),)))
+    out, _ = manager.process(BatchTokenOutput(outputs=(output((), FinishReason(type=kind), done=int(begun)),)))
+    assert out.outputs[0].finish_reason.type == kind
     assert manager.num_active == 0
 
 
@@ -237,7 +224,17 @@ def test_requests_do_not_mix():
     assert [t.text for t in out.outputs] == ["é", "é"]
 
 
-@pytest.mark.parametrize("module", ["torch", "transformers", "fastapi", "zmq", "msgspec"])
-def test_the_detokenizer_imports_light(module):
-    code = f"import sys, vlmserve.frontend.detokenizer; sys.exit({module!r} in sys.modules)"
+def test_the_process_forgets_lost_requests_and_passes_other_messages_on():
+    manager = DetokenizerManager(TOKENIZER)
+    handle(manager, BatchTokenOutput(outputs=tuple(output([97], rid=rid, first=True) for rid in "abc")))
+    for message in (RequestsLost(rids=("a", "unknown", "c"), message="m"), EncodeOutput(rid="b", items=())):
+        assert handle(manager, message) == (message, [])
+    assert manager.num_active == 1
+    texts, aborts = handle(manager, BatchTokenOutput(outputs=(output([97], rid="a"), output([97], rid="b"))))
+    assert ([text.rid for text in texts.outputs], aborts) == (["b"], [])
+
+
+def test_the_detokenizer_imports_light():
+    heavy = {"torch", "transformers", "fastapi", "zmq", "msgspec"}
+    code = f"import sys, vlmserve.frontend.detokenizer; sys.exit(bool({heavy!r} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

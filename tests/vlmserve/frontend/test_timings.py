@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vlmserve.frontend.timings import AnswerTimes, Moments, Timings
+import pytest
+
+from vlmserve.frontend.request_stats import AnswerTimes, Moments, Timings
 from vlmserve.ipc.messages import StageTimes
 
 
@@ -43,11 +45,8 @@ def test_a_stop_string_ends_it_without_the_scheduler() -> None:
     assert times.timings(23.0, ended_here=True).decode_s == 4.0
 
 
-def test_one_that_the_engine_refused() -> None:
-    times = AnswerTimes(Moments(started=10.0, prepared=11.0))
+@pytest.mark.parametrize(("sent", "prepare_s"), [(11.0, 1.0), (None, 2.0)])
+def test_one_that_ended_before_its_first_token(sent: float | None, prepare_s: float) -> None:
+    times = AnswerTimes(Moments(started=10.0, prepared=sent))
     times.output(11.5, None, tokens=0)
-    assert times.timings(11.5, ended_here=True) == Timings(prepare_s=1.0, total_s=1.5)
-
-
-def test_one_given_up_before_it_was_sent() -> None:
-    assert AnswerTimes(Moments(started=10.0)).timings(12.0) == Timings(prepare_s=2.0, total_s=2.0)
+    assert times.timings(12.0, ended_here=True) == Timings(prepare_s=prepare_s, total_s=2.0)

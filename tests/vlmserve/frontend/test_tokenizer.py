@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,12 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer, write_tokenizer_folder
-from vlmserve.frontend.sampling import (
-    SamplingOverrides,
-    choice_seed,
-    load_sampling_defaults,
-    verify_sampling_params,
-)
+from vlmserve.frontend.requests import GenerateReqInput, TextPrompt
+from vlmserve.frontend.sampling import choice_seed, load_sampling_defaults, verify_sampling_params
 from vlmserve.ipc.messages import SamplingParams
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, byte_level_alphabet, load_text_tokenizer
 from vlmserve_common.errors import BadRequestError, CheckpointError
@@ -109,13 +106,14 @@ def test_vocabulary_files_alone(tmp_path):
 
 def test_sampling_defaults(tmp_path):
     config = tmp_path / "generation_config.json"
-    assert load_sampling_defaults(tmp_path).apply(SamplingOverrides()) == SamplingParams()
+    plain = SamplingParams(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0, seed=7)
+    assert load_sampling_defaults(tmp_path).apply(SamplingParams(), seed=7) == plain
     config.write_text(json.dumps({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": 3}))
-    params = load_sampling_defaults(tmp_path).apply(SamplingOverrides(top_k=0, seed=3))
-    assert params == SamplingParams(temperature=0.7, top_p=0.8, top_k=0, seed=3)
-    assert load_sampling_defaults(tmp_path, "openai").apply(SamplingOverrides()) == SamplingParams()
+    params = load_sampling_defaults(tmp_path).apply(SamplingParams(top_k=0, seed=3), seed=7)
+    assert params == replace(plain, temperature=0.7, top_p=0.8, top_k=0, seed=3)
+    assert load_sampling_defaults(tmp_path, "openai").apply(SamplingParams(), seed=7) == plain
     config.write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
-    assert load_sampling_defaults(tmp_path).apply(SamplingOverrides()).temperature == 0
+    assert load_sampling_defaults(tmp_path).apply(SamplingParams()).temperature == 0
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 127))
@@ -135,3 +133,13 @@ def test_numbers_must_be_finite(value):
         with pytest.raises(BadRequestError) as caught:
             verify_sampling_params(SamplingParams(**{name: value}), vocab_size=10)
         assert caught.value.param == name
+
+
+def test_older_names_and_none_for_what_is_left_out():
+    params = SamplingParams(max_tokens=5, stop=None, logit_bias=None, presence_penalty=None)
+    assert params == SamplingParams(max_new_tokens=5)
+    assert replace(params, max_new_tokens=6).max_new_tokens == 6
+    asked = GenerateReqInput(request_id="r", prompt=TextPrompt(text=""), sampling=params)
+    assert replace(asked, n=2).sampling_params == params
+    with pytest.raises(ValueError, match="give one"):
+        SamplingParams(max_tokens=5, max_new_tokens=6)

@@ -14,7 +14,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.control_messages import ControlResult, FlushCacheReq, FlushCacheResult
-from vlmserve.ipc.engines import Engines, OneEngine, connect
+from vlmserve.ipc.engines import Engines, connect
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -24,10 +24,10 @@ from vlmserve.ipc.messages import (
     RequestsLost,
     SamplingParams,
     SchedulerInput,
-    TextOutput,
     TokenizedGenerateReqInput,
+    TokenOutput,
 )
-from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.ipc.sockets import Receiver
 
 PATIENCE_S = 20.0
 
@@ -38,7 +38,7 @@ def ask(rid: str, fill: int, **fields: Any) -> TokenizedGenerateReqInput:
 
 
 def ended(rid: str) -> BatchTextOutput:
-    output = TextOutput(
+    output = TokenOutput(
         rid=rid,
         text="",
         token_ids=(),
@@ -151,15 +151,3 @@ def test_operators_reach_all(replicas: Replicated):
     finally:
         for server in servers:
             server.close()
-
-
-def test_one_engine_has_no_router(tmp_path: Path):
-    async def scenario() -> None:
-        (tmp_path / "shm").mkdir()
-        channels = Channels.in_directories(tmp_path, tmp_path / "shm").replicas(1)
-        async with AsyncExitStack() as stack:
-            engines = connect(channels, EngineArgs(model="m"), stack)
-            assert isinstance(engines, OneEngine)
-            assert isinstance(engines.send.__self__, Sender), "nothing in between"
-
-    asyncio.run(scenario())

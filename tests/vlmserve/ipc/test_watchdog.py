@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.ipc.heartbeat import Heartbeat
+from vlmserve.ipc.channels import Heartbeat
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve_common.process.child import is_stopped_by_a_signal
 

@@ -20,7 +20,7 @@ from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.step import OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.ipc.messages import GrammarSpec
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve_common.compute.expert_part import first_placement
 from vlmserve_common.compute.experts import SparseMLP
 

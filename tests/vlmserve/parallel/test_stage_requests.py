@@ -58,7 +58,9 @@ def test_one_that_is_aborted_in_the_midst_leaves_nothing_and_others_go_on(folder
 
     def request(name: str, tokens: int) -> GenerateReqInput:
         sampling = SamplingOverrides(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
-        return GenerateReqInput(request_id=name, prompt=TextPrompt(text=f"{name}: count the shapes"), sampling=sampling)
+        return GenerateReqInput(
+            request_id=name, prompt=TextPrompt(text=f"{name}: count the shapes"), sampling_params=sampling
+        )
 
     async def whole(engine: AsyncLLM, name: str) -> str:
         return "".join([choice.output.text async for choice in engine.generate(request(name, 60))])

@@ -20,8 +20,8 @@ from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput, FinishReason, TokenOutput
-from vlmserve.ipc.routing.router import Router
-from vlmserve.ipc.routing.sums import replicas_of
+from vlmserve.ipc.replica_sums import replicas_of
+from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -51,7 +51,6 @@ class Knobs:
     sessions: int = 4
     host_pages: int = 0
     rows: int = 6
-    queue: int = 100
     context: int = 128
     conservativeness: float = 0.3
     encoders: int = 0
@@ -94,7 +93,7 @@ class Rig:
         self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
         self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
         self.grammars = FakeGrammars()
-        self.router = Router(groups, method="shortest_queue")
+        self.router = ReplicaRouter(groups, method="shortest_queue")
         placement = GroupPlacement(self.router) if groups > 1 else None
         send = self.take if placement is None else placement.noting(self.take)
         order = FairOrder()
@@ -126,7 +125,6 @@ class Rig:
             EngineArgs(
                 model="none",
                 max_running_requests=knobs.rows,
-                max_queued_requests=knobs.queue,
                 max_prefill_tokens=64,
                 chunked_prefill_size=knobs.chunk or -1,
                 enable_mixed_chunk=knobs.mixed,

@@ -97,14 +97,6 @@ def test_an_abort_finds_its_group():
     rig.run()
 
 
-def test_requests_are_refused_when_the_queues_of_all_groups_are_full():
-    rig = Rig(Knobs(queue=1), groups=2)
-    rig.handle(*(in_group(group, f"r{group}", [1, 2]) for group in (0, 1)))
-    rig.handle(in_group(1, "late", [1, 2]))
-    assert rig.finish["late"].status == 429
-    rig.run()
-
-
 def test_clients_take_turns_at_the_encoder_whatever_their_group():
     """A group that has encoded much is not behind one that has encoded little."""
     rig = Rig(Knobs(encoders=1, space_rows=2), groups=2)

@@ -197,7 +197,7 @@ def test_pictures_that_came_encoded_pass_the_encoder_by_and_are_not_kept():
 
 
 def test_requests_that_wait_for_rows_cost_no_look_at_the_prefix_cache(monkeypatch):
-    rig = Rig(Knobs(encoders=1, queue=200))
+    rig = Rig(Knobs(encoders=1))
     for i in range(50):
         rig.handle(request(f"r{i}", [1] * 20, [(3, 12, b"%d" % i)], new=1))
     started = []
@@ -210,7 +210,7 @@ def test_requests_that_wait_for_rows_cost_no_look_at_the_prefix_cache(monkeypatc
 
 
 def test_a_hundred_equal_requests_encode_once():
-    rig = Rig(Knobs(encoders=2, queue=200, radix=False))
+    rig = Rig(Knobs(encoders=2, radix=False))
     messages = [request(f"r{i}", [1] * 20, [(3, 12, b"same")], new=1) for i in range(100)]
     rig.run(*messages)
     assert rig.backend.encoded() == [messages[0].mm_inputs.items[0].patch_digests[0]]
@@ -361,30 +361,6 @@ def test_an_urgent_request_gets_its_place_before_a_long_prompt_has_come_to_its_e
         rig.step()
     assert len(rig.worker.batches) - before <= 6
     rig.run()
-
-
-@pytest.mark.parametrize(
-    ("message", "status", "words"),
-    [
-        (request("long", [1] * 128), 400, "--max-model-len"),
-        (request("none", []), 400, "empty"),
-    ],
-)
-def test_requests_that_can_never_run_are_refused_at_once(message, status, words):
-    rig = Rig()
-    rig.handle(message)
-    assert rig.finish[message.rid].status == status
-    assert words in rig.finish[message.rid].message
-    assert not rig.step()
-
-
-def test_a_full_queue_refuses_with_429():
-    rig = Rig(Knobs(queue=1))
-    rig.handle(request("a", [1, 2]))
-    rig.handle(request("b", [1, 2]))
-    assert rig.finish["b"].status == 429
-    rig.run()
-    assert rig.finish["a"].type == "length"
 
 
 def test_a_failing_step_ends_its_own_requests_only():

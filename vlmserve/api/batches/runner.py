@@ -39,7 +39,7 @@ from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id
 
 Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
-"""A request's body and who asks -> the answer's body. Raises what `errors` describes."""
+"""Takes a request's body and its caller, and returns the answer's body. Raises what `errors` describes."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -151,7 +151,7 @@ class BatchRunner:
             task.cancel()
             await asyncio.wait((task,))
         batch = self._journal.find(batch.owner, batch.id)  # it may have come to its end meanwhile
-        if batch.id in self._tasks or batch.has_ended:  # somebody else cancelled it, too
+        if batch.id in self._tasks or batch.has_ended:  # another request cancelled it, too
             return batch
         if batch.outcome is None:
             batch = replace(batch, status="cancelling", cancelling_at=int(self._clock()), outcome="cancelled")

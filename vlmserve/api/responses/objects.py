@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from vlmserve.api.answer_types import AnswerLogprob, Remarks
 from vlmserve.api.paging import Page
 from vlmserve.api.responses.protocol import FunctionTool, TextConfig, ToolChoice
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import Timings
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

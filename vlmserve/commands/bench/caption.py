@@ -29,7 +29,7 @@ from vlmserve.commands.caption.command import CaptionCommand, read_command
 from vlmserve.commands.caption.local import LocalCaptioner
 from vlmserve.commands.caption.session import Ended, caption
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
-from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.ipc.messages import SamplingParams
 from vlmserve_common.errors import EngineError
 
 _COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
@@ -85,14 +85,14 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) -> tuple[float, int]:
     """Return the seconds and tokens of all pictures from memory, with the command's concurrency."""
     pictures = [path.read_bytes() for path in sorted(folder.iterdir())]
-    sampling = SamplingOverrides(max_new_tokens=command.run.options["max_tokens"], temperature=0.0)
+    sampling = SamplingParams(max_new_tokens=command.run.options["max_tokens"], temperature=0.0)
     tokens = 0
 
     async def ask(number: int, room: asyncio.Semaphore) -> None:
         nonlocal tokens
         content = [{"type": "image", "image": pictures[number]}, {"type": "text", "text": command.prompt}]
         prompt = ChatPrompt(messages=[{"role": "user", "content": content}])
-        request = GenerateReqInput(request_id=f"bench-{number}", prompt=prompt, sampling=sampling)
+        request = GenerateReqInput(request_id=f"bench-{number}", prompt=prompt, sampling_params=sampling)
         async with room, contextlib.aclosing(captioner.llm.generate(request)) as outputs:
             async for output in outputs:
                 tokens += len(output.output.token_ids)

@@ -20,6 +20,7 @@ from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
 from vlmserve.config.settings import load_settings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
+from vlmserve.ipc.child import Ready
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -30,7 +31,6 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.ipc.ready import Ready
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 

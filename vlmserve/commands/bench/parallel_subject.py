@@ -29,8 +29,7 @@ from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.fields import flag
 from vlmserve.frontend.request_builder import TokensPrompt
-from vlmserve.frontend.sampling import SamplingOverrides
-from vlmserve.ipc.messages import BatchTokenOutput, SchedulerOutput
+from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.kernels.library import activate
 from vlmserve_common.parallel.group import ProcessGroup
@@ -137,7 +136,7 @@ class EngineSubject(ParallelSubject):
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
         """Compute answers as `ParallelSubject.answer` says."""
         wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
-        self._llm.generate(wrapped, SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
+        self._llm.generate(wrapped, SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
 
     def exchanged(self) -> Exchanged:
         """Return what the first rank exchanges in one round of decoding."""

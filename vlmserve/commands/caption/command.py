@@ -23,8 +23,7 @@ from vlmserve.config.checks import SettingsError
 from vlmserve.config.engine_args import AUTO, CHECKPOINT
 from vlmserve.config.flags import GIVEN_AS, CommandParser
 from vlmserve.config.settings import ServerSettings, load_settings
-from vlmserve.frontend.grammar_checks import verify_grammar
-from vlmserve.frontend.structured_output import make_spec
+from vlmserve.frontend.structured_output import make_spec, verify_grammar
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
 

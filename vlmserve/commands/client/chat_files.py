@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from processors.fetch.limits import FetchSettings
 from processors.formats import HEAD_BYTES, first_bytes, mime_type, modality_of
 from processors.inputs import Modality
-from vlmserve.frontend.message_parts import map_parts
+from vlmserve.frontend.chat_messages import map_parts
 from vlmserve_common.errors import BadRequestError
 
 Message: TypeAlias = Mapping[str, Any]

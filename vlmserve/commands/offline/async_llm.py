@@ -45,7 +45,7 @@ from vlmserve.ipc.messages import (
     SchedulerInput,
     SchedulerOutput,
     SchedulerStats,
-    TextOutput,
+    TokenOutput,
 )
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
@@ -100,7 +100,7 @@ class AsyncLLM:
             self._engine.loop, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
         )
         self._asked: set[asyncio.Future[ControlResult]] = set()
-        self._unfinished: dict[str, TextOutput] | None = {} if joined else None
+        self._unfinished: dict[str, TokenOutput] | None = {} if joined else None
         self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
         self._wake_up = WakeUp()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,7 +143,7 @@ class AsyncLLM:
         return await self._manager.scheduler_stats()
 
     async def abort(self, request_id: str | None = None) -> list[str]:
-        """End a request by its `request_id` (or `rid`), or all requests; return the ids of the ended ones.
+        """End a request by its `request_id`, or all requests; return the ids of the ended ones.
 
         Their `generate` raises RequestAbortedError. Nothing is left of them when this returns.
         """
@@ -253,7 +253,7 @@ class AsyncLLM:
         if outputs:
             self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
 
-    def _join(self, outputs: tuple[TextOutput, ...], unfinished: dict[str, TextOutput]) -> list[TextOutput]:
+    def _join(self, outputs: tuple[TokenOutput, ...], unfinished: dict[str, TokenOutput]) -> list[TokenOutput]:
         """Return the outputs that are whole now."""
         whole = []
         for output in outputs:

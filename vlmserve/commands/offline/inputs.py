@@ -20,12 +20,10 @@ from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.plain_problems import did_you_mean
-from vlmserve.frontend.chat_messages import MediaCounts
-from vlmserve.frontend.message_parts import map_parts
-from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.frontend.chat_messages import MediaCounts, map_parts
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
-from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.ipc.messages import GrammarSpec, SamplingParams
 
 Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
 """OpenAI's messages, or the text of one message of the user's."""
@@ -35,7 +33,7 @@ _COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos
 
 
 class SamplingOptions(TypedDict, total=False):
-    """`SamplingOverrides` as keywords; max_tokens is max_new_tokens.
+    """`SamplingParams` as keywords; max_tokens is max_new_tokens.
 
     response_format and structured_outputs (one of json, regex, choice, grammar, structural_tag, json_object) are the
     API's, in place of a grammar.
@@ -105,7 +103,7 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
     return map_parts(chat, _part)
 
 
-def sampling_of(sampling: SamplingOverrides | None, options: Mapping[str, Any]) -> SamplingOverrides:
+def sampling_of(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
     """Return both together; an option wins. Raises TypeError for an unknown option, or a value of another type."""
     given = dict(options)
     for name in given:
@@ -123,7 +121,7 @@ def sampling_of(sampling: SamplingOverrides | None, options: Mapping[str, Any]) 
     for name in ("stop", "stop_token_ids"):
         if given.get(name) is not None:
             given[name] = tuple(given[name])
-    whole = dataclasses.replace(sampling or SamplingOverrides(), **given)
+    whole = dataclasses.replace(sampling or SamplingParams(), **given)
     problems = type_problems(whole, lambda name: "max_tokens" if name == "max_new_tokens" else name)
     if problems:
         raise TypeError("\n".join(problems))

@@ -27,7 +27,6 @@ from vlmserve.frontend.request_builder import (
     TokenizedPrompt,
     TokensPrompt,
 )
-from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.frontend.scores import LabelScore, label_scores
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -35,11 +34,12 @@ from vlmserve.ipc.messages import (
     LogitsProcessorCall,
     PromptLogprobs,
     ReturnOptions,
+    SamplingParams,
     SchedulerOutput,
     SchedulerStats,
-    TextOutput,
     TokenizedGenerateReqInput,
     TokenLogprobs,
+    TokenOutput,
 )
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.loop_thread import LoopThread
@@ -105,7 +105,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._stack.callback(self._loop.close)
         self._stack.callback(lambda: self._loop.run(self._media.close()))
         self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
-        self._answers: dict[str, TextOutput | None] = {}  # so far
+        self._answers: dict[str, TokenOutput | None] = {}  # so far
         args = self.args
         self._max_waiting = min(args.max_running_requests, args.max_queued_requests)
         self._requests = 0
@@ -113,7 +113,7 @@ class LLM(AbstractContextManager["LLM"]):
     def chat(
         self,
         messages: Conversation,
-        sampling: SamplingOverrides | None = None,
+        sampling: SamplingParams | None = None,
         *,
         images: Any = (),
         videos: Any = (),
@@ -143,7 +143,7 @@ class LLM(AbstractContextManager["LLM"]):
     def chat_batch(
         self,
         conversations: Sequence[Conversation],
-        sampling: SamplingOverrides | None = None,
+        sampling: SamplingParams | None = None,
         *,
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -161,7 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
     def generate(
         self,
         prompts: str | Sequence[str | TextPrompt | TokensPrompt | EmbedsPrompt],
-        sampling: SamplingOverrides | None = None,
+        sampling: SamplingParams | None = None,
         *,
         num_logprobs: int | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -221,7 +221,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     @staticmethod
     def _request(
-        sampling: SamplingOverrides | None,
+        sampling: SamplingParams | None,
         options: Mapping[str, Any],
         num_logprobs: int | None,
         mm_processor_kwargs: Mapping[str, Any] | None,
@@ -232,7 +232,7 @@ class LLM(AbstractContextManager["LLM"]):
         return GenerateReqInput(
             request_id="",
             prompt=TextPrompt(text=""),
-            sampling=sampling_of(sampling, options),
+            sampling_params=sampling_of(sampling, options),
             num_logprobs=num_logprobs,
             mm_processor_kwargs=mm_processor_kwargs or {},
             returns=returns,
@@ -298,7 +298,7 @@ class LLM(AbstractContextManager["LLM"]):
         self, loading: _Loading
     ) -> tuple[list[TokenizedGenerateReqInput], tuple[MediumReport, ...], tuple[str, ...]]:
         tokenized, media = loading.tokenized, loading.media.result()
-        messages = self.builder.build(loading.request, tokenized, self.builder.expand(tokenized, media))
+        messages = self.builder.build(tokenized, media)
         return messages, self._media.report(tokenized.media, media), tokenized.notes.warnings
 
     def _take(self, batch: SchedulerOutput) -> None:
@@ -311,7 +311,7 @@ class LLM(AbstractContextManager["LLM"]):
                 self._answers[output.rid] = join_outputs(self._answers[output.rid], output)
 
 
-def _completion(answer: TextOutput | None, media: tuple[MediumReport, ...], warnings: tuple[str, ...]) -> Completion:
+def _completion(answer: TokenOutput | None, media: tuple[MediumReport, ...], warnings: tuple[str, ...]) -> Completion:
     if answer is None or answer.finish_reason is None:
         raise EngineError("a request ended without an answer")
     reason = answer.finish_reason

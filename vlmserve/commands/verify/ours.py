@@ -13,7 +13,7 @@ import torch
 from vlmserve.commands.offline.llm import LLM, Completion
 from vlmserve.commands.verify.cases import Case
 from vlmserve.commands.verify.comparison import TOP, Answer, Step
-from vlmserve.frontend.sampling import SamplingOverrides
+from vlmserve.ipc.messages import SamplingParams
 
 WHOLE, WARM, CHUNKS = "whole", "warm cache", "small chunks"
 _CHUNK = 32  # tokens: every case is cut, most of them inside a picture
@@ -80,8 +80,8 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
     )
 
 
-def _greedy(settings: RunSettings) -> SamplingOverrides:
-    return SamplingOverrides(temperature=0.0, max_new_tokens=settings.max_tokens)
+def _greedy(settings: RunSettings) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=settings.max_tokens)
 
 
 def _answer(completion: Completion) -> Answer:

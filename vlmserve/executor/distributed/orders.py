@@ -36,7 +36,7 @@ class ForwardOrder:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
     """Help to sample S tokens of a step. token_indices int64 [S]: the batch tokens that they follow. req_pool_indices,
-    places int64 [S]: where to remember the tokens, which follow the order from device to device."""
+    places int64 [S]: where to remember the tokens. The tokens themselves follow this order from device to device."""
 
     step: int
     token_indices: np.ndarray

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from processors.families.report import MediumReport, report_json
+from vlmserve.frontend.chat_template import NO_NOTES
 from vlmserve.frontend.openai.answer_message import ChoiceText, ThoughtTokens, delta_of, message_of
 from vlmserve.frontend.openai.json_bodies import json_text, sse_event
 from vlmserve.frontend.parsers.answer import PLAIN_TEXT, AnswerReading
 from vlmserve.frontend.parsers.pieces import Text
 from vlmserve.frontend.parsers.reasoning import CLOSE as THOUGHT
 from vlmserve.frontend.parsers.reasoning import OPEN as THINK
-from vlmserve.frontend.prompt_notes import NO_NOTES
-from vlmserve.frontend.timings import Timings
+from vlmserve.frontend.request_stats import Timings
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
-from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput, TokenLogprobs
+from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 
@@ -220,7 +220,7 @@ class AnswerWriter:
             return None
         return "tool_calls" if finish.type == "stop" and self._text(index).called else finish.type
 
-    def _tokens(self, output: TextOutput) -> list[dict[str, Any]]:
+    def _tokens(self, output: TokenOutput) -> list[dict[str, Any]]:
         """Return the logprobs of an output's tokens, without the token that ended the answer."""
         listed = output.logprobs or ()
         finish = output.finish_reason

@@ -9,7 +9,7 @@ from typing import Any
 from vlmserve.frontend.openai.answers import AnswerHead, finite, prompt_json
 from vlmserve.frontend.openai.json_bodies import sse_event
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
-from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TextOutput
+from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -37,7 +37,7 @@ class _LogprobColumns:
             )
         )
 
-    def of_answer(self, output: TextOutput) -> dict[str, list[Any]]:
+    def of_answer(self, output: TokenOutput) -> dict[str, list[Any]]:
         """Return the columns of an output's tokens, without the token that ended the answer."""
         listed, finish = output.logprobs or (), output.finish_reason
         if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
@@ -111,7 +111,7 @@ class CompletionWriter:
 
     async def whole(self, batches: AsyncIterator[Sequence[ChoiceOutput]]) -> dict[str, Any]:
         """Return the text_completion of all outputs."""
-        collected: list[list[TextOutput]] = [[] for _ in self._columns]
+        collected: list[list[TokenOutput]] = [[] for _ in self._columns]
         async for items in batches:
             for item in items:
                 self._note(item)
@@ -129,7 +129,7 @@ class CompletionWriter:
             return b""
         return sse_event(self._head.object("text_completion", choices=[], usage=self._usage()))
 
-    def _choice(self, index: int, collected: Sequence[Sequence[TextOutput]]) -> dict[str, Any]:
+    def _choice(self, index: int, collected: Sequence[Sequence[TokenOutput]]) -> dict[str, Any]:
         outputs = collected[index]
         of_prompt = collected[index - index % self._n][0].prompt_logprobs  # the prompt's come once
         pieces = [self._piece(index, output, of_prompt) for output in outputs]
@@ -154,7 +154,7 @@ class CompletionWriter:
         return sse_event(self._head.object("text_completion", choices=[choice], **usage))
 
     def _piece(
-        self, index: int, output: TextOutput, of_prompt: PromptLogprobs | None
+        self, index: int, output: TokenOutput, of_prompt: PromptLogprobs | None
     ) -> tuple[str, dict[str, list[Any]] | None]:
         """Return the text and logprobs of a choice's next output. The first one begins with the repeated prompt."""
         columns, text, found = self._columns[index], output.text, list[dict[str, list[Any]]]()

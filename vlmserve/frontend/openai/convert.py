@@ -7,27 +7,25 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vlmserve.frontend.file_parts import FindFile
+from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.openai.completion_protocol import CompletionRequest
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, NamedRequest, NamedToolChoice
 from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
-from vlmserve.frontend.parsers.calls import Tool
-from vlmserve.frontend.parsers.tool_use import ToolUse
+from vlmserve.frontend.parsers.calls import Tool, ToolUse
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.frontend.structured_output import FORM_FIELDS, grammar_of
-from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
+from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
 from vlmserve_common.errors import BadRequestError
 
-_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingOverrides))
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def to_generate_request(
     request: ChatCompletionRequest,
-    request_id: str,
+    own_id: str,
     *,
     formats: AnswerFormats = NO_FORMATS,
     max_n: int = 128,
@@ -39,9 +37,9 @@ def to_generate_request(
 ) -> GenerateReqInput:
     """Convert a chat completion request.
 
-    formats: how the model writes calls and thoughts. max_n: most choices of a request. find_file: finds the uploaded
-    files that the client may use. client, owner, tenant, ended: see `GenerateReqInput`. Raises BadRequestError for
-    fields that contradict each other or are not supported yet.
+    own_id: an id that no other request has. formats: how the model writes calls and thoughts. max_n: most choices of a
+    request. find_file: finds the uploaded files that the client may use. client, owner, tenant, ended: see
+    `GenerateReqInput`. Raises BadRequestError for fields that contradict each other or are not supported yet.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -51,7 +49,6 @@ def to_generate_request(
     continue_final = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
     return GenerateReqInput(
-        request_id=request_id,
         prompt=ChatPrompt(
             messages=request.messages,  # type: ignore[arg-type]  # kept as the client wrote them
             tool_use=tool_use(request, formats),
@@ -61,7 +58,7 @@ def to_generate_request(
             template_kwargs=request.chat_template_kwargs or {},
             find_file=find_file,
         ),
-        sampling=sampling_of(request),
+        sampling_params=sampling_of(request),
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -73,17 +70,19 @@ def to_generate_request(
         session_id="" if request.session_id is None else f"{owner} {request.session_id}",
         tenant=tenant,
         ended=ended,
-        **named(request),
+        **named(request, own_id),
     )
 
 
-def named(request: NamedRequest) -> dict[str, Any]:
-    """Return the fields of a `GenerateReqInput` that all requests have."""
+def named(request: NamedRequest, own_id: str, priority: int = 0) -> dict[str, Any]:
+    """Return the fields of a `GenerateReqInput` that all requests have. own_id: an id that no other request has.
+    priority: of a request that names none."""
     return {
+        "request_id": request.rid or own_id,
+        "group": own_id,
         "cache_salt": request.cache_salt or "",
-        "priority": request.priority or 0,
+        "priority": request.priority or priority,
         "data_parallel_rank": request.data_parallel_rank,
-        "rid": request.rid,
         "timeout_s": request.timeout,
     }
 
@@ -100,7 +99,7 @@ def _returns(request: ChatCompletionRequest) -> ReturnOptions:
     )
 
 
-def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingOverrides:
+def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
     """Return the request's fields about sampling. Raises BadRequestError."""
     limit = getattr(request, "max_completion_tokens", None)
     limit = request.max_tokens if limit is None else limit
@@ -109,7 +108,7 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingO
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
     given["grammar"] = grammar_of({name: getattr(request, name) for name in FORM_FIELDS})
-    return SamplingOverrides(**{**given, "max_new_tokens": limit})
+    return SamplingParams(**{**given, "max_new_tokens": limit})
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

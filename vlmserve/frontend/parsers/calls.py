@@ -1,4 +1,7 @@
-"""Calls of tools within an answer's text, whatever their format."""
+"""Calls of tools in an answer: how a request may use tools, reading calls in any format, and grammars that hold them.
+
+https://xgrammar.mlc.ai/docs/structural_tag/structural_tag has the form of the grammars.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,16 @@ import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from vlmserve.frontend.parsers.pieces import Piece, Text
-from vlmserve.frontend.parsers.tags import begun_tag
+from vlmserve.frontend.parsers.pieces import Piece, Text, begun_tag
 
 Tool = Mapping[str, Any]
 """A tool of a request, in OpenAI's form: {"type": "function", "function": {"name", "parameters", ...}}."""
 
 
 class State(enum.Enum):
-    """Of a call that is being read. REFUSED: it is none, and its text is text."""
+    """The state of a call that is being read. REFUSED: it is no call, and its characters are plain text."""
 
     OPEN = enum.auto()
     CLOSED = enum.auto()
@@ -24,19 +26,23 @@ class State(enum.Enum):
 
 
 class CallReader(Protocol):
-    """Reads one call, from behind its opening tag. Once it has made a piece, it is a call and stays one."""
+    """A reader of one call, from behind its opening tag. Once it has made a piece, the call can no longer be
+    refused."""
 
     state: State
 
     def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
-        """How many characters it took; the rest comes again, with more. final: no more comes, and it must end."""
+        """Read on and return the number of characters taken; the rest comes again, with more. final: nothing comes
+        behind this text, so the call must end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
-    """How a model writes calls. tags: what may open one, the proper one first. reader: reads one; takes the tag, the
-    call's index and the request's tools. wrap: name -> what stands before and behind the arguments. style: xgrammar's
-    word for those."""
+    """The format in which a model writes calls.
+
+    tags: texts that open a call, the proper one first. reader: makes the reader of one call from its tag, its index and
+    the request's tools. wrap: name -> the texts before and behind the arguments. style: xgrammar's name of the format.
+    """
 
     name: str
     tags: Sequence[str]
@@ -62,7 +68,7 @@ class CallParser:
         self._after_call = False
 
     def feed(self, text: str, *, final: bool = False) -> list[Piece]:
-        """See `Parser`."""
+        """Read on; see `Parser`."""
         self._buffer += text
         pieces: list[Piece] = []
         while self._read_call(pieces, final) if self._reader else self._find_call(pieces, final):
@@ -70,7 +76,7 @@ class CallParser:
         return pieces
 
     def _find_call(self, pieces: list[Piece], final: bool) -> bool:
-        """Whether there is more to read in what has come."""
+        """Look for the next call; return whether there is more to read."""
         opening = self._opening.search(self._buffer)
         if opening is None:
             keep = 0 if final else begun_tag(self._buffer, self._format.tags)
@@ -105,3 +111,86 @@ class CallParser:
         if text:
             pieces.append(Text(text))
             self._after_call = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """How the answers to a request may use its tools.
+
+    tools: one or more. call_format: how the model writes calls. choice: with "required" the answer must be calls. name:
+    the tool that must be called, once. parallel: whether one answer may have several calls.
+    """
+
+    tools: Sequence[Tool]
+    call_format: CallFormat
+    choice: Literal["auto", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+    @property
+    def required(self) -> bool:
+        """Return whether the answer must be a call."""
+        return self.name is not None or self.choice == "required"
+
+
+_MAX_WHITESPACE = 1  # between two tokens of JSON: a small model might go on with it
+
+
+def call_grammar(use: ToolUse) -> dict[str, Any] | None:
+    """Return the structural tag that answers must match; None if any text will do.
+
+    An answer that must call has nothing but calls. Other answers may have text, and their calls follow the schemas of
+    strict tools.
+    """
+    if use.required:
+        return only_calls(use)
+    if use.parallel and not any(map(_is_strict, use.tools)):
+        return None
+    return _tag(
+        {
+            "type": "triggered_tags",
+            "triggers": [use.call_format.tags[0]],
+            "tags": [_call(tool, use) for tool in use.tools],
+            "stop_after_first": not use.parallel,
+        }
+    )
+
+
+def only_calls(use: ToolUse) -> dict[str, Any]:
+    """Return the structural tag of an answer that is nothing but one or more calls."""
+    if use.name is not None:
+        [tool] = [tool for tool in use.tools if tool["function"]["name"] == use.name]
+        return _tag(_call(tool, use))
+    return _tag(
+        {
+            "type": "tags_with_separator",
+            "tags": [_call(tool, use) for tool in use.tools],
+            "separator": "\n",
+            "at_least_one": True,
+            "stop_after_first": not use.parallel,
+        }
+    )
+
+
+def _is_strict(tool: Tool) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _tag(form: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "structural_tag", "format": form}
+
+
+def _call(tool: Tool, use: ToolUse) -> dict[str, Any]:
+    """Return the tag of one call. Its arguments follow their schema if the tool is strict. A tool that does not say
+    counts as strict if calls are required."""
+    function = tool["function"]
+    begin, end = use.call_format.wrap(function["name"])
+    held = _is_strict(tool) or (use.required and function.get("strict") is None)
+    schema = function.get("parameters") if held else None
+    content = {
+        "type": "json_schema",
+        "json_schema": {"type": "object"} if schema is None else schema,
+        "style": use.call_format.style,
+        "max_whitespace_cnt": _MAX_WHITESPACE,
+    }
+    return {"type": "tag", "begin": begin, "content": content, "end": end}

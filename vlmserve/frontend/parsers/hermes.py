@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece
-from vlmserve.frontend.parsers.tags import could_begin
+from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, could_begin
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # The usual order of the fields: arguments can be passed on as they come.
@@ -20,7 +19,7 @@ _IN_VALUE = re.compile(r'[{}\[\]"<]')
 
 
 class _HermesReader:
-    """See `CallReader`."""
+    """Reads one call of this format; see `CallReader`."""
 
     def __init__(self, tag: str, index: int, tools: Sequence[Tool]) -> None:
         self.state = State.OPEN
@@ -71,7 +70,7 @@ class _HermesReader:
         return len(text) if end is None else end
 
     def _end_of_value(self, text: str) -> int | None:
-        """Where the arguments end in this next part of theirs: behind their last bracket, or before a tag within them,
+        """Return where the arguments end in their next part: behind their last bracket, or before a tag within them,
         which no JSON has there."""
         at = int(self._escaped)
         self._escaped = False
@@ -94,7 +93,7 @@ class _HermesReader:
         return None
 
     def _tail(self, text: str, pieces: list[Piece], final: bool) -> int | None:
-        """What closes the call: a brace and a tag. Further fields are passed over; anything else is text again."""
+        """Read the end of the call: a brace and a tag. Further fields are passed over; anything else is text again."""
         blank = _TAIL.match(text)
         assert blank is not None
         rest = text[blank.end() :]
@@ -115,7 +114,8 @@ class _HermesReader:
 
 
 def _whole_call(body: str) -> tuple[str, str] | None:
-    """Name and arguments of a call whose fields stand in another order, or whose arguments are a text or left out."""
+    """Return name and arguments of a call whose fields stand in another order, or whose arguments are text or left
+    out."""
     call = _json(body)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         return None
@@ -128,7 +128,7 @@ def _whole_call(body: str) -> tuple[str, str] | None:
 
 
 def _json(text: str) -> Any:
-    """None for text that is none."""
+    """Parse JSON; None for a text that is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What an answer's text is made of, in the order that it comes: text, thoughts and calls of tools."""
+"""The pieces of an answer, in the order that they come: text, thoughts and calls of tools; and tags cut in two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of what the model thought before it."""
+    """More of the model's thoughts before the answer."""
 
     text: str
 
@@ -44,11 +44,11 @@ class Parser(Protocol):
     """Splits a text that comes bit by bit. The pieces, joined, do not depend on where the bits begin and end."""
 
     def feed(self, text: str, *, final: bool = False) -> list[Piece]:
-        """The pieces that are certain by now. final: nothing comes after this text."""
+        """Return the pieces that are certain by now. final: nothing comes after this text."""
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces, with neighbours of a kind as one, and without empty ones."""
+    """Join neighbours of one kind, and drop empty pieces."""
     out: list[Piece] = []
     for piece in pieces:
         last = out[-1] if out else None
@@ -61,3 +61,18 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         else:
             out.append(piece)
     return out
+
+
+def could_begin(text: str, tag: str) -> bool:
+    """Return whether more text may complete the tag at the text's beginning."""
+    return len(text) < len(tag) and tag.startswith(text)
+
+
+def begun_tag(text: str, tags: Iterable[str]) -> int:
+    """Return how many characters at the text's end may be the beginning of one of the tags."""
+    return max((_begun(text, tag) for tag in tags), default=0)
+
+
+def _begun(text: str, tag: str) -> int:
+    longest = min(len(text), len(tag) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(tag[:size])), 0)

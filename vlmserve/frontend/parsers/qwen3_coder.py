@@ -1,15 +1,123 @@
-"""The calls of Qwen3-Coder and Qwen3.5: <tool_call><function=NAME><parameter=KEY>value</parameter></function>."""
+"""Calls of Qwen3-Coder and Qwen3.5: <tool_call><function=NAME><parameter=KEY>value</parameter></function>.
+
+Arguments come as bare text. They become JSON of the types that the function's schema has for them.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from vlmserve.frontend.parsers.argument_types import STRING, is_picked, to_json, types_of
 from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece
-from vlmserve.frontend.parsers.tags import begun_tag, could_begin
+from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, begun_tag, could_begin
+
+STRING = frozenset(("string",))
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_DEEPEST = 16  # references and alternatives within each other
+
+
+def types_of(tools: Sequence[Tool], function: str, parameter: str) -> frozenset[str]:
+    """Return JSON Schema's names of the types that a parameter may have; a string if the schema says nothing."""
+    schema, root = _schema_of(tools, function, parameter)
+    return _types(schema, root, _DEEPEST) or STRING
+
+
+def is_picked(tools: Sequence[Tool], function: str, parameter: str) -> bool:
+    """Return whether a parameter has fixed values or a pattern: then blanks around it do not belong to it."""
+    schema, root = _schema_of(tools, function, parameter)
+    return _is_picked(schema, root, _DEEPEST)
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """Return the text as a JSON value of one of the types, or else as a string, whatever the types say."""
+    if types != STRING:
+        bare = text.strip()
+        bare = _PYTHONS.get(bare, bare)
+        try:
+            value = json.loads(bare, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            if _type_names(value) & types:
+                return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema_of(tools: Sequence[Tool], function: str, parameter: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return a parameter's schema, and the schema that it stands in."""
+    for tool in tools:
+        if tool["function"]["name"] == function:
+            root = tool["function"].get("parameters") or {}
+            properties = root.get("properties")
+            return properties.get(parameter) if isinstance(properties, Mapping) else None, root
+    return None, {}
+
+
+def _is_picked(schema: Any, root: Mapping[str, Any], depth: int) -> bool:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return False
+    if any(word in schema for word in ("enum", "const", "pattern", "format")):
+        return True
+    parts = [_resolve(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
+    for word in _ALTERNATIVES:
+        parts += schema[word] if isinstance(schema.get(word), list) else []
+    return any(_is_picked(part, root, depth - 1) for part in parts)
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
+    if not isinstance(schema, Mapping) or depth == 0:
+        return frozenset()
+    said = schema.get("type")
+    if isinstance(said, str):
+        return frozenset((said,))
+    if isinstance(said, list):
+        return frozenset(name for name in said if isinstance(name, str))
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    found = {name for value in values for name in _type_names(value)} if isinstance(values, list) else set()
+    if isinstance(schema.get("$ref"), str):
+        found |= _types(_resolve(schema["$ref"], root), root, depth - 1)
+    for word in _ALTERNATIVES:
+        if isinstance(schema.get(word), list):
+            found |= {name for part in schema[word] for name in _types(part, root, depth - 1)}
+    if "properties" in schema:
+        found.add("object")
+    if "items" in schema:
+        found.add("array")
+    return frozenset(found)
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Follow a reference within the schema, such as #/$defs/Point."""
+    at: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        at = at.get(name) if isinstance(at, Mapping) else None
+    return at
+
+
+def _type_names(value: Any) -> frozenset[str]:
+    match value:
+        case None:
+            return frozenset(("null",))
+        case bool():
+            return frozenset(("boolean",))
+        case int():
+            return frozenset(("integer", "number"))
+        case float():
+            return frozenset(("number", "integer") if value.is_integer() else ("number",))
+        case str():
+            return STRING
+        case list():
+            return frozenset(("array",))
+    return frozenset(("object",))
+
+
+def _refuse(constant: str) -> Any:
+    """Refuse NaN and infinities, which JSON does not have."""
+    raise ValueError(constant)
+
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_CLOSE = "<function=", "</function>"
@@ -19,7 +127,7 @@ _NAME = re.compile(rf"([^<>\n]{{1,{_LONGEST_NAME}}})>")
 
 
 class _Qwen3CoderReader:
-    """See `CallReader`. Values of strings are passed on as they come, others when they are whole.
+    """Reads one call of this format; see `CallReader`. Strings are passed on as they come, other values once complete.
 
     The models forget the outermost tag at times: then <function= opens the call.
     """
@@ -47,7 +155,7 @@ class _Qwen3CoderReader:
     def _head(self, text: str, pieces: list[Piece], final: bool) -> int | None:
         begun = text.lstrip()
         if begun.startswith(FUNCTION):
-            # taken together with the name: what is refused must be there still
+            # taken together with the name: a refused call must still have its text
             blank = len(text) - len(begun) + len(FUNCTION)
             took = self._function(text[blank:], pieces, final)
             return None if took is None else blank + took
@@ -67,7 +175,7 @@ class _Qwen3CoderReader:
         return None
 
     def _between(self, text: str, pieces: list[Piece], final: bool) -> int | None:
-        """Before a parameter or the end of the function. Anything else ends the call, and is text again."""
+        """Read on to a parameter or the end of the function. Anything else ends the call, and is text again."""
         begun = text.lstrip()
         blank = len(text) - len(begun)
         if begun.startswith(PARAMETER):
@@ -143,7 +251,7 @@ class _Qwen3CoderReader:
 
 
 def _escaped(text: str) -> str:
-    """As it stands in a JSON string."""
+    """Escape a text for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from vlmserve.frontend.parsers.pieces import Piece, Reasoning, Text
-from vlmserve.frontend.parsers.tags import begun_tag, could_begin
+from vlmserve.frontend.parsers.pieces import Piece, Reasoning, Text, begun_tag, could_begin
 from vlmserve.ipc.messages import THINK_END
 
 OPEN, CLOSE = "<think>", THINK_END
 
 
 def opened_in_prompt(prompt: str, *, turn: str = "<|im_start|>", end: str = "<|im_end|>") -> bool:
-    """Whether a rendered prompt leaves the model within its thoughts: its last turn, which is the model's, is open and
-    so is a <think> in it."""
+    """Return whether a rendered prompt leaves the model within its thoughts: the last turn, which is the model's, is
+    open, and so is a <think> in it."""
     last = prompt.rpartition(turn)[2]
     return end not in last and last.rfind(OPEN) > last.rfind(CLOSE)
 
 
 class ReasoningParser:
-    """Thoughts that begin the answer, or (opened) were begun by the prompt. Where they never end, all is thoughts.
+    """Thoughts that begin the answer, or (opened) were begun by the prompt. If they never end, the whole answer is
+    thoughts.
 
     Line breaks around thoughts are left out: templates write them around those that are sent back.
     """
@@ -25,10 +25,10 @@ class ReasoningParser:
     def __init__(self, *, opened: bool) -> None:
         self._read = self._thoughts if opened else self._start
         self._buffer = ""
-        self._blank = True  # so far, of what is read now
+        self._blank = True  # so far, in the thoughts or the answer, whichever is read now
 
     def feed(self, text: str, *, final: bool = False) -> list[Piece]:
-        """See `Parser`."""
+        """Read on; see `Parser`."""
         self._buffer += text
         return self._read(final)
 
@@ -61,7 +61,7 @@ class ReasoningParser:
         return [Text(text)]
 
     def _drop_line_breaks(self) -> None:
-        """At the beginning."""
+        """Drop line breaks at the beginning."""
         if self._blank:
             self._buffer = self._buffer.lstrip("\n")
             self._blank = not self._buffer

@@ -59,11 +59,11 @@ class AttentionSpec:
 class ForwardBatch:
     """Device tensors of one forward pass over N tokens of B requests, tokens of a request side by side.
 
-    input_ids int64 [N]; positions int64 [3, N] (M-RoPE: time, height, width); req_pool_indices int64 [B]; seq_lens
-    int32 [B]: tokens of each request, those of this step included; extend_start_loc int32 [B + 1]: where the tokens of
-    each request begin in the batch, and N; prefix_lens / extend_lens: host lists of length B, tokens before and of this
-    step; out_cache_loc int64 [N]: the KV slot each token is written to. recurrent: the states of recurrent layers; None
-    for models without any.
+    input_ids int64 [N]. positions int64 [3, N] (M-RoPE: time, height, width). req_pool_indices int64 [B]. seq_lens
+    int32 [B]: tokens of each request, with this step's. extend_start_loc int32 [B + 1]: where the tokens of each
+    request begin in the batch, and N. prefix_lens, extend_lens: host lists of length B, tokens before and of this step.
+    out_cache_loc int64 [N]: the KV slot each token is written to. recurrent: the states of recurrent layers; None for
+    models without any.
     """
 
     forward_mode: ForwardMode

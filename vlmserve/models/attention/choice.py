@@ -45,7 +45,7 @@ class Tried:
 
 
 def _flashinfer(spec: AttentionSpec) -> AttentionBackend:
-    import_module("flashinfer")  # or nothing is to be built
+    import_module("flashinfer")  # fails before the log line if the package is missing
     from vlmserve.models.attention.flashinfer_backend import FlashInferAttentionBackend
 
     log.info("attention by flashinfer is tried: kernels that are not built yet are built now, which takes minutes")

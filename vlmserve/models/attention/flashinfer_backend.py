@@ -34,7 +34,7 @@ from vlmserve_common.kernels.attention import HeadNorms
 HEAD_DIMS = (64, 128, 256)
 _LEAST_WORKSPACE = 128 << 20  # bytes; what its documentation recommends
 _INT_WORKSPACE = 8 << 20  # bytes, what a wrapper makes for itself
-# A tile of queries: rows (heads of a group each) that one block computes. The largest, and that of decoding.
+# A tile of queries: rows (heads of a group each) that one block computes. The largest tile, and the decoding tile.
 _TILE, _DECODE_TILE = 128, 16
 
 

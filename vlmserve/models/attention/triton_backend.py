@@ -1,7 +1,7 @@
 """Attention by our own kernels in Triton: for GPUs, and under Triton's interpreter for tests.
 
-Requests with one token go to the decode kernel, all others to the extend kernel, also in mixed steps. So a request's
-answer does not depend on its batch mates. Nothing is read back from the device.
+Requests with one token go to the decode kernel, all other requests to the extend kernel, also in mixed steps. So a
+request's answer does not depend on its batch mates. Nothing is read back from the device.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Structured output: what is asked of an answer's form, compiled, and which tokens may come next."""
+"""Structured output: grammars are compiled, and say which tokens may come next."""

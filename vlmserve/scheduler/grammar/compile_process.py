@@ -23,10 +23,10 @@ _MOST_COMPILED_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompilerSettings:
-    """folder: of the checkpoint, for its tokenizer. vocab_size: rows of logits. stop_token_ids: those that may end an
-    answer, once its grammar does.
+    """Settings of the compiler. folder: the checkpoint's, for its tokenizer. vocab_size: rows of logits.
+    stop_token_ids: ids that may end an answer once its grammar ends.
 
-    timeout_s: that compiling one grammar may take. memory_bytes: that it may take on top of the process's own.
+    timeout_s: most time for one grammar. memory_bytes: most memory for it, besides the process's own.
     """
 
     folder: str
@@ -37,7 +37,7 @@ class CompilerSettings:
 
 
 class CompileProcess:
-    """For one thread, which outlives it.
+    """A process that compiles grammars for one thread, which outlives it.
 
     Not a `ChildProcess`: that one imports the main module again, and users of `LLM` have not all guarded theirs.
     """
@@ -50,8 +50,8 @@ class CompileProcess:
         self._closed = False
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """BadRequestError for one that cannot be compiled, or takes too long. It is for all requests that have this
-        grammar, whatever field it came in: its message goes on from the field's name."""
+        """Compile a grammar. Raises BadRequestError for one that cannot be compiled or takes too long. Requests may
+        have the same grammar in different fields, so the error's message goes on from the field's name."""
         import xgrammar  # takes most of a second, and only servers of structured output need it
 
         pipe = self._started()
@@ -75,13 +75,13 @@ class CompileProcess:
         return CompiledGrammar(xgrammar.CompiledGrammar.deserialize_json(answer[1:].decode(), self._tokens))
 
     def close(self) -> None:
-        """End it, from any thread; what is being compiled fails."""
+        """End the process, from any thread. A grammar that it is compiling fails."""
         self._closed = True
         if self._process is not None:
             self._process.kill()
 
     def _started(self) -> Connection:
-        """The pipe to a process that is ready. EngineError if it cannot start."""
+        """Return the pipe to a process that is ready. Raises EngineError if it cannot start."""
         if self._pipe is not None:
             return self._pipe
         from xgrammar import TokenizerInfo

@@ -1,7 +1,7 @@
-"""What compiles grammars with xgrammar, in a process of its own: see `CompileProcess`.
+"""The process that compiles grammars with xgrammar: see `CompileProcess`.
 
-A grammar comes from a stranger, and compiling one can take minutes, gigabytes, or the process with it. Nobody knows
-beforehand: so the kernel limits what it may cost, as with media.
+A grammar comes from a stranger. Compiling it can take minutes or gigabytes, or crash the process, and its text does not
+tell. So the kernel limits its time and memory, as with media.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vlmserve_common.process.child import die_with_parent
 from vlmserve_common.process.limits import ProcessLimits, confine
 
 COMPILED, REFUSED = b"C", b"R"
-"""How an answer begins: a compiled grammar in JSON follows, or a sentence."""
+"""The first byte of an answer: a compiled grammar in JSON follows, or a sentence."""
 
 MAX_TRIED_STEP_S = 0.25
 """CPU time that a token may take when a grammar is tried out."""
@@ -48,7 +48,7 @@ _HARMLESS = re.compile(r"oneOf .*anyOf semantics")
 
 
 def main() -> None:
-    """The process: number of its end of the pipe, the parent, and `CompilerSettings` as JSON on the command line."""
+    """Run the process. The command line has its end of the pipe, the parent's pid, and `CompilerSettings` as JSON."""
     pipe = Connection(int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
     settings = json.loads(sys.argv[3])
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tuple[Any, Any]:
-    """A compiler, and the tokens that it compiles for. folder: of the checkpoint. vocab_size: rows of logits.
+    """Make a compiler and the tokens that it compiles for. folder: the checkpoint's. vocab_size: rows of logits.
 
     Special tokens have no text: an answer's text cannot contain them.
     """
@@ -83,7 +83,7 @@ def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tu
 
 
 def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:
-    """RuntimeError for what is none."""
+    """Compile a grammar. Raises RuntimeError for a malformed one."""
     from xgrammar import Grammar
 
     grammar = _form(spec)
@@ -113,7 +113,8 @@ def _form(spec: GrammarSpec) -> Any:
 
 
 def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
-    """xgrammar warns, on stderr, of what it leaves out; nothing may be left out, but of tools that are not strict."""
+    """Compile a grammar, and fail if xgrammar warns on stderr that it leaves something out. Tools that are not strict
+    may lose something."""
     kept, file = os.dup(2), os.memfd_create("warnings")
     os.dup2(file, 2)
     try:
@@ -130,8 +131,8 @@ def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
 
 
 def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
-    """RuntimeError for a grammar that nothing fits, or whose next tokens take long to find: better here, where a
-    process can be ended, than in the engine. Takes some tokens that it allows, always the same."""
+    """Raise RuntimeError for a grammar that no text fits, or whose next tokens take long to find: here the process can
+    be ended, in the engine it could not. Walks along tokens that the grammar allows, always the same."""
     for seed in range(walks):
         dice, matcher = Random(seed), Matcher(compiled)
         for at in range(tokens):
@@ -150,7 +151,7 @@ def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
 
 
 def _plain(message: str) -> str:
-    """Without the places in xgrammar's own source."""
+    """Return xgrammar's message without places in its own source."""
     text = _WHERE_IN_SOURCE.sub("", message).strip()
     text = re.sub(r"Check failed: .* is false: ", "", text)
     return text if len(text) <= 500 else f"{text[:500]}..."

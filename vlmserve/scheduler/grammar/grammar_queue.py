@@ -1,4 +1,4 @@
-"""Grammars that requests wait for, and those that were compiled before."""
+"""The grammars that requests wait for, and a cache of compiled ones."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve_common.errors import BadRequestError
 
 _REFUSED_BYTES = 1024
-"""What is kept of a grammar that was refused counts as so much, besides its text."""
+"""The size that a refused grammar counts in the cache, besides its text."""
 
 
 class GrammarCompiler(Protocol):
-    """Used by one thread."""
+    """A compiler, used by one thread."""
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """BadRequestError for what cannot be compiled: what there is to say of it, without the field's name."""
+        """Compile a grammar. Raises BadRequestError, whose message goes on from the field's name."""
         ...
 
     def close(self) -> None:
-        """Called from another thread."""
+        """End the compiler, from another thread."""
         ...
 
 
@@ -36,10 +36,10 @@ class _Entry:
 
 
 class GrammarQueue:
-    """For one thread: `get`, `release` and `close`. Compiles in threads of its own, so that nobody waits who need not.
+    """Compiles grammars in threads of its own. One thread calls `get`, `release` and `close`.
 
-    make: a compiler for each of `workers` threads, made when it is needed. cache_bytes: of compiled grammars and of
-    texts that were refused, those used last stay. Refusals are kept: a grammar that took too long is not tried again.
+    make: makes the compiler of each of `workers` threads, when it is needed. cache_bytes: most memory for compiled
+    grammars and refused texts; the least recently used go first. A refused grammar is not tried again.
     """
 
     def __init__(self, make: Callable[[], GrammarCompiler], *, cache_bytes: int, workers: int = 2) -> None:
@@ -51,7 +51,8 @@ class GrammarQueue:
         self._compilers: list[GrammarCompiler] = []
 
     def get(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
-        """It compiled, or BadRequestError; one future for all who want it. To be released."""
+        """Return the future of a compiled grammar (or its BadRequestError), one for all requests with this grammar.
+        Call `release` for it."""
         entry = self._entries.get(spec)
         if entry is None or (entry.future.done() and _is_accident(entry.future)):
             holders = entry.holders if entry else 0  # who saw the accident releases, too
@@ -61,7 +62,7 @@ class GrammarQueue:
         return entry.future
 
     def release(self, spec: GrammarSpec) -> None:
-        """A request needs it no longer. What nobody waits for any more is not begun."""
+        """Give a grammar back. A compilation without waiting requests is not begun."""
         entry = self._entries.get(spec)
         if entry is None:
             return
@@ -72,11 +73,11 @@ class GrammarQueue:
 
     @property
     def cached_bytes(self) -> int:
-        """Of what is kept."""
+        """Return the bytes that the cache holds."""
         return sum(_size(spec, entry.future) for spec, entry in self._entries.items())
 
     def close(self) -> None:
-        """End the compilers, whatever they are at."""
+        """End the compilers, even in the middle of a grammar."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for compiler in self._compilers:
             compiler.close()
@@ -96,7 +97,7 @@ class GrammarQueue:
 
 
 def _is_accident(future: Future[CompiledGrammar]) -> bool:
-    """It failed, and not by the grammar's fault."""
+    """Return whether compiling failed for a reason other than the grammar."""
     return future.cancelled() or not isinstance(future.exception(), BadRequestError | type(None))
 
 

@@ -1,4 +1,4 @@
-"""Where one answer is in its grammar."""
+"""The place of one answer in its grammar, and the tokens that may come next."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any
 import numpy as np
 
 MAX_STEP_S = 1.0
-"""What finding the next tokens may take: usual is a thousandth of it. Longer, all other requests wait for one. By the
-clock on the wall: asking for CPU time takes as long as a token."""
+"""The time that finding the next tokens may take, a thousand times the usual. In a longer time all other requests would
+wait for one. It is wall-clock time: asking for CPU time takes as long as a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """Shared by the answers that have it. handle: xgrammar's."""
+    """A compiled grammar, shared by the answers that have it. handle: xgrammar's."""
 
     handle: Any
 
     @property
     def num_bytes(self) -> int:
-        """Of memory, about."""
+        """Return its memory, roughly."""
         return self.handle.memory_size_bytes
 
     def matcher(self) -> Matcher:
-        """Of an answer that has no tokens yet."""
+        """Make the matcher of an answer that has no tokens yet."""
         return Matcher(self.handle)
 
 
 class Matcher:
-    """compiled: xgrammar's. is_over: it had its last token, one that ends answers. failure: why no more tokens make
-    sense."""
+    """One answer's way through its grammar. compiled: xgrammar's. is_over: the token that ends the answer has come.
+    failure: why no more tokens make sense."""
 
     def __init__(self, compiled: Any) -> None:
         from xgrammar import GrammarMatcher
@@ -44,8 +44,8 @@ class Matcher:
         self.words = (compiled.tokenizer_info.vocab_size + 31) // 32
 
     def fill(self, masks: np.ndarray, row: int) -> None:
-        """masks: int32 [rows, words]: of one row a bit for each token, the lowest first; those that may come next have
-        a 1. All of them where nothing more makes sense: the request is about to end."""
+        """Write one row of masks int32 [rows, words]: a bit for each token, the lowest first, 1 if the token may come
+        next. All bits are 1 once nothing makes sense any more: the request is about to end."""
         if self.failure or self.is_over:
             masks[row] = -1
             return
@@ -54,7 +54,7 @@ class Matcher:
         self._note_time(began)
 
     def accept(self, token_id: int) -> None:
-        """The answer goes on with it."""
+        """Go on with the answer's next token."""
         if self.failure or self.is_over:
             return
         began = time.perf_counter()
@@ -70,7 +70,7 @@ class Matcher:
 
 
 def masks_of(matchers: Sequence[Matcher]) -> np.ndarray:
-    """int32 [rows, words]: what each allows next, see `Matcher.fill`. They are for one vocabulary."""
+    """Return the masks int32 [rows, words] of matchers over one vocabulary; see `Matcher.fill`."""
     masks = np.empty((len(matchers), matchers[0].words if matchers else 0), dtype=np.int32)
     for row, matcher in enumerate(matchers):
         matcher.fill(masks, row)

@@ -91,8 +91,8 @@ def weigh(
     """A block's scores float32 [M, N], -inf for keys that a query does not see, times scale > 0 are logarithms to 2.
 
     most, total [M]: of the blocks before, the largest logarithm and the sum of weights relative to it; -inf and 0 at
-    first, when each query must see a key. Returns weights [M, N], the factor [M] for what was summed before, and most
-    and total with this block.
+    first, when each query must see a key. Returns weights [M, N], the factor [M] for earlier sums, and most and total
+    with this block.
     """
     larger = tl.maximum(most, tl.max(scores, 1) * scale)
     factor = tl.exp2(most - larger)

@@ -68,12 +68,12 @@ def decode_attention(
     requests: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> None:
-    """Attention of q [N, heads, dim] over whole histories, into out [N, heads, dim], which is contiguous.
+    """Attend from q [N, heads, dim] to whole histories, and write out [N, heads, dim], which is contiguous.
 
-    table: int32 [rows, context], the slots of a request's tokens at its row; req_pool_indices [B]: that row; seq_lens
-    int32 [B]: tokens, those of q included, and 0 for rows that are not in use, which get zeros. Without `requests`,
-    request i has row i of q. With them, int32 [n], only these requests are attended to, at row starts[request] of q,
-    and other rows of `out` are left alone. scale > 0. Other requests' slots are not read.
+    table: int32 [rows, context], the slots of a request's tokens at its row. req_pool_indices [B]: that row. seq_lens
+    int32 [B]: tokens, with those of q, and 0 for rows that are not in use, which get zeros. Without `requests`, request
+    i has row i of q. If they are given, int32 [n], only these requests are attended to, at row starts[request] of q.
+    Other rows of `out` are left alone. scale > 0. Other requests' slots are not read.
     """
     assert scale > 0
     _, heads, dim = q.shape

@@ -51,8 +51,8 @@ def run_experts(
     residual: torch.Tensor | None = None,
     fp8: ExpertScales | None = None,
 ) -> torch.Tensor:
-    """x [N, size] -> residual + the sum of scores [N, chosen] * expert ids int32 [N, chosen] of x, [N, size]; ids below
-    0 are not here.
+    """Return residual + the sum over each token's experts, times their scores [N, chosen], for x [N, size]: [N, size].
+    ids: int32 [N, chosen], the experts; ids below 0 are not here.
 
     gate_up [experts, 2 * inner, size], gates first, for SiLU; down [experts, size, inner]: of x's dtype, any strides.
     fp8: they are 8-bit floats, with such scales.

@@ -71,10 +71,10 @@ def extend_attention(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """Attention of q [N, heads, dim] into out [N, heads, dim], which is contiguous, for requests that have tiles.
+    """Attend from q [N, heads, dim] for requests that have tiles, and write out [N, heads, dim], which is contiguous.
 
-    table: int32 [rows, context], the slots of a request's tokens at its row; req_pool_indices [B]: that row; seq_lens
-    int32 [B]: tokens, those of q included; starts int32 [B + 1]: where a request's rows of q begin. tiles: of
+    table: int32 [rows, context], the slots of a request's tokens at its row. req_pool_indices [B]: that row. seq_lens
+    int32 [B]: tokens, with those of q. starts int32 [B + 1]: where a request's rows of q begin. tiles: of
     `extend_tiles`, on the device, for `tile_tokens`. scale > 0. Other requests' slots are not read.
     """
     assert scale > 0

@@ -34,9 +34,9 @@ def _page_indices(
 def page_indices(
     table: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, out: torch.Tensor, *, page_size: int, most: int
 ) -> None:
-    """out int32 [starts[-1]]: the page of every page_size-th token of requests `rows` int64 [B] of table int32
-    [rows, max_context], whose slots of a page are consecutive. starts int32 [B + 1]: where each request's pages begin.
-    most: pages of the one that has most."""
+    """Write out int32 [starts[-1]]: the page of every page_size-th token of requests `rows` int64 [B]. table: int32
+    [rows, max_context]; slots of a page are consecutive. starts int32 [B + 1]: where each request's pages begin. most:
+    pages of the request that has most."""
     grid = (len(rows), triton.cdiv(most, _BLOCK))
     _page_indices[grid](table, table.stride(0), rows, starts, out, PAGE_SIZE=page_size, BLOCK=_BLOCK)
 

@@ -38,8 +38,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def position_and_store(
     qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, slots: torch.Tensor, cache: CacheLayer
 ) -> torch.Tensor:
-    """Contiguous qkv [N, heads + 2 * kv_heads, dim], dim even -> queries [N, heads, dim], contiguous; keys and values
-    are in the cache (for which `can_store`) at slots int64 [N].
+    """Return the turned queries [N, heads, dim] of qkv [N, heads + 2 * kv_heads, dim], dim even; both are contiguous.
+    Keys and values are written to slots int64 [N] of the cache (see `can_store`).
 
     rotary: of qkv's dtype; see `compute.rotary.rotation`.
     """

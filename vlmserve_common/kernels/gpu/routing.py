@@ -20,8 +20,9 @@ _SCANNED = 1024  # rows that a program looks at at a time
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """order int32 [rows]: rows, sorted by expert. blocks int32 [most, 3]: of each block its expert, its first place in
-    `order`, and how many rows it has; 0 for blocks that are not needed. size: rows of a block at the most."""
+    """The rows of each expert, in blocks. order int32 [rows]: rows, sorted by expert. blocks int32 [most, 3]: each
+    block's expert, its first place in `order`, and its number of rows, 0 for blocks that are not needed. size: rows of
+    a block at the most."""
 
     order: torch.Tensor
     blocks: torch.Tensor

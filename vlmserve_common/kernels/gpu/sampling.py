@@ -18,8 +18,9 @@ _SPLITS = 128
 def choose(
     scores: torch.Tensor, ids: torch.Tensor | None, seeds: torch.Tensor, output_indices: torch.Tensor
 ) -> torch.Tensor:
-    """scores float32 [S, V], contiguous, of tokens `ids` int64 [S, V] (None: of each row's number) -> int64 [S]: the
-    token of each row with the largest sum of score and noise, the first of equals. seeds, output_indices: int64 [S]."""
+    """Return int64 [S]: the token of each row with the largest sum of score and noise, the first of equals. scores:
+    float32 [S, V], contiguous. ids: int64 [S, V], the tokens; None: the columns' numbers. seeds, output_indices: int64
+    [S]."""
     rows, width = scores.shape
     splits = triton.cdiv(width, _BLOCK)
     best = scores.new_empty(rows, splits)

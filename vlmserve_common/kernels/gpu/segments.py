@@ -50,7 +50,8 @@ def turn(qkv: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None
 
 
 def segment_attention(qkv: torch.Tensor, tiles: torch.Tensor, rows: int) -> torch.Tensor:
-    """qkv [P, 3, heads, dim], turned, contiguous -> [P, heads, dim] in its dtype; scores are divided by sqrt(dim).
+    """Attend inside segments: qkv [P, 3, heads, dim], turned, contiguous -> [P, heads, dim] in its dtype. Scores are
+    divided by sqrt(dim).
 
     tiles: int32 [tiles, 3] on the device: where a segment begins and ends, and the first of up to `rows`
     queries of it (see `tile_rows`); one with an empty segment does nothing. Rows that no tile has are not written.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from vlmserve.frontend.parsers.answer import AnswerReading
-from vlmserve.frontend.parsers.calls import CallFormat
+from vlmserve.frontend.parsers.calls import CallFormat, ToolUse
 from vlmserve.frontend.parsers.hermes import HERMES
 from vlmserve.frontend.parsers.pieces import Piece, joined
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
-from vlmserve.frontend.parsers.tool_use import ToolUse
 
 TOOLS = [
     {

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.vlmserve.frontend.parsers.samples import HERMES_TEXTS, QWEN3_CODER_TEXTS, TEXTS, TOOLS, read
+from tests.vlmserve.frontend.parsers.samples import TEXTS, TOOLS, read
 from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
 from vlmserve.frontend.parsers.calls import CallFormat, CallParser
 from vlmserve.frontend.parsers.hermes import HERMES
@@ -27,8 +27,9 @@ def found(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]
     return "".join(p.text for p in pieces if isinstance(p, Text)), list(zip(names, arguments, strict=True))
 
 
+AS_IT_IS = None  # no call, and all of the text
 HERMES_FOUND = [
-    (HERMES_TEXTS[0], []),
+    AS_IT_IS,
     ("Let me see.", [("draw", '{"text": "a } <b> \\" \\\\", "at": {"x": [1]}}')]),
     ("", [("draw", "{}"), ("clear", "{}")]),
     (" done", [("draw", '{"text": "ä🦜"}')]),
@@ -39,15 +40,15 @@ HERMES_FOUND = [
     (" more", [("draw", '{"count": [1}')]),
     ("and more", [("draw", '{"count": 1}')]),
     ("Use <tool_call> for calls.", [("clear", "{}")]),
-    (HERMES_TEXTS[11], []),
-    (HERMES_TEXTS[12], []),
-    (HERMES_TEXTS[13], []),
+    AS_IT_IS,
+    AS_IT_IS,
+    AS_IT_IS,
     ("", [("draw", '{"text": "cut')]),
     ("", [("draw", '{"text": "cut"}')]),
-    (HERMES_TEXTS[16], []),
+    AS_IT_IS,
 ]
 QWEN3_CODER_FOUND = [
-    (QWEN3_CODER_TEXTS[0], []),
+    AS_IT_IS,
     ("Let me see.", [("draw", '{"text": "first\\n</para> \\"q\\"\\n", "count": 5, "size": null}')]),
     ("", [("clear", "{}"), ("draw", '{"at": {"x": 1}}')]),
     (" ok", [("draw", '{"fill": true, "mode": 1}')]),
@@ -55,23 +56,18 @@ QWEN3_CODER_FOUND = [
     ("", [("draw", '{"pen": "felt", "day": "1999-12-31"}')]),
     (" junk <parameter=count>1</parameter></function></tool_call>", [("draw", "{}")]),
     ("", [("other", '{"any thing": "12"}')]),
-    (QWEN3_CODER_TEXTS[8], []),
-    (QWEN3_CODER_TEXTS[9], []),
+    AS_IT_IS,
+    AS_IT_IS,
     ("", [("draw", "")]),
     ("", [("draw", '{"text": "cut \\n')]),
     ("", [("draw", '{"count": 4')]),
-    (QWEN3_CODER_TEXTS[13], []),
+    AS_IT_IS,
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), zip(HERMES_TEXTS, HERMES_FOUND, strict=True))
-def test_hermes(text, expected):
-    assert found(HERMES, text) == expected
-
-
-@pytest.mark.parametrize(("text", "expected"), zip(QWEN3_CODER_TEXTS, QWEN3_CODER_FOUND, strict=True))
-def test_qwen3_coder(text, expected):
-    assert found(QWEN3_CODER, text) == expected
+@pytest.mark.parametrize(("answer", "expected"), zip(TEXTS, [*HERMES_FOUND, *QWEN3_CODER_FOUND], strict=True))
+def test_text_and_calls(answer, expected):
+    assert found(*answer) == (expected or (answer[1], []))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import xgrammar
 
 from tests.vlmserve.frontend.parsers.samples import read
 from vlmserve.config.model_path import DEFAULT_MODEL
-from vlmserve.frontend.parsers.call_grammar import call_grammar
+from vlmserve.frontend.parsers.calls import ToolUse, call_grammar
 from vlmserve.frontend.parsers.hermes import HERMES
 from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
-from vlmserve.frontend.parsers.tool_use import ToolUse
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 F = {

@@ -159,22 +159,30 @@ def test_what_cannot_be_compiled(process, kind, text, words):
     assert "Warning" not in caught.value.message
 
 
-def test_what_takes_too_long_is_ended_and_others_go_on():
-    process = CompileProcess(replace(SETTINGS, timeout_s=2.0))
+@pytest.mark.parametrize(
+    ("limit", "too_much", "words", "times"),
+    [
+        (
+            {"timeout_s": 2.0},
+            spec("json_schema", EXPLODES),
+            r"takes longer than 2 s \(setting --grammar-timeout-s\)",
+            1,
+        ),
+        (
+            {"memory_bytes": 24 << 20},
+            spec("regex", "(((a{1,100}b){1,100}c){1,100}d){1,100}[^a]{0,5000}"),
+            "cannot be compiled",
+            2,
+        ),
+    ],
+    ids=["time", "memory"],
+)
+def test_what_takes_too_much_is_refused_and_others_go_on(limit, too_much, words, times):
+    process = CompileProcess(replace(SETTINGS, **limit))
     try:
-        with pytest.raises(BadRequestError, match=r"takes longer than 2 s \(setting --grammar-timeout-s\)"):
-            process.compile(spec("json_schema", EXPLODES))
-        assert fits(process.compile(spec("regex", "a")), "a")
-    finally:
-        process.close()
-
-
-def test_what_takes_too_much_memory_is_refused_and_others_go_on():
-    process = CompileProcess(replace(SETTINGS, memory_bytes=24 << 20))
-    try:
-        for _ in range(2):
-            with pytest.raises(BadRequestError, match="cannot be compiled"):
-                process.compile(spec("regex", "(((a{1,100}b){1,100}c){1,100}d){1,100}[^a]{0,5000}"))
+        for _ in range(times):
+            with pytest.raises(BadRequestError, match=words):
+                process.compile(too_much)
             assert fits(process.compile(spec("regex", "a")), "a")
     finally:
         process.close()

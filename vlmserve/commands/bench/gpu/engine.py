@@ -27,7 +27,6 @@ from vlmserve.engine.loop import EventLoop
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
 from vlmserve.frontend.request_builder import TokensPrompt
-from vlmserve.frontend.sampling import SamplingOverrides
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.tensors import dtype_name
@@ -217,8 +216,8 @@ class _Noted:
         return [step for step in self._steps if step.requests == requests]
 
 
-def _greedy(tokens: int) -> SamplingOverrides:
-    return SamplingOverrides(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
+def _greedy(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
 
 
 def _run(loop: EventLoop) -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from vlmserve.ipc.routing.demand import BLOCK_TOKENS, Demand
-from vlmserve.ipc.routing.known import KnownKeys
-from vlmserve.ipc.routing.router import Balance, Router
+from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
+from vlmserve.ipc.messages import (
+    BatchTokenizedGenerateReqInput,
+    EncodeReqInput,
+    InputEmbeds,
+    SamplingParams,
+    TokenizedGenerateReqInput,
+)
+from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, KnownKeys, ReplicaRouter, demands, prefix_keys
 
 
 def keys(text: str) -> tuple[bytes, ...]:
@@ -21,7 +29,7 @@ def asking(rid: str, prompt: str = "", **fields) -> Demand:
 
 
 def test_different_prompts_are_spread_and_the_same_one_goes_where_it_was():
-    router = Router(3)
+    router = ReplicaRouter(3)
     assert [router.place(asking(name, name * 8)) for name in "abc"] == [0, 1, 2]
     assert [router.place(asking(name + "2", name * 8)) for name in "cab"] == [2, 0, 1]
     assert router.loads == (8 * BLOCK_TOKENS,) * 3, "what was there already is no work"
@@ -32,18 +40,18 @@ def test_different_prompts_are_spread_and_the_same_one_goes_where_it_was():
 
 
 def test_the_longest_match_wins_and_a_short_one_counts_for_nothing():
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "aaaabb"))
     router.place(asking("2", "aaaacc", replica=1))
     assert router.place(asking("3", "aaaaccdd")) == 1
     assert router.place(asking("4", "aaaabbdddd")) == 0
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "aaaa"))
     assert router.place(asking("2", "aaaa" + "z" * 5)) == 1, "4 of 9 blocks are less than half"
 
 
 def test_pictures_count_in_whatever_prompt():
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "ab", media=((b"picture", 64),)))
     router.place(asking("2", "xy", media=((b"other", 64),)))
     assert router.place(asking("3", "q", media=((b"other", 64),))) == 1
@@ -52,19 +60,19 @@ def test_pictures_count_in_whatever_prompt():
 
 
 def test_a_match_is_left_where_its_replica_has_too_much_to_do():
-    router = Router(2, balance=Balance(apart_tokens=100, apart_times=1.5))
+    router = ReplicaRouter(2, balance=Balance(apart_tokens=100, apart_times=1.5))
     assert router.place(asking("1", "aaaa", answer=50)) == 0
     assert router.place(asking("2", "aaaa")) == 1, "178 tokens are more than 100"
     router.end("1")
     assert router.place(asking("3", "aaaa", answer=10)) == 0
-    busy = Router(2, balance=Balance(apart_tokens=100, apart_times=1.5))
+    busy = ReplicaRouter(2, balance=Balance(apart_tokens=100, apart_times=1.5))
     busy.place(asking("x", "a" * 4, answer=10000))
     busy.place(asking("y", "b" * 4, answer=14000))
     assert busy.place(asking("z", "b" * 4)) == 1, "it has more, but not half as much again"
 
 
 def test_a_session_stays_and_a_choice_moves_it():
-    router = Router(2, balance=Balance(apart_tokens=0, apart_times=1.0), most_sessions=2)
+    router = ReplicaRouter(2, balance=Balance(apart_tokens=0, apart_times=1.0), most_sessions=2)
     assert router.place(asking("1", "aa", session="s", answer=10**6)) == 0
     assert router.place(asking("2", "bb", session="s")) == 0, "whatever there is to do"
     assert router.place(asking("3", "cc", session="s", replica=1)) == 1
@@ -76,24 +84,24 @@ def test_a_session_stays_and_a_choice_moves_it():
 
 
 def test_copies_of_a_prompt_stay_together_and_end_one_by_one():
-    router = Router(2)
-    replica = router.place(asking("a", "aaa", rids=("a-0", "a-1", "a-2"), answer=7))
-    assert [router.replica_of(rid) for rid in ("a-0", "a-1", "a-2", "a-3")] == [replica] * 3 + [None]
+    router = ReplicaRouter(2)
+    replica = router.place(asking("a", "aaa", rids=("a-0", "a-1"), answer=7))
+    assert [router.replica_of(rid) for rid in ("a-0", "a-1", "a-2")] == [replica, replica, None]
     assert router.loads[replica] == 3 * BLOCK_TOKENS + 7
-    for rid in ("a-1", "a-0", "a-2"):
+    for rid in ("a-1", "a-0"):
         router.end(rid)
     assert router.loads == (0, 0)
 
 
 def test_other_methods():
-    turns = Router(3, method="round_robin")
+    turns = ReplicaRouter(3, method="round_robin")
     assert [turns.place(asking(str(n), "same")) for n in range(6)] == [0, 1, 2, 0, 1, 2]
-    shortest = Router(2, method="shortest_queue")
+    shortest = ReplicaRouter(2, method="shortest_queue")
     assert [shortest.place(asking(str(n), "same", answer=n)) for n in (5, 1, 1, 1)] == [0, 1, 1, 1]
 
 
 def test_caches_that_were_emptied_are_not_gone_after():
-    router = Router(2)
+    router = ReplicaRouter(2)
     router.place(asking("1", "aaaa", replica=1))
     router.end("1")
     router.forget()
@@ -103,7 +111,7 @@ def test_caches_that_were_emptied_are_not_gone_after():
 def simulate(seed: int, size: int) -> list[int]:
     """Conversations that grow, of which some are much more popular than others, ending in any order."""
     balance = Balance(apart_tokens=2000)
-    router = Router(size, balance=balance, most_keys=500)
+    router = ReplicaRouter(size, balance=balance, most_keys=500)
     dice = random.Random(seed)
     conversations = [chr(ord("A") + n) * 10 for n in range(20)]
     under_way: list[str] = []
@@ -133,7 +141,7 @@ def simulate(seed: int, size: int) -> list[int]:
     return choices
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("size", [2, 5])
 def test_simulated_traffic(seed: int, size: int):
     assert simulate(seed, size) == simulate(seed, size)
@@ -151,3 +159,81 @@ def test_known_keys_forget_ends_of_prefixes_first():
     assert (known.has(b"x", 1), known.has(b"x", 0), known.has(b"?", 0)) == (True, False, False)
     known.clear()
     assert len(known) == 0
+
+
+# ---- what a message asks for
+
+
+def request(rid: str = "r", length: int = 100, **fields) -> TokenizedGenerateReqInput:
+    made = TokenizedGenerateReqInput(
+        rid=rid, input_ids=np.arange(length, dtype=np.int64), sampling_params=SamplingParams(max_new_tokens=8)
+    )
+    return replace(made, **fields)
+
+
+def picture(digest: bytes, start: int = 40, tokens: int = 30) -> MultimodalInputs:
+    item = MultimodalDataItem(
+        modality=Modality.IMAGE,
+        digest=digest,
+        patch_digests=(digest,),
+        grid_thw=(1, 4, tokens),
+        offsets=((start, start + tokens),),
+        feature=np.zeros((0, 0), np.uint8),
+    )
+    return MultimodalInputs(items=(item,), mrope_positions=np.zeros((3, 100), np.int64), mrope_position_delta=0)
+
+
+def common(one: TokenizedGenerateReqInput, other: TokenizedGenerateReqInput) -> int:
+    same = [a == b for a, b in zip(prefix_keys(one), prefix_keys(other), strict=True)]
+    assert same == sorted(same, reverse=True), "once apart, always apart"
+    return sum(same)
+
+
+def test_keys_are_equal_for_as_long_as_prompts_are():
+    blocks = 100 // BLOCK_TOKENS
+    assert len(set(prefix_keys(request()))) == blocks == 3
+    assert common(request(), request()) == blocks
+    changed = np.arange(100)
+    changed[BLOCK_TOKENS] = 7
+    assert common(request(), request(input_ids=changed)) == 1
+    assert common(request(), request(cache_salt="tenant")) == 0
+    assert common(request(mm_inputs=picture(b"a")), request(mm_inputs=picture(b"a"))) == blocks
+    assert common(request(mm_inputs=picture(b"a")), request(mm_inputs=picture(b"b"))) == 40 // BLOCK_TOKENS
+    assert list(prefix_keys(request(length=BLOCK_TOKENS - 1))) == []
+
+
+def test_prompts_of_embeddings_go_by_their_digests():
+    def of(digests: np.ndarray) -> TokenizedGenerateReqInput:
+        rows = InputEmbeds(rows=np.zeros((100, 4), np.float32), digests=digests)
+        return request(input_ids=np.zeros(100, np.int64), input_embeds=rows)
+
+    one = np.arange(3200).astype(np.uint8).reshape(100, 32)
+    other = one.copy()
+    other[-10] += 1
+    assert common(of(one), of(one)) == 3
+    assert common(of(one), of(other)) == 2
+
+
+def test_answers_to_one_prompt_are_one_part_and_other_prompts_others():
+    requests = [request(f"{group}-{n}", group=group, data_parallel_rank=1) for group in "ab" for n in range(2)]
+    parts = list(demands(BatchTokenizedGenerateReqInput(requests=tuple(requests))))
+    assert [demand.rids for _, demand in parts] == [("a-0", "a-1"), ("b-0", "b-1")]
+    assert [[one.rid for one in part.requests] for part, _ in parts] == [["a-0", "a-1"], ["b-0", "b-1"]]
+    assert {(demand.tokens, demand.answer, demand.replica) for _, demand in parts} == {(100, 16, 1)}
+    whole = BatchTokenizedGenerateReqInput(requests=tuple(requests[:2]))
+    ((part, _),) = demands(whole)
+    assert part is whole
+
+
+@pytest.mark.parametrize(("limit", "answer"), [(0, 0), (10, 10), (10**6, 256), (None, 256)])
+def test_answers_are_guessed(limit: int | None, answer: int):
+    ((_, demand),) = demands(request(sampling_params=SamplingParams(max_new_tokens=limit)))
+    assert demand.answer == answer
+
+
+def test_media_count_twice_for_tower_and_model():
+    ((_, demand),) = demands(request(mm_inputs=picture(b"a"), session_id="s"))
+    assert (demand.media, demand.work, demand.session) == (((b"a", 30),), 130, "s")
+    items = picture(b"a").items
+    ((_, demand),) = demands(EncodeReqInput(rid="w", items=items))
+    assert (demand.rids, demand.media, demand.work) == (("w",), ((b"a", 30),), 30)

@@ -8,7 +8,7 @@ from tests.vlmserve.api.fake_engine import make_stats
 from vision.cache.stats import PoolStats, TierStats
 from vlmserve.ipc.control_messages import ControlRefused, FlushCacheResult, PauseResult, ProfileResult, ServerInfo
 from vlmserve.ipc.messages import HistogramStats, StepStats
-from vlmserve.ipc.routing.sums import replicas_of, sum_results, sum_stats
+from vlmserve.ipc.replica_sums import replicas_of, sum_results, sum_stats
 
 
 def figures(replica: int, running: int, disk: int):

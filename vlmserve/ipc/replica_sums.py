@@ -14,18 +14,18 @@ from vlmserve.ipc.messages import HistogramStats, SchedulerStats
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SummedStats(SchedulerStats):
-    """Of all `replicas` together."""
+    """Figures of all `replicas` together."""
 
     replicas: tuple[SchedulerStats, ...] = ()
 
 
 def replicas_of(stats: SchedulerStats) -> tuple[SchedulerStats, ...]:
-    """What figures are the sums of; nothing where there is one engine."""
+    """Return the figures that were summed; an empty tuple for a single engine."""
     return stats.replicas if isinstance(stats, SummedStats) else ()
 
 
 def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
-    """Of all replicas, in their order. One's own are its sum."""
+    """Sum the figures of all replicas, in their order. A single replica's figures are returned as they are."""
     if len(stats) == 1:
         return stats[0]
     whole: SchedulerStats = reduce(_sum, stats)
@@ -41,7 +41,7 @@ def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
 
 
 def sum_results(results: Sequence[ControlResult]) -> ControlResult:
-    """What replicas answered to the same question, in their order, as one answer. If one refused, that is it."""
+    """Join the replicas' answers to one question, in their order. If one refused, return its refusal."""
     refusals = [(replica, result) for replica, result in enumerate(results) if isinstance(result, ControlRefused)]
     if refusals:
         replica, refused = refusals[0]
@@ -64,7 +64,7 @@ def sum_results(results: Sequence[ControlResult]) -> ControlResult:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Field by field; where one has none of something, neither has the other."""
+    """Add field by field. A field that is None on one side is None in the sum."""
     if one is None or other is None:
         return None
     if isinstance(one, HistogramStats):

@@ -1,0 +1,116 @@
+"""Requests as the API and the offline `LLM` make them: a prompt in one of four forms, and the options for its
+answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, TypeAlias
+
+from vlmserve.frontend.chat_messages import FindFile, MediaRef, Message
+from vlmserve.frontend.parsers.calls import ToolUse
+from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.ipc.messages import InputEmbeds, RequestOptions, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatPrompt:
+    """A conversation in OpenAI's form (plain dicts), to be rendered by the chat template.
+
+    find_file: finds the uploaded files that it names; None where there are no such files. tool_use: None without tools.
+    reasoning_effort: how much the model is to think; None leaves that to the model.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tool_use: ToolUse | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    find_file: FindFile | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPrompt:
+    """A prompt that is rendered already; media[i] stands at its i-th media placeholder."""
+
+    text: str
+    media: tuple[MediaRef, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokensPrompt:
+    """A prompt that is tokenised already, without media."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbedsPrompt:
+    """A prompt given as embeddings in place of tokens (see `read_input_embeds`)."""
+
+    embeds: InputEmbeds
+
+
+Prompt: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt | EmbedsPrompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateReqInput(RequestOptions):
+    """A request for n answers to one prompt. sampling_params, returns and the rest of `RequestOptions` go on to the
+    scheduler with each answer.
+
+    request_id: the id that the client sees and aborts by, unique among requests under way. group: the engine's unique
+    id of the request; "" takes the request_id. mm_processor_kwargs: how media are prepared where a part does not say
+    (`processors.families.processor_kwargs`). continuations: texts to score instead of making answers. The logprobs of
+    each text's tokens behind the prompt come as the `prompt_logprobs` of a choice of its own. tenant: only requests
+    with the same tenant share cached prefixes and media; "" is a tenant, too. timeout_s: seconds that the request may
+    take; None is no limit. ended: called with the outcome of each choice. warnings: sentences for the answer about
+    fields that will have no effect. sampling: an older name of sampling_params.
+    """
+
+    request_id: str
+    prompt: Prompt
+    n: int = 1
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    continuations: tuple[str, ...] = ()
+    tenant: str = ""
+    timeout_s: float | None = None
+    ended: Callable[[RequestStats], None] | None = None
+    warnings: tuple[str, ...] = ()
+    sampling: InitVar[SamplingParams | None] = None
+
+    def __post_init__(self, sampling: SamplingParams | None) -> None:
+        if sampling is not None:
+            object.__setattr__(self, "sampling_params", sampling)
+
+    @property
+    def cache_namespace(self) -> str:
+        """Return the salt of the prefix cache: the client's salt within its tenant. Two tenants never get the same."""
+        return (
+            f"{len(self.tenant)} {self.tenant} {self.cache_salt}"
+            if self.tenant
+            else self.cache_salt and f"0 {self.cache_salt}"
+        )
+
+    @property
+    def num_choices(self) -> int:
+        """Return the number of answers to make, or of continuations to score."""
+        return len(self.continuations) or self.n
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmupInput:
+    """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
+
+    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
+    embeddings from the disk.
+    """
+
+    request_id: str
+    messages: Sequence[Message]
+    find_file: FindFile | None = None
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    pin: bool = False
+    client: str = ""
+    tenant: str = ""

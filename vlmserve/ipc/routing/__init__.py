@@ -1,1 +1,0 @@
-"""Which replica gets which request (`--dp-size`)."""
