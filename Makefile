@@ -21,11 +21,9 @@ PYTEST_ARGS ?=
 # thread: more threads would wait for one another.
 PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 QUICK = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' $(PARALLEL) $(PYTEST_ARGS)
-# How NumPy's BLAS, torch with its libraries, and our own operators compute on a CPU with AVX2 and without AVX-512, and
-# on one without AVX2 (which our own operators do not run on).
+# How NumPy's BLAS, torch with its libraries, and our own operators compute on a CPU with AVX2 and without AVX-512.
 AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AVX2 += VLMSERVE_CPU_LEVEL=avx2
-AVX := OPENBLAS_CORETYPE=Sandybridge ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=AVX MKL_ENABLE_INSTRUCTIONS=AVX
 # The first examples of the property tests in `make test-full`.
 ifndef SEED
 SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
@@ -33,7 +31,7 @@ endif
 FRESH = --hypothesis-profile=fresh --hypothesis-seed=$(SEED)
 DEVICE ?= cuda
 
-.PHONY: serve setup setup-test lint test test-full test-slow test-older-cpu test-busy test-gpu gpu-report docs clean
+.PHONY: serve setup setup-test lint test test-full test-slow test-elsewhere test-gpu gpu-report docs clean
 .DEFAULT_GOAL := serve
 
 serve: setup
@@ -70,20 +68,15 @@ test: lint
 test-full: setup-test
 	@$(MAKE) test-slow SEED=$(SEED)
 	@$(MAKE) test-gpu DEVICE=cpu
-	@$(MAKE) test-older-cpu SEED=$(SEED)
-	@$(MAKE) test-busy
+	@$(MAKE) test-elsewhere SEED=$(SEED)
 
 test-slow: setup-test
 	@echo 'The seed of the property tests is $(SEED): make test-slow SEED=$(SEED)'
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(FRESH) $(PYTEST_ARGS)
 
-test-older-cpu: setup-test
-	@echo 'On a CPU with AVX2; the seed of the property tests is $(SEED): make test-older-cpu SEED=$(SEED)'
-	@$(AVX2) $(QUICK) $(FRESH)
-
-test-busy: setup-test
-	@echo 'On a CPU with AVX, beside two busy processes'
-	@$(AVX) .ci/beside-busy env $(QUICK)
+test-elsewhere: setup-test
+	@echo 'As on a CPU with AVX2, beside two busy processes; the seed is $(SEED): make test-elsewhere SEED=$(SEED)'
+	@$(AVX2) .ci/beside-busy env $(QUICK) $(FRESH)
 
 test-gpu: setup-test
 	@HF_HUB_OFFLINE=1 VLMSERVE_TEST_DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

@@ -38,7 +38,6 @@ _LATE = [
     "vlmserve.models.attention.flashinfer_backend",
     "vlmserve.commands.doctor.engine_probes",
     "vlmserve.engine.graph_planning",
-    "vlmserve.commands.bench.gpu.kernels",
     "vlmserve.commands.bench.gpu.measures",
     "vlmserve_common.checkpoint.fp8",
     "vlmserve_common.compute.graphs",
@@ -87,9 +86,7 @@ def test_the_whole_benchmark(shape, monkeypatch):
     """All parts but those that only a GPU has."""
     words = ["bench", "gpu", "--device", "cpu", "--small", "--rounds", "1", "--model-shape", shape]
     said = run(_BENCH, words, monkeypatch)
-    assert [line for line in said.splitlines() if ": not measured:" in line] == [
-        "graphs: not measured: EngineError: there are no CUDA graphs in this engine"
-    ]
+    assert ": not measured:" not in said
 
 
 def test_the_trace(monkeypatch, tmp_path):

@@ -79,7 +79,9 @@ class Req:
         self.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.arrival = arrival
         self.turn = arrival + TURNS_PER_CHOICE * message.choice
-        self.is_penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        self.is_penalised = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty not in (None, 1)
+        )
         # the host needs all its tokens to sample the next one: see `ScheduleBatch.samples_late`
         self.samples_by_history = bool(message.logits_processors) or params.grammar is not None
         self.times = times or ReqTimes()

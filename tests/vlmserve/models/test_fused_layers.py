@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -15,7 +17,7 @@ from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import fused
 
 pytest.importorskip("triton")
-from vlmserve.commands.bench.gpu.counts import launches
+from tests.vlmserve.models.launch_counter import launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = (Qwen2Decoder, Qwen3Decoder)
@@ -24,6 +26,7 @@ HIDDEN = 64
 # between the first product and attention.
 FUSED_LAUNCHES = 8
 TORCH_LAUNCHES = {Qwen2Decoder: 30, Qwen3Decoder: 39}
+LAUNCHES_BESIDE = 12
 SAMPLING_LAUNCHES = 2
 
 
@@ -145,7 +148,7 @@ def test_the_same_hidden_states(family, dtype):
 
 
 def launched_by_a_layer(family):
-    """Names: what a decode step of three layers has more than one of two."""
+    """The names of what a decode step of three layers has more than one of two, and of how many others there are."""
     found = []
     for layers in (2, 3):
         decoder = make_decoder(family, layers=layers, dtype=torch.bfloat16)
@@ -155,16 +158,18 @@ def launched_by_a_layer(family):
         with torch.inference_mode(), launches() as names:
             decoder(embeds, batch.positions, batch)
         found.append(names)
-    return found[1][len(found[0]) - len(found[1]) - 1 : -1], len(found[1]) - len(found[0])
+    count = len(found[1]) - len(found[0])
+    return found[1][-count - 1 : -1], len(found[0]) - 2 * count
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_launches_of_a_layer(family):
-    names, count = launched_by_a_layer(family)
-    assert count == TORCH_LAUNCHES[family], names
+    names, _ = launched_by_a_layer(family)
+    assert len(names) == TORCH_LAUNCHES[family], names
     fused.activate("triton", DEVICE)
-    names, count = launched_by_a_layer(family)
-    assert count == FUSED_LAUNCHES, names
+    names, beside = launched_by_a_layer(family)
+    assert len(names) == FUSED_LAUNCHES, names
+    assert beside == LAUNCHES_BESIDE
 
 
 def test_launches_of_a_random_choice():
@@ -173,3 +178,14 @@ def test_launches_of_a_random_choice():
     with torch.inference_mode(), launches() as names:
         choose(scores, None, numbers, numbers)
     assert len(names) == SAMPLING_LAUNCHES, names
+
+
+def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
+    x = torch.ones(4, 6)
+    with launches() as launched:
+        x.float().view(6, 4).t().reshape(-1)  # the last of these copies
+        x.bfloat16().contiguous()
+        x[1:].add_(1)
+        torch.empty(3)
+    counted = Counter(launched)
+    assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}

@@ -10,8 +10,7 @@ import json
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.kernels.library import activate
-from vlmserve_common.parallel.group import ProcessGroup
 from vlmserve_common.process.child import ChildProcess, Parent
 from vlmserve_common.process.stop_signals import stop_signals_held
 
@@ -53,16 +51,6 @@ class TextLoad:
     requests: int
     steps: int
     prompt: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchanged:
-    """Exchanges between ranks or stages while `steps` steps computed `tokens` tokens, and their bytes, by name."""
-
-    steps: int
-    tokens: int
-    counts: Counter[str]
-    bytes: Counter[str]
 
 
 class ParallelSubject(ABC):
@@ -100,30 +88,24 @@ class ParallelSubject(ABC):
 class _Watched(LLM):
     """An `LLM` that notes when tokens come, by request."""
 
-    def __init__(self, folder: str, clock: Callable[[], float], **settings: Any) -> None:
+    def __init__(self, folder: str, **settings: Any) -> None:
         self.times: defaultdict[str, list[float]] = defaultdict(list)
-        self._clock = clock
         super().__init__(folder, **settings)
 
     def _take(self, batch: SchedulerOutput) -> None:
         assert isinstance(batch, BatchTokenOutput)
-        now = self._clock()
+        now = time.perf_counter()
         for output in batch.outputs:
             self.times[output.rid].append(now)
         super()._take(batch)
 
 
 class EngineSubject(ParallelSubject):
-    """An engine without a server; each stage of a pipeline has as many requests. clock: times steps, in seconds.
+    """An engine without a server; each stage of a pipeline has as many requests. settings: of `EngineArgs`."""
 
-    settings: of `EngineArgs`.
-    """
-
-    def __init__(
-        self, folder: Path, load: TextLoad, clock: Callable[[], float] = time.perf_counter, **settings: Any
-    ) -> None:
+    def __init__(self, folder: Path, load: TextLoad, **settings: Any) -> None:
         super().__init__(load, load.requests * settings.get("pp_size", 1))
-        self._llm = _Watched(str(folder), clock, **(_settings(load, self.requests) | settings))
+        self._llm = _Watched(str(folder), **(_settings(load, self.requests) | settings))
 
     def decode_seconds(self) -> float:
         """Return the median seconds between two tokens of a request."""
@@ -137,21 +119,6 @@ class EngineSubject(ParallelSubject):
         """Compute answers as `ParallelSubject.answer` says."""
         wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
         self._llm.generate(wrapped, SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
-
-    def exchanged(self) -> Exchanged:
-        """Return what the first rank exchanges in one round of decoding."""
-        ranks = self._llm.engine.ranks
-        assert ranks is not None
-        group = ranks.group or ranks.comm.behind
-        assert isinstance(group, ProcessGroup)
-        steps, counts, sizes = self._llm.stats().forward_steps_total, Counter(group.counts), Counter(group.bytes)
-        self.answer(self._prompts(_SHORT), 1 + self._load.steps)
-        return Exchanged(
-            steps=self._llm.stats().forward_steps_total - steps,
-            tokens=self.requests * (_SHORT + self._load.steps),
-            counts=group.counts - counts,
-            bytes=group.bytes - sizes,
-        )
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -210,33 +177,13 @@ def _settings(load: TextLoad, requests: int) -> dict[str, Any]:
     }
 
 
-# A token goes through 8 of 128 experts. An expert is three eighths as wide as a token's row.
-MOE_SIZES: dict[str, Any] = {
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 384,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": True,
-    "mlp_only_layers": [],
-    "num_key_value_heads": 2,
-    "vocab_size": 16384,  # a head that is a small part of the whole, as there
-}
 _TOWER = VISION_SIZES | {"depth": 1, "deepstack_visual_indexes": [0]}
 
 
-def dense_folder(folder: Path, layers: int, **sizes: Any) -> Path:
-    """Write a decoder of `layers` layers like Qwen3-0.6B's, without weights. sizes: fields that differ."""
-    return _folder(folder, "qwen3_vl", {"num_hidden_layers": layers} | sizes)
-
-
-def moe_folder(folder: Path, layers: int) -> Path:
-    """Write a mixture of experts in the proportions of Qwen3-VL-30B-A3B, half as wide, without weights."""
-    return _folder(folder, "qwen3_vl_moe", MOE_SIZES | {"num_hidden_layers": layers})
-
-
-def _folder(folder: Path, family: str, sizes: dict[str, Any]) -> Path:
-    shape = ModelShape(what="Qwen3-0.6B", family=family, tied=False, text=TEXT_SIZES | sizes, vision=_TOWER)
-    return write_folder(folder, shape)
+def dense_folder(folder: Path, layers: int) -> Path:
+    """Write a decoder of `layers` layers like Qwen3-0.6B's, without weights."""
+    text = TEXT_SIZES | {"num_hidden_layers": layers}
+    return write_folder(folder, ModelShape(what="Qwen3-0.6B", family="qwen3_vl", tied=False, text=text, vision=_TOWER))
 
 
 class Machine:

@@ -7,15 +7,10 @@ clock, with the threads that either side takes by itself, as one user waits for 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,33 +20,21 @@ import numpy as np
 import torch
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, data_item
-from processors.fetch.fetching import MediaFetcher
-from processors.fetch.limits import FetchSettings
 from processors.image.decoding import decode_image
 from processors.normalize import normalize, value_width
-from processors.pool.pool import PoolSettings, ProcessorPool
-from processors.pool.process_maker import ProcessMaker, ProcessSettings
-from processors.pool.requests import ImageRequest
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoLimits
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.commands.bench.figures import bench_parser, in_turns, ratios, write_json
 from vlmserve.commands.bench.media import clip, jpeg
-from vlmserve.commands.bench.processes import children_of, cpu_time
 from vlmserve.commands.bench.processor_reference import FAMILIES, our_processor, picture_references, video_references
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus
-from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
-_ABOUT = """\
-From picture and video files to patches, beside the processors of transformers and qwen_vl_utils; the stalls of the
-event loop meanwhile; and threads against processes.
-"""
+_ABOUT = "From picture and video files to patches, beside the processors of transformers and qwen_vl_utils."
 _HD, _FULL_HD = (1280, 720), (1920, 1080)
 _LEVELS = "vlmserve, 8-bit levels only"
 _STEP_PATCHES = 1024  # the encoder's batch on a CPU
-_NAP_S = 0.001
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,8 +45,6 @@ def main(argv: Sequence[str]) -> int:
     add("--family", choices=FAMILIES, default=FAMILIES[0], help="model family whose published settings are used")
     add("--rounds", type=int, default=5, metavar="N", help="rounds in which the alternatives take turns")
     add("--seconds", type=int, default=60, metavar="N", help="length of the clip, a multiple of 10")
-    add("--pictures", type=int, default=32, metavar="N", help="pictures that pass the pool")
-    add("--workers", type=int, default=2, metavar="N", help="threads or processes of the pool")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     write_json(args, {part: PARTS[part](args) for part in args.parts})
@@ -108,74 +89,6 @@ def measure_clip(args: argparse.Namespace, *, decode_threads: int = 1, by_the_cl
         for name, why in missing.items():
             print(f"{name} cannot run here: {why}")
         return _compare(ours, references, args.rounds, by_the_clock=by_the_clock)
-
-
-def measure_loop(args: argparse.Namespace) -> dict[str, Any]:
-    """Time the longest stall of the event loop while threads, or processes, process pictures."""
-    pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
-    stalls: dict[str, list[float]] = {"nothing": [], "strangers": [], "threads": [], "processes": []}
-    with _pools(args) as (threads, processes, _):
-        for _ in range(args.rounds):
-            stalls["nothing"].append(asyncio.run(longest_stall(asyncio.sleep(1.0))))
-            with _strangers(args.workers):
-                stalls["strangers"].append(asyncio.run(longest_stall(asyncio.sleep(2.0))))
-            stalls["threads"].append(asyncio.run(longest_stall(threads.load(_requests(pictures)))))
-            stalls["processes"].append(asyncio.run(longest_stall(processes.load(_requests(pictures)))))
-    print(f"\nevent loop's longest stall, ms, while {args.pictures} pictures of 1080p are processed by {args.workers}")
-    print("(strangers: as many processes that only count, for stalls that are the machine's fault)")
-    for name, values in stalls.items():
-        each = ", ".join(f"{value * 1e3:.1f}" for value in values)
-        print(f"{name:12}{statistics.median(values) * 1e3:7.1f}   ({each})")
-    return {"stalls": stalls}
-
-
-async def longest_stall(work: Awaitable[object]) -> float:
-    """Return the most seconds that this loop came too late by while it awaited `work`."""
-    longest = 0.0
-
-    async def watch() -> None:
-        nonlocal longest
-        while True:
-            started = time.perf_counter()
-            await asyncio.sleep(_NAP_S)
-            longest = max(longest, time.perf_counter() - started - _NAP_S)
-
-    watching = asyncio.create_task(watch())
-    await work
-    watching.cancel()
-    return longest
-
-
-def measure_pool(args: argparse.Namespace) -> dict[str, Any]:
-    """Time threads against processes, from files to patches that another process gets and leaves unread."""
-    pictures = [jpeg(*_FULL_HD, seed=seed) for seed in range(args.pictures)]
-    with _pools(args) as (threads, processes, folder):
-        ours, theirs = SharedArrays(folder, spare_bytes=SPARE_BYTES), SharedArrays(folder, mapped=True)
-        pids = [os.getpid(), *children_of(os.getpid())]
-
-        def by(pool: ProcessorPool) -> None:
-            # enough at a time to keep the workers busy; more would measure memory for patches that wait
-            for start in range(0, len(pictures), 2 * args.workers):
-                for medium in asyncio.run(pool.load(_requests(pictures[start : start + 2 * args.workers]))):
-                    feature = medium.feature
-                    theirs.take(ours.put(feature), feature.dtype, feature.shape)
-
-        timings = in_turns(
-            {"threads": partial(by, threads), "processes": partial(by, processes)},
-            args.rounds,
-            lambda: sum(map(cpu_time, pids)),
-        )
-    print(f"\n{args.pictures} pictures of 1080p, {args.workers} workers: medians of {args.rounds} rounds")
-    for name, timing in timings.items():
-        wall = statistics.median(timing.wall)
-        used = statistics.median(timing.cpu)
-        print(f"{name:12}{args.pictures / wall:8.1f} pictures/s{args.pictures / used:8.1f} per CPU second")
-    for what, slow, quick in (
-        ("the clock", timings["processes"].wall, timings["threads"].wall),
-        ("CPU time", timings["processes"].cpu, timings["threads"].cpu),
-    ):
-        print(f"processes take {ratios(slow, quick)} as long by {what}")
-    return {name: asdict(timing) for name, timing in timings.items()}
 
 
 def _compare(
@@ -228,41 +141,8 @@ def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
     return run
 
 
-def _requests(pictures: Sequence[bytes]) -> list[ImageRequest]:
-    return [ImageRequest(source=data) for data in pictures]
-
-
-@contextmanager
-def _strangers(count: int) -> Iterator[None]:
-    """Keep `count` processes busy that have nothing to do with this one."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-
-
-@contextmanager
-def _pools(args: argparse.Namespace) -> Iterator[tuple[ProcessorPool, ProcessorPool, Path]]:
-    """Yield a pool of threads, one of processes, and the latter's folder for shared memory."""
-    processor = our_processor(args.family, threads=1)
-    settings = PoolSettings(max_workers=args.workers, cache_mib=0)
-    with PrivateDirectory(shared_memory_base(), "vlmserve-bench") as private, ExitStack() as stack:
-        maker = ProcessMaker(processor, ProcessSettings(count=args.workers, shared_dir=private.path))
-        processes = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings, maker)
-        stack.callback(lambda: asyncio.run(processes.close()))
-        maker.wait_ready()
-        threads = ProcessorPool(processor, MediaFetcher(FetchSettings()), settings)
-        stack.callback(lambda: asyncio.run(threads.close()))
-        yield threads, processes, private.path
-
-
 PARTS = {
     "picture": measure_picture,
     "clip": measure_clip,
     "wait": measure_wait,
-    "loop": measure_loop,
-    "pool": measure_pool,
 }

@@ -6,6 +6,7 @@ result; sending does not count. Only the CPU time of its thread counts, so other
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -16,8 +17,6 @@ from vlmserve.commands.bench.sched_subject import SchedulerLoad, SchedulerSubjec
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.radix_cache import RadixCache
 
-_TURNS, _QUICK_TURNS = 400, 40
-_ROUNDS, _QUICK_ROUNDS = 5, 2
 _TARGETS_MS = {"fcfs": 2.0, "lpm": 5.0}
 _LONG_PROMPT = 32 * 1024
 _RADIX_TARGET_MS = 1.0
@@ -32,55 +31,39 @@ def main(argv: Sequence[str]) -> int:
     add("--running", type=int, default=256, help="requests that run at a time")
     add("--waiting", type=int, default=10_000, help="requests that wait")
     add("--parts", nargs="+", choices=list(_PARTS), default=list(_PARTS), help="what to measure")
-    add("--turns", type=int, help=f"turns of a round (default: {_TURNS}, with --quick {_QUICK_TURNS})")
-    add("--rounds", type=int, help=f"rounds (default: {_ROUNDS}, with --quick {_QUICK_ROUNDS})")
-    add("--quick", action="store_true", help="fewer turns and rounds")
+    add("--clients", type=int, default=4, help="clients that send them")
+    add("--turns", type=int, default=400, help="turns of a round")
+    add("--rounds", type=int, default=5, help="rounds")
     args = parser.parse_args(argv)
-    turns = args.turns or (_QUICK_TURNS if args.quick else _TURNS)
-    rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS)
-    print(f"CPU time of the scheduler's thread; {rounds} rounds of {turns} turns; median (least to most of the rounds)")
-    found = {part: show(part, _PARTS[part](args.running, args.waiting, turns, rounds)) for part in args.parts}
-    write_measures(args, found)
+    print(f"CPU time of the scheduler's thread; {args.rounds} rounds of {args.turns} turns; median (least to most)")
+    write_measures(args, {part: show(part, _PARTS[part](args)) for part in args.parts})
     return 0
 
 
-def _turns(name: str, load: SchedulerLoad, turns: int, rounds: int, about: str, target: float | None = None) -> Measure:
-    subject = SchedulerSubject(load)
-    subject.turns(turns // 4)
-    return milliseconds(name, [subject.turns(turns) for _ in range(rounds)], target, about)
-
-
-def _policies(running: int, waiting: int, turns: int, rounds: int) -> Iterator[Measure]:
+def _policies(args: argparse.Namespace) -> Iterator[Measure]:
     about = "a turn with all places taken and many waiting"
     for policy in ("fcfs", "lpm", "dfs-weight", "lof"):
         for page in (16, 1):
             for depth in (1, 2):
-                load = SchedulerLoad(running=running, waiting=waiting, policy=policy, page=page, depth=depth)
+                load = SchedulerLoad(
+                    running=args.running,
+                    waiting=args.waiting,
+                    clients=args.clients,
+                    policy=policy,
+                    page=page,
+                    depth=depth,
+                )
+                subject = SchedulerSubject(load)
+                subject.turns(args.turns // 4)
+                seconds = [subject.turns(args.turns) for _ in range(args.rounds)]
                 name = f"{policy}, page size {page}, {depth} in flight"
-                yield _turns(name, load, turns, rounds, about, _TARGETS_MS.get(policy))
+                yield milliseconds(name, seconds, _TARGETS_MS.get(policy), about)
 
 
-def _queues(running: int, waiting: int, turns: int, rounds: int) -> Iterator[Measure]:
-    about = "a turn, by how many wait: flat"
-    for policy in ("fcfs", "lpm"):
-        for length in (10, 100, 1000, 10_000):
-            load = SchedulerLoad(running=running, waiting=length, policy=policy)
-            yield _turns(f"{policy}, {length} waiting", load, turns, rounds, about)
-    for policy in ("fcfs", "lpm"):
-        load = SchedulerLoad(running=running, waiting=waiting, clients=1000, policy=policy)
-        yield _turns(f"{policy}, of 1000 clients", load, turns, rounds, about)
-
-
-def _running(running: int, waiting: int, turns: int, rounds: int) -> Iterator[Measure]:
-    for count in (16, 32, 64, 128, 256):
-        load = SchedulerLoad(running=count, waiting=waiting)
-        yield _turns(f"{count} running", load, turns, rounds, "a turn, by how many run: linear at worst")
-
-
-def _radix(running: int, waiting: int, turns: int, rounds: int) -> Iterator[Measure]:
+def _radix(args: argparse.Namespace) -> Iterator[Measure]:
     """Prompts of 32k tokens share their first half. Each is inserted in 16 chunks, as a prompt is computed."""
     for page in (16, 1):
-        found = [_radix_round(page, max(turns // 20, 4), seed=number) for number in range(rounds)]
+        found = [_radix_round(page, max(args.turns // 20, 4), seed=number) for number in range(args.rounds)]
         for name, each in zip(("match", "insert"), zip(*found, strict=True), strict=True):
             name = f"{name} of {_LONG_PROMPT} tokens, page size {page}"
             yield milliseconds(name, each, _RADIX_TARGET_MS, "a long prompt in the prefix cache, in 17 nodes")
@@ -107,4 +90,4 @@ def _radix_round(page: int, count: int, *, seed: int) -> tuple[list[float], list
     return match, insert
 
 
-_PARTS = {"policies": _policies, "queues": _queues, "running": _running, "radix": _radix}
+_PARTS = {"policies": _policies, "radix": _radix}

@@ -21,13 +21,12 @@ class Sample:
     """The resources of all processes of a server after `requests` requests.
 
     `pss` is in bytes, by the name of the process; shared pages are divided among their owners, so the sum is the
-    server's memory. `rss` is in bytes and counts shared pages in each process. `descriptors` include sockets. `blocks`
-    are files of shared memory, and `files` those of the temporary directory.
+    server's memory. `descriptors` include sockets. `blocks` are files of shared memory, and `files` those of the
+    temporary directory.
     """
 
     requests: int
     pss: dict[str, int]
-    rss: int
     processes: int
     threads: int
     descriptors: int
@@ -44,16 +43,14 @@ class Sample:
 def take_sample(pid: int, temporary: Path, requests: int) -> Sample:
     """Look at a server and all processes under it. temporary: its TMPDIR and XDG_RUNTIME_DIR."""
     pss: Counter[str] = Counter()
-    rss = threads = 0
+    threads = 0
     targets: list[str] = []
     pids = [pid, *children_of(pid)]
     for one in pids:
         folder = Path(f"/proc/{one}")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
             name = (folder / "comm").read_text().strip()
-            fields = _fields(folder / "smaps_rollup")
-            pss[name if one != pid else "api"] += fields["Pss"]
-            rss += fields["Rss"]
+            pss[name if one != pid else "api"] += _pss(folder / "smaps_rollup")
             threads += len(os.listdir(folder / "task"))
             for fd in (folder / "fd").iterdir():
                 with contextlib.suppress(FileNotFoundError):
@@ -62,7 +59,6 @@ def take_sample(pid: int, temporary: Path, requests: int) -> Sample:
     return Sample(
         requests=requests,
         pss=dict(sorted(pss.items())),
-        rss=rss,
         processes=len(pids),
         threads=threads,
         descriptors=len(targets),
@@ -133,10 +129,6 @@ def table(samples: Sequence[Sample]) -> str:
     return "\n".join(lines)
 
 
-def _fields(file: Path) -> dict[str, int]:
-    """Return the bytes of lines such as `Pss:  1234 kB`, by name."""
-    found = {}
-    for line in file.read_text().splitlines()[1:]:
-        name, _, value = line.partition(":")
-        found[name] = int(value.split()[0]) * 1024
-    return found
+def _pss(file: Path) -> int:
+    """Return the bytes of the line `Pss:  1234 kB`."""
+    return next(int(line.split()[1]) * 1024 for line in file.read_text().splitlines() if line.startswith("Pss:"))

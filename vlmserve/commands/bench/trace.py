@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vlmserve.commands.bench.figures import bench_parser
-from vlmserve.commands.bench.trace_steps import KindFigures, figures, range_name, read_steps
+from vlmserve.commands.bench.trace_steps import figures, range_name, read_steps
 from vlmserve.commands.offline.inputs import Conversation
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.engine.step import ModelWorker, OneGroup
@@ -30,7 +30,7 @@ from one's end to the next one's (wall), how long the device was busy, how long 
 before it, kernels launched, copies, and calls that waited for all of the device's work. On a CPU, torch's operators
 stand for kernels; our own are not seen. Recording slows the host down.
 """
-_COLUMNS = ("steps", "wall ms", "busy ms", "gaps ms", "before ms", "launches", "copies", "waits")
+_TIMES = ("wall", "busy", "gaps", "before")
 
 
 class RecordedWorker:
@@ -100,11 +100,10 @@ def _run(llm: LLM, args: argparse.Namespace, *, seed: int) -> None:
     llm.chat_batch(asked, max_tokens=args.output_tokens, temperature=0.0, ignore_eos=True)
 
 
-def _table(found: Sequence[KindFigures]) -> list[str]:
-    rows: list[tuple[str, ...]] = [("", *_COLUMNS)]
-    for one in found:
-        times = (one.wall, one.busy, one.gaps, one.before)
-        counts = (one.launches, one.copies, one.waits)
-        rows.append((one.kind, str(one.steps), *(f"{us / 1000:.3f}" for us in times), *(f"{n:g}" for n in counts)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+def _table(found: Mapping[str, Mapping[str, float]]) -> list[str]:
+    names = next(iter(found.values()))
+    rows = [["", *(f"{name} ms" if name in _TIMES else name for name in names)]]
+    for kind, one in found.items():
+        rows.append([kind, *(f"{one[name] / 1000:.3f}" if name in _TIMES else f"{one[name]:g}" for name in names)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -57,25 +58,6 @@ class StepTrace:
         return max(end for _, end in self.spans)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KindFigures:
-    """Medians over the steps of a kind; times are in microseconds.
-
-    `wall` is the time from the end of a step to the end of the next. In the time of `busy` the device computed or
-    copied. It was idle for `gaps` inside the step, and for `before` between the last step and this one.
-    """
-
-    kind: str
-    steps: int
-    wall: float
-    busy: float
-    gaps: float
-    before: float
-    launches: float
-    copies: float
-    waits: float
-
-
 def range_name(number: int, kind: str) -> str:
     """Return the name of a range of the trace for a part of a step."""
     return f"{RANGE} {number} {kind}"
@@ -116,27 +98,30 @@ def read_steps(events: Iterable[Event]) -> list[StepTrace]:
     return sorted((step for step in steps.values() if step.spans), key=lambda step: step.number)
 
 
-def figures(steps: Sequence[StepTrace]) -> list[KindFigures]:
-    """Return the figures of each kind of steps. Each step but the first is compared with the one before it."""
-    found: dict[str, list[tuple[StepTrace, StepTrace]]] = {}
+def figures(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
+    """Return the figures of each kind of steps: their number, and medians, times in microseconds.
+
+    Each step but the first is compared with the one before it. `wall` is the time from the end of one to the end of the
+    next. In the time of `busy` the device computed or copied. It was idle for `gaps` inside the step, and for `before`
+    between the two.
+    """
+    found: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for before, step in itertools.pairwise(steps):
-        found.setdefault(step.kind, []).append((before, step))
-    return [_figures(kind, pairs) for kind, pairs in sorted(found.items())]
-
-
-def _figures(kind: str, pairs: Sequence[tuple[StepTrace, StepTrace]]) -> KindFigures:
-    of = statistics.median
-    return KindFigures(
-        kind=kind,
-        steps=len(pairs),
-        wall=of(step.last - before.last for before, step in pairs),
-        busy=of(step.busy for _, step in pairs),
-        gaps=of(step.last - step.first - step.busy for _, step in pairs),
-        before=of(max(0.0, step.first - before.last) for before, step in pairs),
-        launches=of(step.launches for _, step in pairs),
-        copies=of(step.copies for _, step in pairs),
-        waits=of(step.waits for _, step in pairs),
-    )
+        found[step.kind].append(
+            {
+                "wall": step.last - before.last,
+                "busy": step.busy,
+                "gaps": step.last - step.first - step.busy,
+                "before": max(0.0, step.first - before.last),
+                "launches": step.launches,
+                "copies": step.copies,
+                "waits": step.waits,
+            }
+        )
+    return {
+        kind: {"steps": len(each), **{name: statistics.median(one[name] for one in each) for name in each[0]}}
+        for kind, each in sorted(found.items())
+    }
 
 
 def _take(step: StepTrace | None, event: Event, *, copy: bool) -> None:

@@ -1,4 +1,4 @@
-"""`vlmserve bench vision`: the vision encoder beside transformers', and what its caches and processes save.
+"""`vlmserve bench vision`: the vision encoder beside transformers', and what its caches save.
 
 Each figure is a ratio of alternatives that took turns in one run, with its target beside it.
 """
@@ -21,10 +21,15 @@ from processors.video.options import VideoKnobs
 from vision.cache.disk_tier import DiskTier
 from vision.cache.store import EmbeddingStore
 from vision.towers.runner import pixel_values
-from vision.towers.temporal_patch import TemporalPatch
-from vision.workers.backend import EncoderBackend
-from vision.workers.settings import WorkerSettings
-from vlmserve.commands.bench.figures import Measure, Spread, TurnTimes, bench_parser, ratios, show, write_measures
+from vlmserve.commands.bench.figures import (
+    Measure,
+    TurnTimes,
+    bench_parser,
+    in_turns,
+    ratios,
+    show,
+    write_measures,
+)
 from vlmserve.commands.bench.media import clip
 from vlmserve.commands.bench.reference import ReferenceTower, check_rows, load_reference
 from vlmserve.commands.bench.vision_subject import (
@@ -34,26 +39,21 @@ from vlmserve.commands.bench.vision_subject import (
     grid_thw,
     settle,
     take_rows,
-    turns_on,
     use_threads,
     write_checkpoint,
 )
-from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus
-from vlmserve_common.compute.tensors import dtype_name
 
 _ABOUT = """\
 Pictures and clips to embeddings: beside transformers' vision tower; found in memory and on the disk; clips that
-overlap; one look-up; encoder processes.
+overlap.
 """
-_DEPTH, _QUICK_DEPTH = 24, 4
-_ROUNDS, _QUICK_ROUNDS = 5, 2
+_DEPTH = 24  # layers of Qwen3-VL-2B's tower
 # (width, height) of pictures: square, wide, tall, and one in between
 _PICTURES = ((256, 256), (640, 192), (160, 512), (448, 352))
 _CLIP = (256, 160)
 _SECONDS, _RATE = 20, 10  # of the clip's first tenth, which alone is all different
 _LARGE = (1024, 1024)
-_LOOKUPS = 4000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,12 @@ class TowerRun:
 
     def turns(self, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, TurnTimes]:
         """Time the alternatives in turns, each until the device is done."""
-        return turns_on(self.subject.device, self.rounds, alternatives)
+
+        def finished(run: Callable[[], object]) -> None:
+            run()
+            finish(self.subject.device)
+
+        return in_turns({name: partial(finished, run) for name, run in alternatives.items()}, self.rounds)
 
     def computing(self, times: TurnTimes) -> tuple[float, ...]:
         """Return the seconds of work: on a CPU, the CPU time of this process."""
@@ -82,31 +87,27 @@ def main(argv: Sequence[str]) -> int:
     parser = bench_parser("vision", _ABOUT)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder; random weights with a tower like Qwen3-VL-2B's if left out")
-    add("--depth", type=int, help=f"layers of the random tower (default: {_DEPTH}, with --quick {_QUICK_DEPTH})")
+    add("--depth", type=int, default=_DEPTH, help="layers of the random tower")
     add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
-    text = f"rounds in which the alternatives take turns (default: {_ROUNDS}, with --quick {_QUICK_ROUNDS})"
-    add("--rounds", type=int, help=text)
-    add("--quick", action="store_true", help="fewer layers and rounds")
+    add("--rounds", type=int, default=5, help="rounds in which the alternatives take turns")
     add("--device", default="cpu", help="where the tower computes: cpu, cuda, cuda:1 ...")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type it computes")
     add("--threads", type=int, default=available_cpus(), help="CPU threads of each side")
     add("--encoder-max-patches", type=int, default=1024, help="patches in a batch of the encoder pool")
     args = parser.parse_args(argv)
-    depth = args.depth or (_QUICK_DEPTH if args.quick else _DEPTH)
-    rounds = args.rounds or (_QUICK_ROUNDS if args.quick else _ROUNDS)
     device = torch.device(args.device)
     computes = use_threads(device, args.threads)
     with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as folder:
         model, what = args.model, str(args.model)
         if model is None:
-            what = f"random weights in the shape of Qwen3-VL-2B's tower, {depth} of its {_DEPTH} layers"
+            what = f"random weights in the shape of Qwen3-VL-2B's tower, {args.depth} of its {_DEPTH} layers"
             print(f"writing {what} ...", file=sys.stderr)
-            model = write_checkpoint(Path(folder), depth=depth)
+            model = write_checkpoint(Path(folder), depth=args.depth)
         subject = TowerSubject(model, device=device, dtype=getattr(torch, args.dtype))
-        run = TowerRun(subject=subject, rounds=rounds, threads=args.threads, max_patches=args.encoder_max_patches)
-        print(f"{what}; {args.dtype} on {args.device}, threads: {args.threads}, rounds: {rounds}; {computes}")
+        run = TowerRun(subject=subject, rounds=args.rounds, threads=args.threads, max_patches=args.encoder_max_patches)
+        print(f"{what}; {args.dtype} on {args.device}, threads: {args.threads}, rounds: {args.rounds}; {computes}")
         found = {part: show(part, PARTS[part](run)) for part in args.parts}
-    write_measures(args, found, checkpoint=what, rounds=rounds)
+    write_measures(args, found, checkpoint=what)
     return 0
 
 
@@ -207,85 +208,8 @@ def measure_clips(run: TowerRun) -> Iterator[Measure]:
     )
 
 
-def measure_lookup(run: TowerRun) -> Iterator[Measure]:
-    """Find the rows of a temporal patch that are on the device."""
-    rng, pixels = np.random.default_rng(0), np.empty((0, 0), np.float32)
-    patches = [TemporalPatch(digest=rng.bytes(32), grid=(2, 2), pixels=pixels) for _ in range(_LOOKUPS)]
-    times: list[np.ndarray] = []
-    with run.subject.pool(device_bytes=PLENTY, max_patches=run.max_patches) as pool:
-        rows = torch.zeros(1, 8, device=run.subject.device)
-        for patch in patches:
-            pool.cache.add(pool.key(patch), rows.clone())
-        for _ in range(run.rounds):
-            each = []
-            for patch in patches:
-                started = time.perf_counter_ns()
-                key = pool.key(patch)
-                found = pool.cache.embeds(key) if pool.cache.find(key) else None
-                each.append((time.perf_counter_ns() - started) / 1e3)
-                assert found is not None
-            times.append(np.array(each))
-    for percent in (50, 99):
-        yield Measure(
-            name=f"one look-up in the embedding cache, p{percent}",
-            spread=Spread.of([float(np.percentile(each, percent)) for each in times]),
-            unit="us",
-            target=50.0,
-            bound="at most",
-            about=f"{_LOOKUPS} keys",
-        )
-
-
-def measure_workers(run: TowerRun) -> Iterator[Measure]:
-    """Encode in two processes of one thread each, beside one process, and beside two threads here; by the clock."""
-    from vision.workers.process_backend import ProcessBackend  # needs msgspec
-
-    subject = run.subject
-    patches = [subject.picture(*size, seed=200 + seed)[0] for seed, size in enumerate(_PICTURES * 2)]
-    with ExitStack() as stack:
-
-        def processes(count: int) -> EncoderBackend:
-            folder = stack.enter_context(PrivateDirectory(shared_memory_base(), "vlmserve-bench")).path
-            settings = WorkerSettings(
-                model=subject.folder,
-                devices=(str(subject.device),) * count,
-                shared_dir=folder,
-                rows_device=str(subject.device),
-                dtype=dtype_name(subject.dtype),
-            )
-            backend = ProcessBackend(settings)
-            stack.callback(backend.close)
-            backend.wait_ready()
-            return backend
-
-        pool = partial(subject.pool, device_bytes=0, max_patches=run.max_patches)
-        pools = {
-            "one process": stack.enter_context(pool(backend=processes(1))),
-            "two processes": stack.enter_context(pool(backend=processes(2))),
-            "two threads": stack.enter_context(pool()),
-        }
-
-        def take(name: str) -> None:
-            use_threads(subject.device, 2)
-            try:
-                take_rows(pools[name], patches)
-            finally:
-                use_threads(subject.device, run.threads)
-
-        found = run.turns({name: partial(take, name) for name in pools})
-    for name in ("one process", "two threads"):
-        yield Measure(
-            name=f"time of {name}, beside two processes",
-            spread=ratios(found[name].wall, found["two processes"].wall),
-            about=f"{len(patches)} pictures, {sum(patch.num_patches for patch in patches)} patches, by the clock",
-            timings=found,
-        )
-
-
 PARTS: dict[str, Callable[[TowerRun], Iterator[Measure]]] = {
     "cold": measure_cold,
     "hits": measure_hits,
     "clips": measure_clips,
-    "lookup": measure_lookup,
-    "workers": measure_workers,
 }

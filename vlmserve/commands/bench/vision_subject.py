@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from vision.towers.grids import Grid
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
-from vision.workers.backend import EncoderBackend
 from vision.workers.inline import InlineBackend
-from vlmserve.commands.bench.figures import TurnTimes, in_turns
 from vlmserve.commands.bench.media import jpeg
 from vlmserve.commands.bench.processor_reference import write_settings
 from vlmserve.commands.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
@@ -88,18 +85,16 @@ class TowerSubject:
         *,
         device_bytes: int,
         host_bytes: int = 0,
-        backend: EncoderBackend | None = None,
         max_patches: int,
         disk: DiskTier | None = None,
     ) -> closing[EncoderPool]:
         """Return an encoder pool that its context closes.
 
-        `device_bytes` and `host_bytes` are room for rows that are not in use. Without a backend this thread computes.
-        A batch has `max_patches` at the most.
+        `device_bytes` and `host_bytes` are room for rows that are not in use. A batch has `max_patches` at the most.
         """
         return closing(
             EncoderPool(
-                backend or InlineBackend(self.runner),
+                InlineBackend(self.runner),
                 make_cache(self.device, device_bytes=device_bytes, host_bytes=host_bytes),
                 fingerprint=_FINGERPRINT,
                 embed_shape=embed_shape(self.tower, self.dtype),
@@ -112,18 +107,6 @@ class TowerSubject:
 def grid_thw(medium: Sequence[TemporalPatch]) -> Grid:
     """Return the patches of a medium in time, height and width."""
     return len(medium), *medium[0].grid
-
-
-def turns_on(
-    device: torch.device, rounds: int, alternatives: Mapping[str, Callable[[], object]]
-) -> dict[str, TurnTimes]:
-    """Time alternatives as `in_turns` does, each until the device is done."""
-
-    def finished(run: Callable[[], object]) -> None:
-        run()
-        finish(device)
-
-    return in_turns({name: partial(finished, run) for name, run in alternatives.items()}, rounds)
 
 
 def finish(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
@@ -11,14 +10,11 @@ import pytest
 import torch
 
 from tests import hf_env  # noqa: F401
-from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vlmserve import cli
 from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu import measures
-from vlmserve.commands.bench.gpu.bars import BARS, COUNTED, Bar, GpuFigure, table, verdict
+from vlmserve.commands.bench.gpu.bars import BARS, Bar, GpuFigure, table, verdict
 from vlmserve.commands.bench.gpu.command import default_parts
-from vlmserve.commands.bench.gpu.counts import launches
-from vlmserve.commands.bench.gpu.kernels import LayerSizes, kernel_figures
 from vlmserve.commands.bench.gpu.measures import PARTS, measured
 from vlmserve.commands.bench.gpu.run import Budget, GpuRun
 from vlmserve.commands.bench.gpu.shapes import SHAPES, SMALL, small, write_folder
@@ -26,10 +22,6 @@ from vlmserve.commands.bench.reference import Reference, share_weights
 from vlmserve.models.floors import decode_bytes, part_hit, prefill_flops, tower_flops
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.errors import EngineError
-
-norm = pytest.importorskip("vlmserve_common.kernels.gpu.norm")
-LAYER = LayerSizes(hidden=32, intermediate=48, heads=2, kv_heads=1, head_dim=16, vocab=60, tokens=(1, 3), sampled=(2,))
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +40,13 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     assert {"commit", "torch", "transformers", "device", "seconds"} <= set(written["about"])
     figures = {one["key"]: one for one in written["figures"]}
     failed = {key: one["error"] for key, one in figures.items() if one["error"]}
-    assert failed == {"graphs": "EngineError: there are no CUDA graphs in this engine"}
+    assert failed == {}
     measured_here = {"copy", "gemm", "logits", "prefill", "tower", "encode", "first-token", "overlap"}
-    measured_here |= {"resizing", "many-batched", "many-alone", *(f"decode-{batch}" for batch in SMALL.batches)}
-    assert set(figures) == measured_here | {"graphs"}
+    measured_here |= {"many-batched", "many-alone", *(f"decode-{batch}" for batch in SMALL.batches)}
+    assert set(figures) == measured_here
     assert all(figures[key]["ours"] for key in measured_here)
     # not of those that are differences of two times: here they are tiny
-    for key in ("copy", "gemm", "prefill", "tower", "encode", "first-token", "resizing", "many-batched", "many-alone"):
+    for key in ("copy", "gemm", "prefill", "tower", "encode", "first-token", "many-batched", "many-alone"):
         assert figures[key]["ours"]["median"] > 0
     assert figures["logits"]["ours"]["median"] < 1e-4, "float32: both do the same work"
     for key in ("decode-1", "prefill", "tower", "first-token", "many-batched", "many-alone"):
@@ -75,7 +67,8 @@ def small_run(folder: Path, name: str) -> GpuRun:
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param("8b", marks=pytest.mark.slow), "qwen2.5-7b", "30b-a3b"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["8b", "qwen2.5-7b", "30b-a3b"])
 def test_other_families_share_their_weights_with_transformers(tmp_path, name):
     with closing(small_run(tmp_path, name)) as run:
         figures = [figure for part in ("agreement", "tower") for figure in measured(part, run)]
@@ -118,6 +111,7 @@ def test_a_part_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
     assert figures[1]["error"] == "RuntimeError: out of order"
 
 
+@pytest.mark.slow
 def test_where_transformers_fails_ours_is_shown(tmp_path, monkeypatch):
     def no_memory(self, inputs, tokens):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
@@ -190,28 +184,6 @@ def test_shapes_have_the_published_sizes(outlines):
     assert {model.config.head_dim for model in outlines.values()} == {128}
 
 
-def test_a_decode_step_keeps_its_budget(tmp_path, capsys):
-    out = tmp_path / "out.json"
-    assert cli.main(["bench", "gpu", "--device", "cpu", "--small", "--parts", "counts", "--json", str(out)]) == 0
-    figures = {one["key"]: one for one in json.loads(out.read_text())["figures"]}
-    assert {key: figures[key]["verdict"] for key in COUNTED} == dict.fromkeys(COUNTED, "met")
-    names = figures["launches-layer"]["about"]
-    assert "4 linear" in names, "all products of a layer"
-    assert "1 position_and_store_kernel" in names
-    assert "1 embedding" in figures["launches-beside"]["about"]
-
-
-def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
-    x = torch.ones(4, 6)
-    with launches() as launched:
-        x.float().view(6, 4).t().reshape(-1)  # the last of these copies
-        x.bfloat16().contiguous()
-        x[1:].add_(1)
-        torch.empty(3)
-    counted = Counter(launched)
-    assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}
-
-
 def test_bars():
     most, least = Bar(limit=1.35, at_most=True), Bar(limit=0.6, at_most=False)
     figure = GpuFigure(key="decode-1", name="decode", value=1.3)
@@ -225,16 +197,3 @@ def test_bars():
     assert rows[2] == "| decode |  |  | 1.3 | <= 1.35 | met |"
     assert len(rows) == 2 + len(BARS["8b"]), "bars whose figures are missing are shown, too"
     assert all("| not measured |" in row for row in rows[3:])
-
-
-def test_every_fused_operator_is_timed_at_every_size():
-    figures = kernel_figures(DEVICE, sizes=LAYER, rounds=1)
-    assert len({figure.name for figure in figures}) == len(figures) == 4 * len(LAYER.tokens) + len(LAYER.sampled)
-    assert all(figure.ours.median > 0 and figure.theirs.median > 0 and figure.moved > 0 for figure in figures)
-
-
-@pytest.mark.parametrize(("wrong", "words"), [(1.0, "RMSNorm, 1 tokens: ours is .* away"), (float("nan"), "nan away")])
-def test_operators_that_do_not_agree_are_not_timed(monkeypatch, wrong, words):
-    monkeypatch.setattr(norm, "rms_norm", lambda x, weight, eps: x * wrong)
-    with pytest.raises(EngineError, match=words):
-        kernel_figures(DEVICE, sizes=LAYER, rounds=1)

@@ -40,14 +40,14 @@ def test_the_first_of_all_rounds_warms_up():
 
 
 @pytest.mark.slow
-def test_collectives_are_counted_and_figures_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(parallel_subject.TEXT_SIZES, "vocab_size", 4096)
     file = tmp_path / "figures.json"
     work = ["--requests", "2", "--steps", "8", "--prompt", "32", "--rounds", "1", "--wait-s", "0"]
-    assert main(["--parts", "tp", "pp", "moe", "--layers", "2", "--moe-layers", "1", *work, "--json", str(file)]) == 0
+    assert main(["--parts", "tp", "pp", "--layers", "2", *work, "--json", str(file)]) == 0
     measures = json.loads(file.read_text())["measures"]
-    counted = [one for one in measures["tp"] if one["target"] == 1.0]
-    assert [one["spread"]["median"] for one in counted] == [1.0, 1.0]
-    sent = [one for one in measures["pp"] if one["target"] == 1.0]
-    assert [one["spread"]["median"] for one in sent] == [1.0, 1.0]
-    assert [one["name"] for one in measures["moe"]] == ["CPU time of a decode step of one request", OTHERS]
+    for part, target in (("tp", 0.8), ("pp", 0.85)):
+        figures = {one["name"]: one for one in measures[part]}
+        for name in ("decode, of what is possible", "prefill, of what is possible"):
+            assert figures[name]["target"] == target
+            assert figures[name]["spread"]["least"] > 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
 
 import numpy as np
 import pytest
@@ -49,12 +47,3 @@ def test_a_clip_lasts_as_long_as_was_asked():
     info = Clip(clip(64, 48, seconds=10, rate=30), VideoLimits()).info
     assert info.num_frames == 300
     assert np.allclose(np.diff(info.times), 1 / 30, atol=1e-3)
-
-
-def test_stalls_are_seen():
-    async def block():
-        await asyncio.sleep(0)
-        time.sleep(0.2)  # what is measured, not a way to wait
-        await asyncio.sleep(0.01)
-
-    assert asyncio.run(processors.longest_stall(block())) > 0.15

@@ -45,7 +45,6 @@ def samples(**growing: list[int]) -> list[Sample]:
         Sample(
             requests=1000 * at,
             pss={name: steady[name][at] for name in ("api", "scheduler")},
-            rss=0,
             **{name: steady[name][at] for name in COUNTS},
         )
         for at in range(20)

@@ -35,11 +35,10 @@ class GpuFigure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bar:
-    """A limit of a figure's `value`. counted: True for a counted figure, which holds on any machine."""
+    """A limit of a figure's `value`."""
 
     limit: float
     at_most: bool
-    counted: bool = False
 
     def __str__(self) -> str:
         return f"{'<=' if self.at_most else '>='} {self.limit:g}"
@@ -57,11 +56,6 @@ def _least(limit: float) -> Bar:
     return Bar(limit=limit, at_most=False)
 
 
-_BUDGET = {"launches-layer": 10, "launches-beside": 20, "uploads": 2, "upload-bytes": 112, "downloads": 1}
-COUNTED: Mapping[str, Bar] = MappingProxyType(
-    {key: Bar(limit=limit, at_most=True, counted=True) for key, limit in (_BUDGET | {"download-bytes": 8}).items()}
-)
-"""The budget of a greedy decode step, by the key of a figure; bytes are those of a request."""
 _EVERY = {"overlap": _least(0.9), "many-batched": _least(3), "many-alone": _least(8)}
 BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
     {
@@ -79,7 +73,7 @@ def verdict(figure: GpuFigure, bar: Bar | None, *, counts: bool) -> str:
     """Return "met", "not met", "not measured" or "". counts: True on a GPU at full size, where bars have a meaning."""
     if bar is None:
         return ""
-    if figure.value is None or not (counts or bar.counted):
+    if figure.value is None or not counts:
         return NOT_MEASURED
     return "met" if bar.is_met(figure.value) else "not met"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 
 from vlmserve.commands.bench.figures import bench_parser
-from vlmserve.commands.bench.gpu.bars import BARS, COUNTED, GpuFigure, line, table, write_figures
+from vlmserve.commands.bench.gpu.bars import BARS, GpuFigure, line, table, write_figures
 from vlmserve.commands.bench.gpu.measures import PARTS, measured
 from vlmserve.commands.bench.gpu.run import Budget, GpuRun
 from vlmserve.commands.bench.gpu.shapes import FULL, SHAPES, SMALL, small, write_folder
@@ -27,8 +26,6 @@ _ABOUT = """\
 The engine on one GPU, offline: what the device reaches at copying and multiplying, how near to that prefill, decoding
 and the vision tower come, and transformers' generate with the same weights.
 """
-_WHERE = {"loading": ("cuda", "2b"), "kernels": ("cuda", "8b"), "counts": ("cpu", "8b")}
-"""The parts that by default are measured on one device with one shape only."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,9 +40,6 @@ def main(argv: Sequence[str]) -> int:
         )
     shape = small(SHAPES[args.model_shape]) if args.small else SHAPES[args.model_shape]
     bars = {} if args.model else BARS[args.model_shape]
-    if device.type == "cpu":
-        bars = {**bars, **COUNTED}
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels for GPUs are counted here; read with Triton's import
     counts = device.type == "cuda" and not args.small
     began = time.monotonic()
     figures: list[GpuFigure] = []
@@ -74,9 +68,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def default_parts(shape: str, device: torch.device) -> list[str]:
-    """Return the parts that are measured by default with a model shape on a device."""
-    here = (device.type, shape)
-    return [part for part in PARTS if _WHERE.get(part, here) == here]
+    """Return the parts that are measured by default: a start from files for the smallest model, and on a GPU alone."""
+    return [part for part in PARTS if part != "loading" or (device.type, shape) == ("cuda", "2b")]
 
 
 def describe(device: torch.device) -> dict[str, str]:

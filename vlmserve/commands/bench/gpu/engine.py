@@ -161,19 +161,6 @@ class MeasuredEngine:
         )
 
     @contextmanager
-    def without_graphs(self) -> Iterator[None]:
-        """Decode kernel by kernel inside this context. Raises EngineError if there are no CUDA graphs anyway."""
-        runner: Any = self.llm.engine.runner
-        graphs = getattr(runner, "_graphs", None)
-        if graphs is None:
-            raise EngineError("there are no CUDA graphs in this engine")
-        runner._graphs = None
-        try:
-            yield
-        finally:
-            runner._graphs = graphs
-
-    @contextmanager
     def _loop(self, **settings: Any) -> Iterator[tuple[EventLoop, _Noted]]:
         args: EngineArgs = replace(self.llm.args, **settings)
         noted = _Noted()

@@ -16,17 +16,14 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import torch
-from PIL import Image
 
-from processors.families.base import ProcessorLimits, data_item
+from processors.families.base import data_item
 from processors.families.registry import make_processor
-from processors.image.decoding import DecodeLimits, decode_image
+from processors.image.decoding import decode_image
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu.bars import GpuFigure
-from vlmserve.commands.bench.gpu.counts import count_decode
-from vlmserve.commands.bench.gpu.kernels import QWEN3_8B, LayerSizes, kernel_figures
 from vlmserve.commands.bench.gpu.run import GpuRun
 from vlmserve.commands.bench.media import Question, jpeg, make_questions
 from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
@@ -43,10 +40,6 @@ T = TypeVar("T")
 _MIB = 2**20
 _QUESTION = "What is shown? Answer in a few words."  # as long for each, so that transformers needs no padding
 _THEIR_STEPS = 8
-_COUNTED_REQUESTS = 2
-_TINY_LAYER = LayerSizes(
-    hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=300, tokens=(1, 3), sampled=(2,)
-)
 _START = """
 import sys
 from vlmserve import LLM
@@ -198,23 +191,6 @@ def overlap(run: GpuRun) -> Iterator[GpuFigure]:
     )
 
 
-def graphs(run: GpuRun) -> Iterator[GpuFigure]:
-    """Decode steps as CUDA graphs, beside steps that are launched kernel by kernel."""
-    for batch in sorted({min(run.load.batches), run.load.overlap_batch}):
-        replayed = run.decoded(batch)
-        with run.engine.without_graphs():
-            eager = run.engine.decode(batch)
-        yield GpuFigure(
-            key=f"graphs-{batch}",
-            name=f"CUDA graphs, decode step of {batch}",
-            unit="ms",
-            ours=Spread.of(replayed.seconds, 1e3),
-            value=eager.median / replayed.median,
-            of="x as fast as without",
-            about=f"{eager.median * 1e3:.4g} ms without",
-        )
-
-
 def many(run: GpuRun) -> Iterator[GpuFigure]:
     """Many questions about a picture file each, and the memory that they take."""
     load, engine = run.load, run.engine
@@ -292,29 +268,6 @@ def _together(run: GpuRun, questions: Sequence[Question], *, warm: Sequence[Ques
             batch //= 2
 
 
-def resizing(run: GpuRun) -> Iterator[GpuFigure]:
-    """Decoded pictures to the tower's values, resized on the device, beside resizing by the CPU."""
-    count, side = run.load.pictures, run.load.side + 8  # which is not a multiple of a patch
-
-    def values(later: bool) -> torch.Tensor:
-        processor = make_processor(run.folder, read_hf_config(run.folder), ProcessorLimits(resize_later=later))
-        media = (processor.process_image(image) for image in _decoded(count, side))
-        return pixel_values([patch for one in media for patch in temporal_patches(data_item(one))], run.device)
-
-    if not torch.equal(values(later=True), values(later=False)):
-        raise EngineError("pictures that are resized on the device are not those of the CPU")
-    by_cpu, ours = run.seconds(lambda _: values(later=False)), run.seconds(lambda _: values(later=True))
-    yield GpuFigure(
-        key="resizing",
-        name=f"resizing on the device, {count} pictures of {side}x{side}",
-        unit="pictures/s",
-        ours=_rates(count, ours),
-        value=statistics.median(by_cpu) / statistics.median(ours),
-        of="x as fast as by the CPU",
-        about="from decoded pictures to values on the device",
-    )
-
-
 def loading(run: GpuRun) -> Iterator[GpuFigure]:
     """A new process that loads these weights from files in the page cache, until it can answer."""
     model = run.engine.model
@@ -342,39 +295,6 @@ def loading(run: GpuRun) -> Iterator[GpuFigure]:
     )
 
 
-def counts(run: GpuRun) -> Iterator[GpuFigure]:
-    """The launches and copies that a greedy decode step asks of a GPU, counted on a CPU."""
-    requests = _COUNTED_REQUESTS
-    with tempfile.TemporaryDirectory(prefix="vlmserve-bench-") as made:
-        step, of_a_layer = count_decode(Path(made), requests=requests)
-    layer, beside = (", ".join(f"{n} {name}" for name, n in some.items()) for some in (of_a_layer, step.launches))
-    for key, name, value, unit, about in (
-        ("launches-layer", "decode step, launches of a layer", of_a_layer.total(), "", layer),
-        ("launches-beside", "launches beside the layers", step.launches.total(), "", beside),
-        ("uploads", "copies to the device", len(step.up), "", ""),
-        ("upload-bytes", "bytes of these, a request", sum(step.up) / requests, "bytes", ""),
-        ("downloads", "copies back", len(step.down), "", ""),
-        ("download-bytes", "bytes of these, a request", sum(step.down) / requests, "bytes", ""),
-    ):
-        yield GpuFigure(key=key, name=name, unit=unit, ours=_one(value), value=value, about=about)
-
-
-def kernels(run: GpuRun) -> Iterator[GpuFigure]:
-    """Fused operators beside torch's, in the sizes of Qwen3-VL-8B; on a CPU, in tiny ones."""
-    sizes = QWEN3_8B if run.device.type == "cuda" else _TINY_LAYER
-    for one in kernel_figures(run.device, dtype=run.dtype, sizes=sizes, rounds=run.rounds):
-        reached = one.moved / one.ours.median / run.ceilings.bandwidth
-        yield GpuFigure(
-            key=f"kernel-{one.name}",
-            name=one.name,
-            unit="us",
-            ours=Spread.of((one.ours.median, one.ours.least, one.ours.most), 1e6),
-            value=one.theirs.median / one.ours.median,
-            of="x as fast as torch",
-            about=f"torch {one.theirs.median * 1e6:.4g} us; {reached:.2f} of the bandwidth",
-        )
-
-
 PARTS: Mapping[str, Callable[[GpuRun], Iterator[GpuFigure]]] = MappingProxyType(
     {
         "ceilings": ceilings,
@@ -384,12 +304,8 @@ PARTS: Mapping[str, Callable[[GpuRun], Iterator[GpuFigure]]] = MappingProxyType(
         "tower": tower,
         "first-token": first_token,
         "overlap": overlap,
-        "graphs": graphs,
         "many": many,
-        "resizing": resizing,
         "loading": loading,
-        "kernels": kernels,
-        "counts": counts,
     }
 )
 """The parts, the most important first, should the time run out."""
@@ -434,11 +350,6 @@ def _pictures(folder: Path, count: int, side: int) -> list[tuple[TemporalPatch, 
     processor = make_processor(folder, read_hf_config(folder))
     images = (decode_image(jpeg(side, side, seed), processor.limits.decode) for seed in range(count))
     return [temporal_patches(data_item(processor.process_image(image))) for image in images]
-
-
-@functools.cache
-def _decoded(count: int, side: int) -> list[Image.Image]:
-    return [decode_image(jpeg(side, side, seed), DecodeLimits()) for seed in range(count)]
 
 
 def _questions(count: int, side: int, *, seed: int) -> list[Question]:
