@@ -109,11 +109,19 @@ def assert_done(result: EncodeResult, of: EncodeBatch) -> None:
         np.testing.assert_array_equal(rows.numpy(), patch.pixels)
 
 
-def test_rows_are_kept_until_they_were_copied_and_no_longer(lending, caplog):
+def test_rows_are_kept_until_they_were_copied_or_could_not_be_and_no_longer(lending, caplog):
     caplog.set_level("INFO")
     seen = []
-    lending.borrower.before = lambda handle: seen.append(lending.kept())
+
+    def fail(handle: RowsHandle) -> None:
+        raise RuntimeError("no such memory")
+
     for number in range(4):
+        if number == 2:  # fails its batch alone
+            lending.borrower.before = fail
+            failed = lending.encode(batch(9))
+            assert (failed.embeds, failed.error, failed.untried) == (None, "RuntimeError: no such memory", False)
+        lending.borrower.before = lambda handle: seen.append(lending.kept())
         one = batch(number)
         assert_done(lending.encode(one), one)
     # those of the batch before went before the next was encoded
@@ -122,20 +130,8 @@ def test_rows_are_kept_until_they_were_copied_and_no_longer(lending, caplog):
     assert "rows of the encoder worker on cuda:1 come by CUDA IPC" in caplog.text
 
 
-def test_a_copy_that_fails_fails_its_batch_alone_and_its_rows_are_given_back(lending):
-    def fail(handle: RowsHandle) -> None:
-        raise RuntimeError("no such memory")
-
-    lending.borrower.before = fail
-    failed = lending.encode(batch(0))
-    assert (failed.embeds, failed.error, failed.untried) == (None, "RuntimeError: no such memory", False)
-    seen = []
-    lending.borrower.before = lambda handle: seen.append(lending.kept())
-    assert_done(lending.encode(batch(1)), batch(1))
-    assert seen == [1]
-
-
 def test_rows_of_a_worker_that_dies_while_they_are_copied_do_not_count_and_others_stay(lending):
+    """And a worker that does so time and again is given up."""
     first = lending.encode(batch(0))
     lending.borrower.before = lambda handle: kill(owner(handle))
     lost = lending.encode(batch(1))
@@ -145,12 +141,8 @@ def test_rows_of_a_worker_that_dies_while_they_are_copied_do_not_count_and_other
     lending.borrower.before = None
     assert_done(lending.encode_by_the_next(batch(2)), batch(2))
     assert lending.borrower.gone == 1
-
-
-def test_a_worker_that_dies_whenever_its_rows_are_copied_is_given_up(lending):
-    assert_done(lending.encode(batch(0)), batch(0))
     lending.borrower.before = lambda handle: kill(owner(handle))
-    for number in range(1, 9):
+    for number in range(3, 11):
         if not lending.backend.workers():
             break
         assert lending.encode(batch(number)).embeds is None
@@ -192,8 +184,13 @@ def refuse(handle: RowsHandle) -> None:
     ("prepare", "broken", "why"),
     [
         (lambda it: setattr(it, "before_trial", refuse), "", "RuntimeError: invalid device context"),
-        (lambda it: setattr(it, "on_trial", torch.zeros_like), "", "ValueError: what arrives is not what was sent"),
-        (lambda it: None, "not here", "RuntimeError: not here"),
+        pytest.param(
+            lambda it: setattr(it, "on_trial", torch.zeros_like),
+            "",
+            "ValueError: what arrives is not what was sent",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda it: None, "not here", "RuntimeError: not here", marks=pytest.mark.slow),
     ],
     ids=["not-opened", "wrong", "not-shared"],
 )

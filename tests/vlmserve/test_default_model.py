@@ -77,6 +77,7 @@ def test_samples_are_answered_right(client: openai.OpenAI, sample: dict[str, Any
     assert answer.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_transformers(client: openai.OpenAI) -> None:
     reference = Reference(DEFAULT_MODEL)
     for sample in _samples():
@@ -95,6 +96,7 @@ def test_answers_are_those_of_transformers(client: openai.OpenAI) -> None:
         assert [entry.logprob for entry in entries] == pytest.approx(expected.logprobs[:-1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_answers_about_clips_are_those_of_transformers() -> None:
     """In the form that transformers gives their prompts, which is not the published one that is served by default."""
     reference = Reference(DEFAULT_MODEL)

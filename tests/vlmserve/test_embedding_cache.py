@@ -24,7 +24,9 @@ def run(model: Path, folder: Path, **settings):
         return answers, llm.stats().encoder
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen2_vl", "qwen2_5_vl"))]
+)
 def test_a_second_engine_starts_warm_and_answers_the_same(family: str, tmp_path: Path):
     model = make_checkpoint(family, tmp_path / "model")
     first, cold = run(model, tmp_path / "cache")

@@ -14,7 +14,21 @@ NEW = 12
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=(*ALL_FAMILIES, HYBRID))
+SETTINGS = [
+    {},
+    {"chunked_prefill_size": 16, "page_size": 1},
+    {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
+    {"chunked_prefill_size": -1, "disable_radix_cache": True, "max_running_requests": 2},
+    {"chunked_prefill_size": 64, "page_size": 1, "schedule_policy": "lpm", "encoder_cache_mib": 0},
+    # room for little more than the longest request: eviction and retraction
+    {"max_total_tokens": 512, "page_size": 4, "schedule_conservativeness": 0.01},
+]
+OFTEN = ("qwen3_vl", HYBRID)  # which differ in what they cache
+by_cache = pytest.mark.parametrize("family", OFTEN, indirect=True)
+by_any = pytest.mark.parametrize("family", OFTEN[:1], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     """A checkpoint, the conversations, and what transformers answers."""
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
@@ -32,17 +46,13 @@ def check(llm, asked, wanted):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {},
-        {"chunked_prefill_size": 16, "page_size": 1},
-        {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
-        {"chunked_prefill_size": -1, "disable_radix_cache": True, "max_running_requests": 2},
-        {"chunked_prefill_size": 64, "page_size": 1, "schedule_policy": "lpm", "encoder_cache_mib": 0},
-        # room for little more than the longest request: eviction and retraction
-        {"max_total_tokens": 512, "page_size": 4, "schedule_conservativeness": 0.01},
+        pytest.param(family, settings, marks=pytest.mark.slow if settings and family not in OFTEN else ())
+        for family in (*ALL_FAMILIES, HYBRID)
+        for settings in SETTINGS
     ],
-    ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()) or "defaults",
+    indirect=["family"],
 )
 def test_equals_transformers(family, settings):
     folder, asked, wanted = family
@@ -51,6 +61,7 @@ def test_equals_transformers(family, settings):
         check(llm, asked[::-1], wanted[::-1])  # again, with warm caches and other batch mates
 
 
+@by_cache
 def test_alone_equals_together(family):
     folder, asked, wanted = family
     with LLM(str(folder), num_threads=1) as llm:
@@ -58,6 +69,7 @@ def test_alone_equals_together(family):
             check(llm, [messages], [want])
 
 
+@by_cache
 def test_a_prompt_asked_again_is_cached_and_its_picture_not_encoded_again(family):
     folder, asked, _ = family
     with LLM(str(folder), num_threads=1) as llm:
@@ -74,6 +86,7 @@ def test_a_prompt_asked_again_is_cached_and_its_picture_not_encoded_again(family
         assert llm.chat(asked[1], GREEDY).cached_tokens == 0
 
 
+@by_cache
 def test_sampling_depends_on_the_seed_and_not_on_batch_mates(family):
     folder, asked, _ = family
     with LLM(str(folder), num_threads=1, chunked_prefill_size=16) as llm:
@@ -84,6 +97,7 @@ def test_sampling_depends_on_the_seed_and_not_on_batch_mates(family):
         assert llm.chat(asked[0], dataclasses.replace(random, seed=12)).token_ids != alone[0]
 
 
+@by_any
 def test_stop_strings_and_limits(family):
     folder, asked, _ = family
     with LLM(str(folder), num_threads=1) as llm:
@@ -97,6 +111,7 @@ def test_stop_strings_and_limits(family):
         assert llm.chat(asked[0], GREEDY).text == text
 
 
+@by_any
 def test_a_picture_that_differs_in_one_corner_is_another_picture(family):
     folder, _, _ = family
     first, second = picture(1, 112, 112), picture(1, 112, 112)
@@ -107,43 +122,29 @@ def test_a_picture_that_differs_in_one_corner_is_another_picture(family):
         assert a.logprobs != b.logprobs
 
 
+@by_any
 def test_more_prompts_than_may_wait(family):
     folder, asked, wanted = family
     with LLM(str(folder), num_threads=1, max_queued_requests=2, max_running_requests=2) as llm:
         check(llm, asked, wanted)
 
 
-def test_an_interrupted_wait_leaves_nothing_behind(family, monkeypatch):
+@by_cache
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_interruption_leaves_nothing_behind(family, overlap, monkeypatch):
+    """In the wait for a step's result, or where steps do not overlap, in its computation."""
     folder, asked, wanted = family
-    with LLM(str(folder), num_threads=1) as llm:
-        scheduler, steps = llm.engine.loop.schedulers[0], []
-        process = scheduler.process_batch_result
+    with LLM(str(folder), num_threads=1, disable_overlap_schedule=not overlap) as llm:
+        owner, name = (llm.engine.loop.schedulers[0], "process_batch_result") if overlap else (llm._runner, "forward")
+        plain, steps = getattr(owner, name), []
 
-        def interrupted(batch, result):
-            steps.append(batch)
+        def interrupted(*given):
+            steps.append(given)
             if len(steps) == 3:
                 raise KeyboardInterrupt
-            return process(batch, result)
+            return plain(*given)
 
-        monkeypatch.setattr(scheduler, "process_batch_result", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.chat_batch(asked, GREEDY)
-        assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)
-        check(llm, asked, wanted)
-
-
-def test_an_interrupted_batch_leaves_nothing_behind(family, monkeypatch):
-    folder, asked, wanted = family
-    with LLM(str(folder), num_threads=1, disable_overlap_schedule=True) as llm:
-        forward, steps = llm._runner.forward, []
-
-        def interrupted(batch):
-            steps.append(batch)
-            if len(steps) == 3:
-                raise KeyboardInterrupt
-            return forward(batch)
-
-        monkeypatch.setattr(llm._runner, "forward", interrupted)
+        monkeypatch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.chat_batch(asked, GREEDY)
         assert (llm.stats().num_running_reqs, llm.stats().num_waiting_reqs) == (0, 0)

@@ -40,8 +40,12 @@ def check(llm, asked, wanted):
     "settings",
     [
         {"page_size": 1, "chunked_prefill_size": 48},
-        {"page_size": 16, "chunked_prefill_size": 112, "mamba_track_interval": 64},
-        {"page_size": 64, "chunked_prefill_size": -1, "disable_overlap_schedule": True},
+        pytest.param(
+            {"page_size": 16, "chunked_prefill_size": 112, "mamba_track_interval": 64}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"page_size": 64, "chunked_prefill_size": -1, "disable_overlap_schedule": True}, marks=pytest.mark.slow
+        ),
         {"page_size": 4, "max_total_tokens": 640, "schedule_conservativeness": 0.01, "mamba_cache_mib": 1},
         {"attention_backend": "torch", "cpu_kernels": "off", "max_running_requests": 2},
     ],

@@ -24,7 +24,7 @@ TURN = {
 TOOLS = [{"type": "function", "function": function} for function in (TURN, {"name": "halt"})]
 
 
-@pytest.fixture(scope="module", params=["hermes", "qwen3_coder"])
+@pytest.fixture(scope="module", params=["hermes", pytest.param("qwen3_coder", marks=pytest.mark.slow)])
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     runtime = tmp_path_factory.mktemp("calls") / "run"
     with serving(runtime, "--tool-call-parser", request.param) as server, server.client() as client:

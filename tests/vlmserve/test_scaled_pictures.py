@@ -35,7 +35,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["2", "0"], ids=["media processes", "threads"])
+@pytest.fixture(
+    scope="module", params=["2", pytest.param("0", marks=pytest.mark.slow)], ids=["media processes", "threads"]
+)
 def server(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """It has no time for a picture at all, whatever its speed."""
     flags = ("--max-pixels-auto-s", "1e-9", "--media-processes", request.param)

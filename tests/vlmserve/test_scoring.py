@@ -23,7 +23,18 @@ PROCESSORS = "tests.vlmserve.forbidding:Forbid,tests.vlmserve.forbidding:Fails"
 TIGHT = {"max_total_tokens": 512, "page_size": 4, "schedule_conservativeness": 0.01, "chunked_prefill_size": 16}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SETTINGS = [
+    {},
+    {"chunked_prefill_size": 16, "page_size": 1, "disable_overlap_schedule": True},
+    {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
+    {"chunked_prefill_size": -1, "disable_radix_cache": True, "max_running_requests": 2},
+    TIGHT,
+]
+OFTEN = "qwen3_vl"
+by_any = pytest.mark.parametrize("family", [OFTEN], indirect=True)
+
+
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     reference = Reference(folder)
@@ -67,15 +78,13 @@ def check_row(theirs, token, logprob):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {},
-        {"chunked_prefill_size": 16, "page_size": 1, "disable_overlap_schedule": True},
-        {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
-        {"chunked_prefill_size": -1, "disable_radix_cache": True, "max_running_requests": 2},
-        TIGHT,
+        pytest.param(family, settings, marks=pytest.mark.slow if settings and family != OFTEN else ())
+        for family in FAMILIES
+        for settings in SETTINGS
     ],
-    ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()) or "defaults",
+    indirect=["family"],
 )
 def test_equals_transformers(family, settings, monkeypatch):
     folder, asked, wanted, _ = family
@@ -94,6 +103,7 @@ def test_equals_transformers(family, settings, monkeypatch):
                 assert got.cached_tokens == (want.prompt - 6) // page * page
 
 
+@by_any
 def test_without_an_answer_nothing_is_sampled_or_decoded(family):
     folder, asked, wanted, _ = family
     returns = ReturnOptions(prompt_logprobs=0, hidden_states="last")
@@ -107,6 +117,7 @@ def test_without_an_answer_nothing_is_sampled_or_decoded(family):
         assert llm.stats().generation_tokens_total == 0
 
 
+@by_any
 def test_labels_of_a_chat_with_pictures(family):
     folder, asked, _, reference = family
     labels = ["yes", "no", "a red circle"]
@@ -136,6 +147,7 @@ def encode_check(encode, label, score):
     return list(score.token_ids)
 
 
+@by_any
 def test_other_distributions(family):
     folder, asked, wanted, _ = family
     want = torch.from_numpy(wanted[2].logprobs)
@@ -167,6 +179,7 @@ def test_other_distributions(family):
             llm.chat(asked[0], GREEDY, returns=ReturnOptions(temp_scaled_logprobs=True))
 
 
+@by_any
 @pytest.mark.parametrize("overlap", [False, True])
 def test_logits_processors_see_all_tokens_before(family, overlap):
     folder, asked, _, _ = family
@@ -188,6 +201,7 @@ def test_logits_processors_see_all_tokens_before(family, overlap):
             llm.chat(asked[1], GREEDY, logits_processors=[LogitsProcessorCall(name="forbid")])
 
 
+@by_any
 def test_embeddings_in_place_of_tokens(family):
     folder, _, _, reference = family
     table = reference.model.get_input_embeddings().weight.detach()
@@ -220,6 +234,7 @@ def test_embeddings_in_place_of_tokens(family):
         assert [answer.token_ids for [answer] in mixed] == [want.token_ids] * 2
 
 
+@by_any
 def test_what_is_wrong_is_told(family):
     folder, asked, _, reference = family
     width = reference.model.get_input_embeddings().weight.shape[1]
@@ -251,6 +266,7 @@ def test_what_is_wrong_is_told(family):
         LLM(str(folder), num_threads=1, logits_processors="os:nothing")
 
 
+@by_any
 def test_a_picture_beside_embeddings_and_scores(family):
     """One step with all of them: the arrays of each are found again."""
     folder, asked, wanted, reference = family

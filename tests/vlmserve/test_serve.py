@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import re
 import signal
 import time
@@ -112,21 +111,6 @@ def test_stops_in_order_and_leaves_nothing(server: ServerProcess) -> None:  # th
     assert all(gone(pid) for pid in children.values())
     assert not any(path.exists() for path in directories)
     assert "Traceback" not in "".join(server.log)
-
-
-@pytest.mark.slow
-def test_a_dead_scheduler_fails_requests_with_openai_s_body(tmp_path: Path) -> None:
-    server = serve(tmp_path / "run")
-    with server.client() as client, ThreadPoolExecutor(1) as pool:
-        options: dict[str, Any] = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}, "stream": True}
-        stream = iter(_answer(client, _question(None), **options))
-        next(stream)
-        pending = pool.submit(list, stream)
-        os.kill(server.children()["scheduler"], signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="killed by SIGKILL"):
-            pending.result(PATIENCE_S)
-    assert server.get("health")[0] == 503
-    assert server.wait() == 1
 
 
 @pytest.mark.parametrize(

@@ -207,12 +207,6 @@ def test_there_are_presets() -> None:
     assert {path.name for path in CONFIGS.glob("*.yaml")} >= {"cpu.yaml", "h200.yaml"}
 
 
-def test_engine_settings_can_be_checked_alone() -> None:
-    check_engine_args(EngineArgs(model="m"))
-    with pytest.raises(SettingsError, match="--page-size is 0"):
-        check_engine_args(EngineArgs(model="m", page_size=0))
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

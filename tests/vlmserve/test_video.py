@@ -43,7 +43,18 @@ def conversations():
     ]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SETTINGS = [
+    {},
+    {"chunked_prefill_size": 16, "page_size": 1},
+    {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
+    {"chunked_prefill_size": 64, "encoder_cache_mib": 0, "encoder_max_patches": 48, "disable_radix_cache": True},
+]
+OFTEN = "qwen3_vl"
+by_any = pytest.mark.parametrize("family", [OFTEN], indirect=True)
+by_every = pytest.mark.parametrize("family", FAMILIES, indirect=True)
+
+
+@pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     reference = Reference(folder)
@@ -52,14 +63,13 @@ def family(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("family", "settings"),
     [
-        {},
-        {"chunked_prefill_size": 16, "page_size": 1},
-        {"chunked_prefill_size": 16, "page_size": 16, "enable_mixed_chunk": True},
-        {"chunked_prefill_size": 64, "encoder_cache_mib": 0, "encoder_max_patches": 48, "disable_radix_cache": True},
+        pytest.param(family, settings, marks=pytest.mark.slow if settings and family != OFTEN else ())
+        for family in FAMILIES
+        for settings in SETTINGS
     ],
-    ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()) or "defaults",
+    indirect=["family"],
 )
 def test_equals_transformers(family, settings):
     folder, asked, wanted = family
@@ -71,6 +81,7 @@ def test_equals_transformers(family, settings):
         assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
 
 
+@by_any
 def test_speed_is_part_of_what_is_reused(family):
     """Frames that are equal, at another rate: nothing behind the video's beginning may come from the cache."""
     folder, _, _ = family
@@ -86,6 +97,7 @@ def test_speed_is_part_of_what_is_reused(family):
         assert llm.chat(ask("See", video(frames, sample_fps=0.5), "What?"), GREEDY).token_ids == slower.token_ids
 
 
+@by_any
 def test_sources_of_a_video(family, tmp_path):
     """A path, bytes, a data: URL, frames in any form: equal content, equal answers."""
     import base64
@@ -114,6 +126,7 @@ def test_sources_of_a_video(family, tmp_path):
             assert len({answer.prompt_tokens for answer in answers}) == 1
 
 
+@by_any
 def test_settings_and_fields_reach_the_frames(family):
     folder, _, _ = family
     data = make_clip(80, fps=10)
@@ -141,6 +154,7 @@ def test_settings_and_fields_reach_the_frames(family):
         assert caught.value.param == "messages[0].content[0]"
 
 
+@by_any
 def test_limits_of_a_request(family):
     folder, _, _ = family
     data = make_clip(40)
@@ -152,6 +166,7 @@ def test_limits_of_a_request(family):
             llm.chat(ask(*[video(b"")] * 9), GREEDY)
 
 
+@by_every
 def test_frame_numbers_are_told_apart(family):
     """The tiny model sees order: reversed frames give other logprobs."""
     folder, _, _ = family

@@ -29,6 +29,7 @@ from vlmserve.models.attention.triton_backend import TritonAttentionBackend
 from vlmserve.models.registry import load_model
 
 CPU = torch.device("cpu")
+OFTEN = ("qwen3_vl", HYBRID)
 ROWS, CONTEXT, SIZES = 7, 24, (1, 2, 4, 7)
 
 
@@ -121,7 +122,7 @@ def bench(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Bench:
 
 
 @given(steps=st.lists(_REQUESTS, min_size=1, max_size=4), seed=st.integers(0, 99))
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_a_replay_is_the_step(bench: Bench, steps: list[list[tuple[int, int]]], seed: int) -> None:
     for requests in steps:
         step = bench.step(requests, seed)
@@ -186,6 +187,7 @@ def test_a_step_takes_two_launches_beside_its_replay(bench: Bench, monkeypatch: 
         assert loaded.positions[:, : len(requests)].equal(step.positions)
 
 
+@pytest.mark.slow
 def test_by_tritons_kernels(folders: dict[str, Path]) -> None:
     config = load_model(folders["qwen3_vl"], dtype=torch.float32).config
     spec = AttentionSpec(
@@ -235,7 +237,10 @@ def answers(llm: LLM) -> Iterator[tuple[int, ...]]:
     yield llm.chat(asked[1], warm).token_ids
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
+@pytest.mark.parametrize(
+    "family",
+    [family if family in OFTEN else pytest.param(family, marks=pytest.mark.slow) for family in (*FAMILIES, HYBRID)],
+)
 def test_the_same_tokens_with_and_without(folders: dict[str, Path], family: str) -> None:
     # room for fewer requests than there are, and for less than these need in the end: some are taken back
     pools = {"max_running_requests": 5, "max_total_tokens": 320, "page_size": 4, "schedule_conservativeness": 0.1}

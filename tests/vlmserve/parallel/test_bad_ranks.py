@@ -1,4 +1,4 @@
-"""Ranks that do not fit together, or that a model or a machine has no place for: one line each, before any loads."""
+"""Where ranks and their encoders are; and ranks that do not fit together, or that a machine has no place for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import rank_processes
+from vlmserve.engine.encoder import encoder_devices
 from vlmserve.engine.rank_processes import join_ranks, rank_args
-from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 from vlmserve_common.parallel.meeting import MeetingPlace
 
@@ -44,16 +44,15 @@ def folders(tmp_path: Path) -> list[EngineArgs]:
     return [EngineArgs(model=str(folder), tp_size=2, device="cpu") for folder in made]
 
 
-def test_another_model_on_another_machine(tmp_path: Path, folders: list[EngineArgs]):
-    config = Path(folders[1].model, "config.json")
-    content = json.loads(config.read_text())
-    content["text_config"]["rms_norm_eps"] = 1e-5
-    config.write_text(json.dumps(content))
-    assert said_by_both(tmp_path, *folders).startswith("rank 1 differs from rank 0: the model is '")
-
-
-def test_shards_that_are_missing_on_another_machine(tmp_path: Path, folders: list[EngineArgs]):
-    next(Path(folders[1].model).glob("*.safetensors")).unlink()
+@pytest.mark.parametrize("shards_are_missing", [False, True])
+def test_another_model_on_another_machine(tmp_path: Path, folders: list[EngineArgs], shards_are_missing: bool):
+    if shards_are_missing:
+        next(Path(folders[1].model).glob("*.safetensors")).unlink()
+    else:
+        config = Path(folders[1].model, "config.json")
+        content = json.loads(config.read_text())
+        content["text_config"]["rms_norm_eps"] = 1e-5
+        config.write_text(json.dumps(content))
     assert said_by_both(tmp_path, *folders).startswith("rank 1 differs from rank 0: the model is '")
 
 
@@ -84,10 +83,24 @@ def test_more_ranks_than_gpus(folders: list[EngineArgs], monkeypatch: pytest.Mon
         rank_args(replace(folders[0], device="cuda:1"), 0)
 
 
-def test_what_a_model_has_too_few_of(folders: list[EngineArgs]):
-    with pytest.raises(EngineError, match="--tp-size is 3: num_attention_heads is 4, which it does not divide"):
-        rank_args(replace(folders[0], tp_size=3), 0)
-    with pytest.raises(EngineError, match="--tp-size is 5: vocab_size is 4, too few for so many"):
-        Shard(0, 5).cut_vocab(4)
-    with pytest.raises(EngineError, match="--tp-size is 4: num_key_value_heads is 6, which it does not divide"):
-        Shard(0, 4).kv_heads(6)
+@pytest.mark.parametrize(
+    ("sizes", "device", "expected"),
+    [
+        ({}, "cpu", ()),
+        ({"tp_size": 2}, "cpu", ("cpu", "cpu")),
+        ({"tp_size": 4, "nnodes": 2, "node_rank": 1}, "cpu", ("cpu", "cpu")),
+        ({"tp_size": 2, "encoder_dp_size": 3}, "cpu", ("cpu",) * 3),
+        ({"tp_size": 2}, "cuda:1", ("cuda:1", "cuda:2")),
+    ],
+)
+def test_each_rank_may_have_an_encoder_beside_it(sizes: dict, device: str, expected: tuple, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    args = EngineArgs(model="m", mm_encoder_tp_mode="data", **sizes)
+    assert encoder_devices(args, torch.device(device)) == expected
+
+
+def test_encoders_are_on_the_gpus_behind_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    two = EngineArgs(model="m", encoder_dp_size=2)
+    assert encoder_devices(two, torch.device("cuda:0")) == ("cuda:1", "cuda:2")
+    assert encoder_devices(replace(two, tp_size=2, pp_size=2), torch.device("cuda:1")) == ("cuda:5", "cuda:0")

@@ -17,7 +17,7 @@ from tests.fake_graphs import Recorder
 from tests.recordable_group import make_recordable_groups
 from tests.tiny_checkpoints import HYBRID, MOE, make_checkpoint
 from tests.vlmserve.executor.paged_backend import PagedBackend
-from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, LAYERS, SETTINGS
+from tests.vlmserve.parallel.sharing import GREEDY, LAYERS, SETTINGS
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM
 from vlmserve.commands.offline import engine
@@ -153,8 +153,8 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3_vl", {}),
-        (HYBRID, {}),
+        pytest.param("qwen3_vl", {}, marks=pytest.mark.slow),
+        pytest.param(HYBRID, {}, marks=pytest.mark.slow),
         (MOE, {"ep_size": 2, "enable_eplb": True, "ep_num_redundant_experts": 4, "eplb_rebalance_num_iterations": 5}),
     ],
 )
@@ -202,7 +202,9 @@ def test_only_who_has_the_logits_samples_to_warm_up(tmp_path: Path, gpu: Gpu, mo
         assert len(answers(llm)) == len(conversations())
 
 
-@pytest.mark.parametrize(("good", "sizes"), [(4, (2, 4)), (2, ()), (0, ())])
+@pytest.mark.parametrize(
+    ("good", "sizes"), [(4, (2, 4)), *(pytest.param(few, (), marks=pytest.mark.slow) for few in (2, 0))]
+)
 def test_what_one_rank_cannot_capture_none_has(
     good: int, sizes: tuple[int, ...], tmp_path: Path, gpu: Gpu, caplog: pytest.LogCaptureFixture
 ):

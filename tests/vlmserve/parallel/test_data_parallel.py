@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import signal
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +18,22 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.default_model import copy_default_model
-from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
-from vlmserve import LLM
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
+from tests.vlmserve.parallel.sharing import name_of
+from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serving
 from vlmserve.commands.bench.processes import children_of
-from vlmserve.config.checks import SettingsError, check_engine_args
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import replicas
 from vlmserve.engine.replicas import replica_args
 from vlmserve_common.errors import EngineError
 
-FLAGS = "--port 0 --num-threads 1 --max-total-tokens 4096 --served-model-name tiny --dtype float32"
 PICTURES = ("shapes.png", "receipt.png")
 
 
-def serve(model: Path, runtime: Path, *flags: str) -> ServerProcess:
-    return ServerProcess([sys.executable, "-m", "vlmserve.cli", "serve", str(model), *FLAGS.split(), *flags], runtime)
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    copy_default_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    server = serve(model, tmp_path_factory.mktemp("dp") / "run", "--dp-size", "2")
-    yield server
-    server.end()
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tmp_path_factory.mktemp("dp") / "run", "--dp-size", "2", model=default_model) as server:
+        yield server
 
 
 @pytest.fixture
@@ -131,17 +116,18 @@ def await_running(server, expected: list[int]) -> None:
 
 
 def test_streams_are_aborted_where_they_run(client, server):
+    before = figures(server, "generation_tokens")
     streams = [
         answer(client, question("Go on and on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
         for n in range(2)
     ]
     for stream in streams:
         next(iter(stream))
-    await_running(server, [1, 1])
-    streams[1].close()
-    await_running(server, [1, 0])
-    streams[0].close()
+    for stream in streams:
+        stream.close()
     await_running(server, [0, 0])
+    grown = [b - a for a, b in zip(before, figures(server, "generation_tokens"), strict=True)]
+    assert all(0 < tokens < 3000 for tokens in grown), "none was computed to its end"
 
 
 def test_stop_strings_and_several_answers(client):
@@ -165,9 +151,8 @@ def test_operators_mean_all_replicas(server):
 
 
 @pytest.mark.slow
-def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(model: Path, tmp_path: Path):
-    server = serve(model, tmp_path / "run", "--dp-size", "2")
-    try:
+def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(default_model: Path, tmp_path: Path):
+    with serving(tmp_path / "run", "--dp-size", "2", model=default_model) as server:
         with server.client() as client, ThreadPoolExecutor(2) as pool:
             streams = [
                 answer(client, question("Go on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
@@ -176,7 +161,7 @@ def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(model
             for stream in streams:
                 next(iter(stream))
             rest = [pool.submit(list, stream) for stream in streams]
-            children = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(server.process.pid)}
+            children = {name_of(pid): pid for pid in children_of(server.process.pid)}
             directories = server.directories()
             assert {"r0-scheduler", "r1-scheduler", "r0-detokenizer", "r1-detokenizer"} <= children.keys()
             os.kill(children["r1-scheduler"], signal.SIGKILL)
@@ -186,8 +171,6 @@ def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(model
         assert server.wait() == 1
         assert all(gone(pid) for pid in children.values())
         assert not any(path.exists() for path in directories)
-    finally:
-        server.end()
 
 
 def answers_of(server: ServerProcess) -> list[Any]:
@@ -199,31 +182,51 @@ def answers_of(server: ServerProcess) -> list[Any]:
     return [[(token.token, token.logprob) for token in reply.choices[0].logprobs.content] for reply in alone + together]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["--tp-size 2", "--pp-size 2"])
-def test_replicas_of_several_ranks(sizes: str, tmp_path: Path):
-    """Two of two: each meets in a place of its own."""
-    model = make_checkpoint("qwen2_5_vl", tmp_path / "model")
-    alone, both = (
-        serve(model, tmp_path / name, *flags.split()) for name, flags in (("a", ""), ("b", f"--dp-size 2 {sizes}"))
-    )
-    try:
-        ours, theirs = answers_of(both), answers_of(alone)
-        assert [[token for token, _ in one] for one in ours] == [[token for token, _ in one] for one in theirs]
-        pids = children_of(both.process.pid)
-        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids}
-        assert {"r0-rank-1", "r1-rank-1"} <= names
-    finally:
-        alone.end()
-        both.end()
+@pytest.fixture(scope="module")
+def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list]]:
+    """A family's folder, and what a server with one replica answers."""
+
+    @cache
+    def of(family: str) -> tuple[Path, list]:
+        base = tmp_path_factory.mktemp("served")
+        folder = make_checkpoint(family, base / "model", mixers=("linear_attention", "full_attention") * 2)
+        with serving(base / "run", model=folder) as server:
+            return folder, answers_of(server)
+
+    return of
 
 
 @pytest.mark.slow
-def test_what_one_encoded_another_finds_on_disk(model: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--disable-overlap-schedule",
+        "--no-enable-mixed-chunk --chunked-prefill-size 16",
+        "--encoder-dp-size 2",
+        "--tp-size 2",
+        "--pp-size 2",
+    ],
+)
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *HYBRIDS])
+def test_replicas_answer_as_one(family: str, flags: str, served_alone, tmp_path: Path):
+    """Also those of several ranks each, which meet in a place of their own."""
+    folder, expected = served_alone(family)
+    with serving(tmp_path, "--dp-size", "2", *flags.split(), model=folder) as server:
+        found = answers_of(server)
+        names = {name_of(pid) for pid in children_of(server.process.pid)}
+    assert ({"r0-rank-1", "r1-rank-1"} <= names) == ("p-size 2" in flags.removeprefix("--encoder-d"))
+    for one, other in zip(expected, found, strict=True):
+        assert [token for token, _ in one] == [token for token, _ in other]
+        assert [logprob for _, logprob in one] == pytest.approx([logprob for _, logprob in other], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_what_one_encoded_another_finds_on_disk(default_model: Path, tmp_path: Path):
     """And answers the same."""
     kept = tmp_path / "kept"
-    server = serve(model, tmp_path / "run", "--dp-size", "2", "--embedding-cache-dir", str(kept))
-    try:
+    flags = ("--dp-size", "2", "--embedding-cache-dir", str(kept))
+    with serving(tmp_path / "run", *flags, model=default_model) as server:
         with server.client() as client:
             asked = question("What is in this picture?", "shapes.png")
             first = answer(client, asked, data_parallel_rank=0)
@@ -235,8 +238,6 @@ def test_what_one_encoded_another_finds_on_disk(model: Path, tmp_path: Path):
         assert first.choices[0].message.content == second.choices[0].message.content
         assert all(prompt > 0 for prompt in figures(server, "prompt_tokens")), "each has computed one"
         assert metric(server, "temporal_patches_encoded") == [1]
-    finally:
-        server.end()
 
 
 def test_each_replica_has_its_share_of_a_cpu(monkeypatch: pytest.MonkeyPatch):
@@ -256,10 +257,3 @@ def test_each_replica_has_its_gpus(monkeypatch: pytest.MonkeyPatch):
     assert [one.encoder_devices for one in own] == ["cuda:5", "cuda:0"], "behind all, then from the first on"
     with pytest.raises(EngineError, match=r"--dp-size is 3: so many replicas of 2 ranks each want 6 GPUs, from cuda:1"):
         replica_args(EngineArgs(model="m", device="cuda:1", dp_size=3, tp_size=2), 0)
-
-
-def test_what_has_one_engine_says_so(model: Path):
-    with pytest.raises(EngineError, match="--dp-size is 2: only a server has several replicas"):
-        LLM(str(model), dp_size=2)
-    with pytest.raises(SettingsError, match="--dp-size is 2; it must be 1 where --nnodes is above 1"):
-        check_engine_args(EngineArgs(model="m", dp_size=2, tp_size=2, nnodes=2, dist_init_addr="host:1"))

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, make_checkpoint
-from tests.vlmserve.parallel.test_tensor_parallel import assert_alike
+from tests.vlmserve.parallel.sharing import assert_alike
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.rank_processes import rank_args
-from vlmserve_common.errors import EngineError
 
 WORDS = "How many red circles are there on the left side of the blue square? " * 5
 # an end may come at any time, as far as anybody knows
@@ -58,9 +55,3 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
     (conv, recurrent, _), (own_conv, own_recurrent, _) = states
     assert own_conv[-1] == conv[-1] / 2
     assert own_recurrent[2] == recurrent[2] / 2
-
-
-def test_heads_that_do_not_divide_are_refused_by_name(tmp_path: Path):
-    folder = make_checkpoint(HYBRID, tmp_path)
-    with pytest.raises(EngineError, match="--tp-size is 4: linear_num_key_heads is 2, which it does not divide"):
-        rank_args(EngineArgs(model=str(folder), tp_size=4), 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, SETTINGS, assert_alike
+from tests.vlmserve.parallel.sharing import GREEDY, SETTINGS, assert_alike
 from tests.vlmserve.reference import conversations, picture
 from tests.vlmserve.test_embeds import encoded, our_rows, with_parts
 from tests.vlmserve.test_scoring import PROCESSORS

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.parallel.test_tensor_parallel import GREEDY, SETTINGS, folder_of
+from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.parallel.sharing import GREEDY, SETTINGS
 from tests.vlmserve.server_process import ServerProcess
 from vlmserve import LLM
 from vlmserve.commands.bench.processes import children_of
@@ -60,7 +61,7 @@ def ip(*words: str) -> None:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     if shutil.which("ip") is None or shutil.which("unshare") is None or os.geteuid():
-        pytest.skip("network namespaces take root and iproute2; test_tensor_parallel.py has two nodes by ports")
+        pytest.skip("network namespaces take root and iproute2; test_servers.py has two nodes by ports")
     hosts = Hosts()
     yield hosts
     hosts.remove()
@@ -76,7 +77,7 @@ def node(hosts: Hosts, number: int, folder: Path, runtime: Path) -> ServerProces
 
 @pytest.mark.slow
 def test_they_meet_by_address_and_a_dead_host_ends_the_server(hosts: Hosts, tmp_path: Path):
-    folder = folder_of("qwen3_vl", tmp_path)
+    folder = make_checkpoint("qwen3_vl", tmp_path / "model")
     with LLM(str(folder), **SETTINGS) as llm:
         alone = llm.chat("Name a colour.", GREEDY).text
     nodes = [node(hosts, number, folder, tmp_path / f"run{number}") for number in range(2)]

@@ -91,17 +91,17 @@ def simulate(seed: int, count: int, *, recurrent: bool = False) -> Counter[str]:
     return ends
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.parametrize("seed", range(len(POLICIES)))
 def test_mixed_traffic(seed):
-    ends = simulate(seed, 70)
-    assert ends["length"] > 50
+    ends = simulate(seed, 50)
+    assert ends["length"] > 35
 
 
 def test_mixed_traffic_of_a_hybrid_model():
     """Every state is of the tokens that its request's slots hold, wherever prompts are cut and taken back."""
-    ends = sum((simulate(seed, 40, recurrent=True) for seed in range(20, 34)), Counter())
-    assert ends["length"] > 400
-    assert ends["resumed"] > 100
+    ends = sum((simulate(seed, 40, recurrent=True) for seed in range(20, 27)), Counter())
+    assert ends["length"] > 200
+    assert ends["resumed"] > 50
 
 
 @pytest.mark.slow

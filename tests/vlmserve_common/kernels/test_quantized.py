@@ -20,11 +20,11 @@ from vlmserve_common.kernels.quantized import (
 )
 
 pytestmark = pytest.mark.usefixtures("operators")
-SHAPES = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SHAPES = settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 # few; more than are worth writing a panel's numbers out for; more than pass a panel at a time
-ROWS = st.one_of(st.integers(1, 20), st.sampled_from([31, 33, 47, 49, 64, 191, 193, 500]))
+ROWS = st.one_of(st.integers(1, 20), st.sampled_from([31, 33, 47, 49, 64, 191, 193]))
 
 
 def random_quantized(outer: int, inner: int, bits: int, group: int, seed: int, *, middle: bool) -> QuantizedWeight:

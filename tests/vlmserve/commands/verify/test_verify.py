@@ -32,6 +32,11 @@ from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
 
 SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=1)
+# test_engine.py compares the engine itself with transformers, for each family
+FEW_FAMILIES = [
+    family if family == "qwen3_vl" else pytest.param(family, marks=pytest.mark.slow)
+    for family in (*ALL_FAMILIES, *HYBRIDS)
+]
 FEW = ["--max-tokens", "8", "--num-threads", "1"]
 TOLERANCE = 1e-4
 
@@ -44,7 +49,7 @@ def different(findings: list[CaseFinding]) -> set[str]:
     return {finding.case for finding in findings if finding.verdict is Verdict.DIFFERENT}
 
 
-@pytest.fixture(scope="module", params=(*ALL_FAMILIES, *HYBRIDS))
+@pytest.fixture(scope="module", params=FEW_FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -76,6 +81,7 @@ def test_every_family_agrees(folder: Path) -> None:
         assert finding.prompt_tokens > 32 or finding.case == "text, several turns"  # more than a chunk
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_model_agree_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +221,7 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "pip install 'vlmserve[verify]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_weights_of_8_bit_floats_answer_as_the_same_dequantised(tmp_path: Path) -> None:
     plain = make_checkpoint("qwen3_vl", tmp_path / "plain")
     ours, theirs = make_fp8(plain, tmp_path, "block", block=(24, 40), shards=2)
