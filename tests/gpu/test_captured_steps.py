@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from vlmserve.executor.graphs.decode import DecodeGraphs
 
 from tests.gpu.asking import async_engine, some_at_a_time
 from tests.gpu.test_answers import TOLERANCE, engine
@@ -16,6 +15,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import Reference, assert_equal_answers, conversations
 from vlmserve import SamplingOverrides
 from vlmserve.commands.bench.gpu.shapes import SHAPES, small, write_folder
+from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.frontend.request_builder import GenerateReqInput, TokensPrompt
 from vlmserve.models.attention.base import ForwardBatch
 
