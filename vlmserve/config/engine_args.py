@@ -293,7 +293,10 @@ class EngineArgs:
     )
     max_running_requests: int = _scheduling(64, "most requests computed together", AT_LEAST_1, common=True)
     max_queued_requests: int = _scheduling(
-        1024, "most requests that may wait; beyond that requests are answered 429", AT_LEAST_1, common=True
+        1024,
+        "most requests that may wait, besides --max-running-requests; beyond that requests are answered 429",
+        AT_LEAST_1,
+        common=True,
     )
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"] = _scheduling(
         "fcfs",
