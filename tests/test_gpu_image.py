@@ -74,6 +74,7 @@ def test_kernel_tests_are_collected(monkeypatch):
     assert "test_triton_extend.py" in run(_TESTS, words, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_benchmark(monkeypatch):
     words = ["bench", "gpu", "--device", "cpu", "--small", "--rounds", "1", "--parts", "decode"]
     assert "decode step of 4" in run(_BENCH, words, monkeypatch)
@@ -89,6 +90,7 @@ def test_the_whole_benchmark(shape, monkeypatch):
     assert ": not measured:" not in said
 
 
+@pytest.mark.slow
 def test_the_trace(monkeypatch, tmp_path):
     words = ["bench", "trace", "--device", "cpu", "--requests", "2", "--images", "1", "--image-size", "64"]
     said = run(_BENCH, [*words, "--output-tokens", "4", "--output", str(tmp_path / "trace.json")], monkeypatch)

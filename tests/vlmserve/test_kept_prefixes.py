@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.vlmserve.server_process import serving
 
 PROMPT = " ".join(str(7 * i) for i in range(100))
 
 
+@pytest.mark.slow
 def test_a_server_goes_on_with_the_prefixes_of_the_one_before(tmp_path: Path) -> None:
     flags = ["--enable-hierarchical-cache", "--hicache-size-gib=0.01", f"--hicache-storage-dir={tmp_path / 'kv'}"]
     answers, cached = [], []

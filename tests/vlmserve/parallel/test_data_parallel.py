@@ -201,24 +201,22 @@ def served_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
+    ("family", "flags"),
     [
-        "",
-        "--disable-overlap-schedule",
-        "--no-enable-mixed-chunk --chunked-prefill-size 16",
-        "--encoder-dp-size 2",
-        "--tp-size 2",
-        "--pp-size 2",
+        *((family, "") for family in (*ALL_FAMILIES, *HYBRIDS)),
+        ("qwen2_vl", "--disable-overlap-schedule"),
+        ("qwen3_vl", "--no-enable-mixed-chunk --chunked-prefill-size 16"),
+        ("qwen2_5_vl", "--encoder-dp-size 2"),
+        *((family, flags) for family in ("qwen3_vl", *HYBRIDS) for flags in ("--tp-size 2", "--pp-size 2")),
     ],
 )
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *HYBRIDS])
 def test_replicas_answer_as_one(family: str, flags: str, served_alone, tmp_path: Path):
     """Also those of several ranks each, which meet in a place of their own."""
     folder, expected = served_alone(family)
     with serving(tmp_path, "--dp-size", "2", *flags.split(), model=folder) as server:
         found = answers_of(server)
         names = {name_of(pid) for pid in children_of(server.process.pid)}
-    assert ({"r0-rank-1", "r1-rank-1"} <= names) == ("p-size 2" in flags.removeprefix("--encoder-d"))
+    assert ({"r0-rank-1", "r1-rank-1"} <= names) == flags.startswith(("--tp-size", "--pp-size"))
     for one, other in zip(expected, found, strict=True):
         assert [token for token, _ in one] == [token for token, _ in other]
         assert [logprob for _, logprob in one] == pytest.approx([logprob for _, logprob in other], abs=1e-4)

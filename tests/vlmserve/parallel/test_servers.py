@@ -71,6 +71,7 @@ def test_a_server_answers_and_ends_when_a_rank_is_killed(words: list[str], tmp_p
 
 
 @pytest.mark.parametrize("words", [[], pytest.param(STAGES, marks=pytest.mark.slow)], ids=["ranks", "stages"])
+@pytest.mark.slow
 def test_two_nodes_have_a_server_together(words: list[str], tmp_path: Path):
     """The second one starts first, and has a checkpoint folder of its own. It ends after the first one."""
     folders = [tmp_path / str(node) for node in range(2)]

@@ -61,6 +61,7 @@ def test_names_are_unique():
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.slow
 def test_some_compile(tmp_path):
     found = resources(tmp_path, *FEW)
     assert {variant["name"].split(":")[0] for variant in found} == {name.split(":")[0] for name in FEW}

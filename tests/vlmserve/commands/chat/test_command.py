@@ -122,6 +122,7 @@ def test_an_interrupted_answer_ends_with_130(served, url):
         served.scheduler.pause_after = None
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path):
     flags = ["--num-threads", "1", "--dtype", "float32", "--temperature", "0"]
     chat = PtyProcess("chat", str(FOLDER / "shapes.png"), *flags, folder=tmp_path)

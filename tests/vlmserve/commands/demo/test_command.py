@@ -98,6 +98,7 @@ def test_a_running_server_is_used_and_left_alone(checkpoint, tmp_path):
         assert asyncio.run(ChatClient(url, api_key="secret").model()) == MODEL, "it is still there"
 
 
+@pytest.mark.slow
 def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path):
     words = [sys.executable, "-c", _OWNER, "--num-threads", "1", "--log-level", "warning"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
