@@ -72,7 +72,7 @@ test-full: setup-test
 
 test-slow: setup-test
 	@echo 'The seed of the property tests is $(SEED): make test-slow SEED=$(SEED)'
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' $(FRESH) $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'slow and not gpu' -n 2 --dist loadfile $(FRESH) $(PYTEST_ARGS)
 
 test-elsewhere: setup-test
 	@echo 'As on a CPU with AVX2, beside two busy processes; the seed is $(SEED): make test-elsewhere SEED=$(SEED)'

@@ -188,10 +188,11 @@ def test_the_answers_are_those_of_one_process(family: str, settings: dict[str, A
 
 
 def assert_sums_added(llm: LLM, *, rows_sent: bool) -> None:
-    """Two sums a layer and one of the embedding; none of experts that rows are sent to."""
+    """Two sums a layer and one of the embedding; none of experts that rows are sent to, but for a shared one."""
     counts, stats = llm.engine.ranks.group.counts, llm.stats()
-    sparse = sum(isinstance(part, SparseMLP) for part in llm._runner.model.modules()) if rows_sent else 0
-    sums = 2 * len(llm._runner.model.language_model.layers) + 1 - sparse
+    experts = [part for part in llm._runner.model.modules() if isinstance(part, SparseMLP)] if rows_sent else []
+    sparse, shared = len(experts), sum(getattr(part, "shared_expert", None) is not None for part in experts)
+    sums = 2 * len(llm._runner.model.language_model.layers) + 1 - (sparse - shared)
     assert counts["all_reduce"] == stats.forward_steps_total * sums + stats.experts.rebalances_total
     if stats.experts.rebalances_total == 0:  # which moves weights in the same way
         assert counts["all_to_all"] == stats.forward_steps_total * sparse * 4
