@@ -2,8 +2,8 @@
 #
 #   make serve ARGS="--port 9000"        flags of `vlmserve serve`, a MODEL too
 #   make test                            linters, types, import rules, and the quick tests
-#   make test-full                       the slow tests; the GPU's tests on the CPU; the quick tests on an older CPU with
-#                                        a fresh seed (SEED=number repeats one), and beside two busy processes
+#   make test-full                       the slow tests (SEED=number repeats their examples), the GPU's tests on the CPU
+#   make test-elsewhere                  the quick tests on an older CPU, with a fresh seed, beside two busy processes
 #   make docs                            docs/flags.md, made of the settings
 #   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
 #   make gpu-report OUT=folder           checks and measures everything on a GPU, with results in files
@@ -24,7 +24,7 @@ QUICK = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow 
 # How NumPy's BLAS, torch with its libraries, and our own operators compute on a CPU with AVX2 and without AVX-512.
 AVX2 := OPENBLAS_CORETYPE=Haswell ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AVX2 += VLMSERVE_CPU_LEVEL=avx2
-# The first examples of the property tests in `make test-full`.
+# The first examples of the property tests in `make test-full` and `make test-elsewhere`.
 ifndef SEED
 SEED := $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 endif
@@ -68,7 +68,6 @@ test: lint
 test-full: setup-test
 	@$(MAKE) test-slow SEED=$(SEED)
 	@$(MAKE) test-gpu DEVICE=cpu
-	@$(MAKE) test-elsewhere SEED=$(SEED)
 
 test-slow: setup-test
 	@echo 'The seed of the property tests is $(SEED): make test-slow SEED=$(SEED)'

@@ -210,6 +210,7 @@ def test_operators_of_this_cpu_and_why_no_faster_ones(tmp_path: Path, monkeypatc
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t\t: fpu avx2 fma f16c avx512f avx512bw avx512dq avx512vl avx512_vnni\n")
     monkeypatch.setenv("CXX", "true")
+    monkeypatch.delenv("VLMSERVE_CPU_LEVEL", raising=False)
     monkeypatch.setattr(build, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(machine, "best_level", lambda words: build.best_level(words, "x86_64"))
     found = machine.operators(cpuinfo, tmp_path)
