@@ -12,7 +12,6 @@ import torch
 
 from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.commands.offline.inputs import read_settings
-from vlmserve.frontend.stage import StageLimits
 
 Result = TypeVar("Result")
 
@@ -20,8 +19,8 @@ Result = TypeVar("Result")
 @asynccontextmanager
 async def async_engine(folder: Path, device: torch.device, **settings: object) -> AsyncIterator[AsyncLLM]:
     """Start an engine that takes up to a thousand requests at a time."""
-    args, counts = read_settings(folder, {"device": str(device), "num_threads": 1} | settings)
-    llm = AsyncLLM(args, StageLimits(counts=counts), joined=False, max_pending=1000)
+    args, limits = read_settings(folder, None, {"device": str(device), "num_threads": 1} | settings)
+    llm = AsyncLLM(args, limits, joined=False, max_pending=1000)
     try:
         yield llm
     finally:
