@@ -68,6 +68,19 @@ def test_what_a_killed_run_wrote_beyond_the_journal_is_cut_off(tmp_path):
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
+def test_a_run_that_was_killed_with_more_than_a_part_in_the_journal_is_finished(tmp_path, monkeypatch):
+    name = tmp_path / "out-%05d.parquet"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(CaptionJournal, "set_part", killed)
+        run_once(items(9), output_settings(name, items_per_file=100))
+    run_once(items(12), output_settings(name, items_per_file=4))
+    assert sorted(captions_in(name)) == sorted((f"p/{n}", caption_of(content(n))) for n in range(12))
+
+
+def killed(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_lines_that_were_removed_are_written_again(tmp_path):
     output, captioner = output_settings(tmp_path / "out.jsonl"), FakeCaptioner()
     run_once(items(3), output)

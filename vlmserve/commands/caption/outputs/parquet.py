@@ -33,7 +33,8 @@ class Parquet(Output):
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
         self._names = names
         self._items_per_file = items_per_file
-        self._next_part = self._rows = 0
+        self._next_part = 0
+        self._rows = 0  # in no part yet; fewer than there are, if a run was killed with more than a part
         self._exported = 0  # records in the one file
         self._changed = False
 
@@ -70,20 +71,22 @@ class Parquet(Output):
 
     def finish(self) -> None:
         if self._names.many:
-            while self._rows:
-                self._end_part()
+            while self._end_part():
+                pass
         elif self._changed:
             _write(self._names.path(0), self.journal.records())
             self._exported, self._changed = self.journal.count(), False
             self.journal.add((), (), self._state())
 
-    def _end_part(self) -> None:
+    def _end_part(self) -> bool:
+        """Write the next part. Returns False if the journal has no items for it."""
         rows = self.journal.left_over(self._items_per_file)
         if rows:
             _write(self._names.path(self._next_part), (record for _, record in rows))
             self._next_part += 1
             self.journal.set_part(rows[-1][0], self._next_part - 1, self._state())
-        self._rows = max(0, self._rows - len(rows)) if rows else 0
+        self._rows = max(0, self._rows - len(rows))
+        return bool(rows)
 
     def _state(self) -> dict[str, int]:
         return {"next_part": self._next_part, "exported": self._exported}
