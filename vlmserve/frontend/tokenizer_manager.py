@@ -23,7 +23,7 @@ import numpy as np
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
-from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, Outbox, RequestAbortedError
+from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError, take_all
 from vlmserve.frontend.media import RequestMedia, same_media
 from vlmserve.frontend.request_builder import RequestBuilder, TokenizedPrompt
 from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
@@ -90,7 +90,7 @@ class _Choice:
 
     rid: str
     index: int
-    outputs: Outbox[ChoiceOutput | Exception]
+    outputs: asyncio.Queue[ChoiceOutput | Exception]
     times: AnswerTimes
     ended: Callable[[RequestStats], None] | None = None
     media: tuple[MediumReport, ...] = ()
@@ -182,7 +182,7 @@ class TokenizerManager:
         """Give up the engine: requests under way fail now, later ones are refused, all with 503. May be repeated."""
         self._unavailable = reason
         for choice in self._choices.values():
-            choice.outputs.put(EngineUnavailableError(reason))
+            choice.outputs.put_nowait(EngineUnavailableError(reason))
             self._report(choice, "error")
         self._choices.clear()
         for warmup in self._warmups.values():
@@ -215,30 +215,26 @@ class TokenizerManager:
         """
         self._check_available()
         left, named = sum(request.num_choices for request in requests), requests[0]
-        state = self._live.enter(named.request_id, left)
-        self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
-        try:
-            await state.interruptible(self._submit(requests, state))
-            while left:
-                items, failure = _until_failure(await state.outputs.take())
-                left -= sum(item.output.finish_reason is not None for item in items)
-                if items:
-                    yield items
-                if failure is not None:
-                    raise failure
-        finally:
-            self._live.leave(state)
-            self._take_back(state, "abort")
+        with self._live.entered(named.request_id, left) as state:
+            self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
+            try:
+                await state.interruptible(self._submit(requests, state))
+                while left:
+                    items, failure = _until_failure(await take_all(state.outputs))
+                    left -= sum(item.output.finish_reason is not None for item in items)
+                    if items:
+                        yield items
+                    if failure is not None:
+                        raise failure
+            finally:
+                self._take_back(state, "abort")
 
     async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         """Return the ids of a prompt that will not be answered, int64 [L], media included. Raises as `generate`
         does."""
         self._check_available()
-        state = self._live.enter(request.request_id, 1)
-        try:
+        with self._live.entered(request.request_id, 1) as state:
             return await state.interruptible(self._prompt_ids(request))
-        finally:
-            self._live.leave(state)
 
     async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         prompt = await self._in_thread(self.builder.tokenize_alone, request)
@@ -251,11 +247,8 @@ class TokenizerManager:
         Cancel it to call the work off. Raises as `generate` does.
         """
         self._check_available()
-        state = self._live.enter(request.request_id, 1)
-        try:
+        with self._live.entered(request.request_id, 1) as state:
             return await state.interruptible(self._warm_up(request))
-        finally:
-            self._live.leave(state)
 
     async def _warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         rid = request.request_id
@@ -427,19 +420,19 @@ class TokenizerManager:
             del self._choices[output.rid]
             self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
         if finish is not None and finish.type in ("error", "abort"):
-            choice.outputs.put(_error_of(finish))
+            choice.outputs.put_nowait(_error_of(finish))
         else:
             made = ChoiceOutput(
                 index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
             )
-            choice.outputs.put(made)
+            choice.outputs.put_nowait(made)
 
     def _lose(self, rid: str, reason: str) -> None:
         """End an answer of which a message got lost, here and at the scheduler."""
         choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
         if choice is not None:
             self._report(choice, "error")
-            choice.outputs.put(EngineError(reason))
+            choice.outputs.put_nowait(EngineError(reason))
         elif warmup is not None and not warmup.done():
             warmup.set_exception(EngineError(reason))
         else:  # its client is gone, and it was aborted

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
-from vlmserve.frontend.live_requests import FinishRate, Outbox, RequestAbortedError, RequestTimeoutError
+from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.request_builder import GenerateReqInput
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, WarmupInput
 from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
@@ -193,20 +193,3 @@ def test_rates() -> None:
     assert rate.seconds_for(1, 5000.0) == 1, "a time with nothing to do is no slow one"
     assert rate.seconds_for(1, 5010.0) == 10, "and nothing has ended since"
     assert rate.seconds_for(1, 1e9) == 3600
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_nothing_is_lost_with_a_reader_that_gives_up(before: bool) -> None:
-    async def play() -> None:
-        outbox: Outbox[int] = Outbox()
-        taking = asyncio.ensure_future(outbox.take())
-        await asyncio.sleep(0)
-        if before:
-            outbox.put(1)
-        taking.cancel()
-        outbox.put(2)
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        assert await asyncio.wait_for(outbox.take(), 10) == [1, 2][not before :]
-
-    asyncio.run(play())
