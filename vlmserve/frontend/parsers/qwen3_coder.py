@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
+from vlmserve.frontend.parsers.calls import CallFormat, CallReader, State, Tool
 from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, begun_tag, could_begin
 
 STRING = frozenset(("string",))
@@ -126,31 +126,18 @@ _LONGEST_NAME = 256
 _NAME = re.compile(rf"([^<>\n]{{1,{_LONGEST_NAME}}})>")
 
 
-class _Qwen3CoderReader:
-    """Reads one call of this format; see `CallReader`. Strings are passed on as they come, other values once complete.
-
-    The models forget the outermost tag at times: then <function= opens the call.
-    """
+class _Qwen3CoderReader(CallReader):
+    """Passes strings on as they come, other values once complete. The models forget the outermost tag at times: then
+    <function= opens the call."""
 
     def __init__(self, tag: str, index: int, tools: Sequence[Tool]) -> None:
-        self.state = State.OPEN
-        self._index = index
+        super().__init__(index, self._function if tag == FUNCTION else self._head)
         self._tools = tools
-        self._read = self._function if tag == FUNCTION else self._head
         self._name = ""
         self._parameters = 0
         self._types = STRING
         self._is_picked = False
         self._value_begun = False
-
-    def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
-        taken = 0
-        while self.state is State.OPEN:
-            took = self._read(text[taken:], pieces, final)
-            if took is None:
-                break
-            taken += took
-        return taken
 
     def _head(self, text: str, pieces: list[Piece], final: bool) -> int | None:
         begun = text.lstrip()
