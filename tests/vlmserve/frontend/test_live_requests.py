@@ -12,9 +12,8 @@ import pytest
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
 from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.request_builder import GenerateReqInput
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, WarmupInput
-from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
-from vlmserve_common.errors import BadRequestError
+from vlmserve.frontend.tokenizer_manager import WarmupInput
+from vlmserve.ipc.messages import AbortReq
 
 
 async def answer(house: House, request: GenerateReqInput) -> list[str]:
@@ -122,42 +121,6 @@ def test_media_encoded_ahead_of_time_are_aborted_too() -> None:
         assert len(house.manager.abort("w")) == 1
         with pytest.raises(RequestAbortedError):
             await warmup
-
-    run(scenario)
-
-
-def test_of_two_with_one_id_the_second_is_refused() -> None:
-    async def scenario(house: House) -> None:
-        first = asyncio.ensure_future(answer(house, ask("mine", group="own-1")))
-        await house.arrived.wait()
-        with pytest.raises(BadRequestError, match="'mine' already") as caught:
-            await answer(house, ask("mine", group="own-2"))
-        assert (caught.value.status, caught.value.param) == (409, "rid")
-        house.output("own-1-0", finish=STOP)
-        await first
-        # what is still on its way for the first one is not the next one's, who may call itself the same
-        house.arrived.clear()
-        again = asyncio.ensure_future(answer(house, ask("mine", group="own-3")))
-        await house.arrived.wait()
-        assert [message.rid for message in house.of(TokenizedGenerateReqInput)] == ["own-1-0", "own-3-0"]
-        house.output("own-1-0", "late")
-        house.output("own-3-0", "right", STOP)
-        assert await again == ["right"]
-
-    run(scenario)
-
-
-def test_while_the_engine_is_stopped_requests_are_refused_but_those_there_wait() -> None:
-    async def scenario(house: House) -> None:
-        first = asyncio.ensure_future(answer(house, ask()))
-        await house.arrived.wait()
-        house.manager.suspend("the engine is stopped")
-        assert house.manager.unavailable == "the engine is stopped"
-        with pytest.raises(EngineUnavailableError, match="the engine is stopped"):
-            await answer(house, ask("s"))
-        house.manager.suspend(None)
-        house.output("r-0", finish=STOP)
-        assert await first == ["x"]
 
     run(scenario)
 
