@@ -16,7 +16,7 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, KnownKeys, ReplicaRouter, demands, prefix_keys
+from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, ReplicaRouter, demands, prefix_keys
 
 
 def keys(text: str) -> tuple[bytes, ...]:
@@ -145,20 +145,6 @@ def simulate(seed: int, size: int) -> list[int]:
 @pytest.mark.parametrize("size", [2, 5])
 def test_simulated_traffic(seed: int, size: int):
     assert simulate(seed, size) == simulate(seed, size)
-
-
-def test_known_keys_forget_ends_of_prefixes_first():
-    known = KnownKeys(2, most=4)
-    known.sent(keys("abc"), 0)
-    known.sent(keys("xy"), 1)
-    assert known.longest(keys("abcd")) == [2, 0], "c went, not a"
-    known.sent(keys("ab"), 1)
-    assert known.longest(keys("ab")) == [2, 2]
-    assert known.longest(keys("xyz")) == [0, 2]
-    assert known.longest([]) == [0, 0]
-    assert (known.has(b"x", 1), known.has(b"x", 0), known.has(b"?", 0)) == (True, False, False)
-    known.clear()
-    assert len(known) == 0
 
 
 # ---- what a message asks for
