@@ -96,24 +96,6 @@ def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) 
         assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((112.5, 75, 225, 150))
 
 
-def test_a_stream_says_it_at_its_end(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
-    with servers["qwen2_5"].client() as client:
-        chunks = list(
-            client.chat.completions.create(
-                model="tiny",
-                messages=message(sideways(), "Where?", "jpeg", max_pixels=10**9),
-                max_tokens=1,
-                logit_bias={str(answer_token(qwen2_5)): 100},
-                stream=True,
-                extra_body=REPORT,
-            )
-        )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    (box,) = parse_boxes(text).to_source(chunks[-1].mm_report["media"][0]).boxes
-    assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((75, 50, 150, 100))
-    assert "max_pixels 1000000000 was changed to 50176" in chunks[-1].warnings[0]
-
-
 def test_the_offline_form_reports_the_same(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
     kwargs = {"max_pixels": 16 * 784}
     bias = answer_token(qwen2_5)

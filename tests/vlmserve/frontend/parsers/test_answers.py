@@ -36,8 +36,8 @@ HERMES_SAMPLES = [
         ("Let me see.", [("draw", '{"text": "a } <b> \\" \\\\", "at": {"x": [1]}}')]),
     ),
     (
-        '<tool_call>\n{"name": "draw", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "clear", "arguments": {}}\n'
-        "</tool_call>\n",
+        '<tool_call>\n{"name": "draw", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clear", "arguments": {}}\n</tool_call>\n',
         ("", [("draw", "{}"), ("clear", "{}")]),
     ),
     (
