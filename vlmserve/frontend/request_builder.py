@@ -21,16 +21,16 @@ from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.parsers.reasoning import opened_in_prompt
 from vlmserve.frontend.requests import ChatPrompt, EmbedsPrompt, GenerateReqInput, TextPrompt, TokensPrompt
 from vlmserve.frontend.sampling import (
+    MAX_TOP_LOGPROBS,
     SamplingDefaults,
     check_min_tokens,
+    check_range,
     check_token,
     choice_seed,
     refusal,
     verify_logits_processors,
-    verify_num_logprobs,
     verify_returns,
     verify_sampling_params,
-    verify_start,
 )
 from vlmserve.frontend.structured_output import chat_grammar
 from vlmserve.ipc.messages import TokenizedGenerateReqInput
@@ -103,7 +103,7 @@ class RequestBuilder:
         params, returns, vocab_size = request.sampling_params, request.returns, self.limits.vocab_size
         params = self._defaults.apply(params, seed=default_seed)
         self._check_replica(request.data_parallel_rank)
-        verify_num_logprobs(request.num_logprobs)
+        check_range("top_logprobs", request.num_logprobs, 0, MAX_TOP_LOGPROBS)
         of_prompt = returns.prompt_logprobs is not None or returns.hidden_states != "none"
         verify_sampling_params(params, vocab_size=vocab_size, least_tokens=0 if of_prompt else 1)
         verify_returns(returns, params, vocab_size=vocab_size, hidden_states=self.limits.hidden_states)
@@ -140,7 +140,10 @@ class RequestBuilder:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        verify_start(request.returns, length)
+        if request.returns.logprob_start_len >= length:
+            raise refusal(
+                "logprob_start_len", request.returns.logprob_start_len, f"below {length}, the prompt's tokens"
+            )
         check_min_tokens(params.min_tokens, wanted)
         group = request.group or request.request_id
         options = request.options() | {

@@ -92,9 +92,8 @@ class _Choice:
     index: int
     outputs: asyncio.Queue[ChoiceOutput | Exception]
     times: AnswerTimes
-    ended: Callable[[RequestStats], None] | None = None
-    media: tuple[MediumReport, ...] = ()
-    notes: PromptNotes = NO_NOTES
+    prompt: TokenizedPrompt
+    media: tuple[MediumReport, ...]
     timings: Timings | None = None
     last: TokenOutput | None = None
 
@@ -358,9 +357,8 @@ class TokenizerManager:
                     index=index,
                     outputs=state.outputs,
                     times=AnswerTimes(moments),
-                    ended=prompt.request.ended,
+                    prompt=prompt,
                     media=report,
-                    notes=prompt.notes,
                 )
                 state.rids.append(rid)
 
@@ -422,10 +420,15 @@ class TokenizerManager:
         if finish is not None and finish.type in ("error", "abort"):
             choice.outputs.put_nowait(_error_of(finish))
         else:
-            made = ChoiceOutput(
-                index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
+            choice.outputs.put_nowait(
+                ChoiceOutput(
+                    index=choice.index,
+                    output=output,
+                    media=choice.media,
+                    notes=choice.prompt.notes,
+                    timings=choice.timings,
+                )
             )
-            choice.outputs.put_nowait(made)
 
     def _lose(self, rid: str, reason: str) -> None:
         """End an answer of which a message got lost, here and at the scheduler."""
@@ -443,7 +446,7 @@ class TokenizerManager:
         self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
     ) -> None:
         """Tell the observers the outcome of a choice. timings: None if this process ended it."""
-        tell = [one for one in (self.observe, choice.ended) if one is not None]
+        tell = [one for one in (self.observe, choice.prompt.request.ended) if one is not None]
         if not tell:
             return
         last, first = choice.last, choice.index == 0
