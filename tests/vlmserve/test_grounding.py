@@ -14,8 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.api.fake_engine import MODEL, make_served, png_url, real_server
-from tests.vlmserve.server_process import ROOT, ServerProcess, openai_client, serve
+from tests.vlmserve.server_process import ROOT, ServerProcess, serve
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
@@ -155,21 +154,3 @@ def test_thousandths(
     assert overlap(box, truth) > 0.35, box
     assert cut.choices[0].finish_reason == "length"
     assert parse_boxes(cut.choices[0].message.content).problems
-
-
-def test_qwen2_vls_own_tokens(tmp_path: Path) -> None:
-    """Its special tokens are left out of an answer unless they are asked for."""
-    from tests.vlmserve.api.fake_engine import write_checkpoint_folder
-
-    served = make_served(write_checkpoint_folder(tmp_path))
-    content = [{"type": "image_url", "image_url": {"url": png_url(size=(500, 250))}}, {"type": "text", "text": "?"}]
-    with real_server(served.app) as port, openai_client(port) as client:
-        for said in ("<|box_start|>(100,200),(500,600)<|box_end|>", "a dog(100,200),(500,600)"):
-            served.scheduler.say(said)
-            answer = client.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": content}],
-                extra_body=REPORT | {"skip_special_tokens": False},
-            )
-            marks = parse_boxes(answer.choices[0].message.content).to_source(answer.mm_report["media"][0])
-            assert marks.boxes == (Box(x1=50, y1=50, x2=250, y2=150),)

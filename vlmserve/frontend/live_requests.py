@@ -103,25 +103,18 @@ class LiveRequest(Generic[_T]):
             self.outputs.put_nowait(error)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
-    """The limits on requests. max_pending: answers that have not ended; setting: the flag to name in the error.
-    timeout_s: for one request; 0 is no limit."""
-
-    max_pending: int
-    setting: str
-    timeout_s: float = 0.0
-
-
 class LiveRequests(Generic[_T]):
     """All requests that have not ended, in one event loop. This is the only gate that answers 429 for a full queue.
 
-    clock: in seconds. num_pending: answers that wait, run or are being prepared.
+    max_pending: answers that have not ended; setting: the flag to name in the error. timeout_s: for one request; 0 is
+    no limit. clock: in seconds. num_pending: answers that wait, run or are being prepared.
     """
 
-    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+    def __init__(self, *, max_pending: int, setting: str, timeout_s: float, clock: Callable[[], float]) -> None:
         self.num_pending = 0
-        self._admission = admission
+        self._max_pending = max_pending
+        self._setting = setting
+        self._timeout_s = timeout_s
         self._clock = clock
         self._by_id: dict[str, LiveRequest[_T]] = {}
         self._rate = FinishRate()
@@ -159,7 +152,7 @@ class LiveRequests(Generic[_T]):
     def limit_time(self, request: LiveRequest[_T], asked_s: float | None, end: Callable[[Exception], None]) -> None:
         """Call `end` once the request's time is over: the time it asked for, or the server's limit if that is less.
         Without either, do nothing."""
-        limits = {"setting --request-timeout-s": self._admission.timeout_s, "its timeout": asked_s}
+        limits = {"setting --request-timeout-s": self._timeout_s, "its timeout": asked_s}
         given = {name: seconds for name, seconds in limits.items() if seconds}
         if given:
             name = min(given, key=given.__getitem__)
@@ -177,14 +170,14 @@ class LiveRequests(Generic[_T]):
 
     def retry_after_s(self) -> int:
         """Estimate the time until there is room for another answer, in whole seconds, at least 1."""
-        too_many = self.num_pending + 1 - self._admission.max_pending
+        too_many = self.num_pending + 1 - self._max_pending
         return self._rate.seconds_for(max(1, too_many), self._clock())
 
     def _check_room(self, n: int) -> None:
-        if self.num_pending + n > self._admission.max_pending:
+        if self.num_pending + n > self._max_pending:
             raise BadRequestError(
                 f"{self.num_pending} answers are waiting or running and this request asks for {n}, the limit is "
-                f"{self._admission.max_pending} (setting {self._admission.setting}); try again later",
+                f"{self._max_pending} (setting {self._setting}); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )

@@ -23,7 +23,7 @@ import numpy as np
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
-from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, RequestAbortedError, take_all
+from vlmserve.frontend.live_requests import LiveRequest, LiveRequests, RequestAbortedError, take_all
 from vlmserve.frontend.media import RequestMedia, same_media
 from vlmserve.frontend.request_builder import RequestBuilder, TokenizedPrompt
 from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
@@ -139,7 +139,7 @@ class TokenizerManager:
         self._unavailable: str | None = None
         self._suspended: str | None = None
         self._live: LiveRequests[ChoiceOutput] = LiveRequests(
-            Admission(max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s), clock
+            max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s, clock=clock
         )
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}

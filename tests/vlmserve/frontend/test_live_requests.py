@@ -11,8 +11,7 @@ import pytest
 
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
 from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
-from vlmserve.frontend.request_builder import GenerateReqInput
-from vlmserve.frontend.tokenizer_manager import WarmupInput
+from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
 from vlmserve.ipc.messages import AbortReq
 
 
@@ -101,26 +100,15 @@ def test_all_are_aborted_wherever_they_are() -> None:
         house.media.gate.clear()
         loading = asyncio.ensure_future(anext(house.manager.generate(ask("loading", content=[PICTURE]))))
         await house.media.loading.wait()
+        house.media.media_of = lambda *_: [1]
+        warmup = asyncio.ensure_future(house.manager.warm_up(WarmupInput(request_id="warmup", messages=[])))
         running = asyncio.ensure_future(anext(house.manager.generate(ask("running"))))
         await house.arrived.wait()
-        assert {one.request_id for one in house.manager.abort(None)} == {"loading", "running"}
-        for request in (loading, running):
+        assert {one.request_id for one in house.manager.abort(None)} == {"loading", "warmup", "running"}
+        for request in (loading, warmup, running):
             with pytest.raises(RequestAbortedError):
                 await request
         assert house.of(AbortReq) == [AbortReq(rid="running-0")]
-
-    run(scenario)
-
-
-def test_media_encoded_ahead_of_time_are_aborted_too() -> None:
-    async def scenario(house: House) -> None:
-        house.media.gate.clear()
-        house.media.media_of = lambda *_: [1]
-        warmup = asyncio.ensure_future(house.manager.warm_up(WarmupInput(request_id="w", messages=[])))
-        await house.media.loading.wait()
-        assert len(house.manager.abort("w")) == 1
-        with pytest.raises(RequestAbortedError):
-            await warmup
 
     run(scenario)
 
