@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 from PIL import Image
@@ -15,26 +15,31 @@ from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.fetching import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
+from vlmserve.frontend.openai.protocol import (
+    ImageEmbedsPart,
+    ImageFields,
+    ImagePart,
+    ImageUrlPart,
+    RefusalPart,
+    TextPart,
+    VideoFields,
+    VideoPart,
+    VideoUrlPart,
+)
 from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
-_OF_OTHERS = ("do_sample_frames", "count_word", "defaults")
-_VIDEO_FIELDS = {one.name: one.name for one in fields(VideoKnobs) if one.name not in _OF_OTHERS}
-_VIDEO_FIELDS |= {"sample_fps": "fps", "nframes": _VIDEO_FIELDS.pop("num_frames")}
-_IMAGE_FIELDS = tuple(one.name for one in fields(ImageKnobs))
 # type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
-_KNOWN_FIELDS = {
-    "text": ("text",),
-    "refusal": ("refusal",),
-    "image_url": ("image_url", *_IMAGE_FIELDS),
-    "image": ("image", "detail", *_IMAGE_FIELDS),
-    "image_embeds": ("image_embeds",),
-    "video_url": ("video_url", *_VIDEO_FIELDS),
-    "video": ("video", *_VIDEO_FIELDS),
+_KNOWN_FIELDS: Mapping[Any, tuple[str, ...]] = {
+    kind: tuple(part.model_fields)
+    for part in (TextPart, RefusalPart, ImageUrlPart, ImagePart, ImageEmbedsPart, VideoUrlPart, VideoPart)
+    for kind in get_args(part.model_fields["type"].annotation)
 }
+_IMAGE_FIELDS = tuple(ImageFields.model_fields)
+# Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
+_VIDEO_FIELDS = {name: name for name in VideoFields.model_fields} | {"sample_fps": "fps", "nframes": "num_frames"}
 _OTHER_PARTS = ("input_audio", "audio_url")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -160,9 +165,9 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
         raise BadRequestError(
             f"{param} is of type {type(part).__name__}; it must be an object with a type", param=param
         )
-    kind = part.get("type")
+    kind: Any = part.get("type")
     if kind in _KNOWN_FIELDS:
-        _check_fields(part, ("type", *_KNOWN_FIELDS[kind]), param)
+        _check_fields(part, _KNOWN_FIELDS[kind], param)
     if kind in ("text", "refusal"):
         text = part.get(kind)
         if not isinstance(text, str):

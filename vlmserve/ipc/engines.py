@@ -25,7 +25,7 @@ from vlmserve.ipc.messages import (
     TokenizerManagerInput,
 )
 from vlmserve.ipc.replica_sums import sum_results
-from vlmserve.ipc.routing import ReplicaRouter, demand_of, demands
+from vlmserve.ipc.routing import ReplicaRouter, demand_of, parts_of
 from vlmserve.ipc.sockets import Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
@@ -69,8 +69,8 @@ class Engines:
                 for sender in self._senders:
                     sender.send(message)
             case _:
-                for part, demand in demands(message):
-                    self._senders[self._router.place(demand)].send(part)
+                for part in parts_of(message):
+                    self._senders[self._router.place(demand_of(part))].send(part)
 
     def prepare(self, message: SchedulerInput) -> PreparedMessage:
         """Copy out a message's arrays; see `Sender.prepare`. The replica is chosen when the message is sent. The
@@ -78,10 +78,7 @@ class Engines:
         if self._is_one:
             return self._senders[0].prepare(message)
         assert isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput)
-        if isinstance(message, BatchTokenizedGenerateReqInput):
-            demand = demand_of(message.requests)
-        else:
-            ((_, demand),) = demands(message)
+        demand = demand_of(message)
         return self._senders[0].prepare(message, lambda: self._senders[self._router.place(demand)])
 
     async def ask(self, question: ControlRequest) -> ControlResult:

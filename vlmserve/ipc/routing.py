@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from blake3 import blake3
 
-from vlmserve.ipc.messages import (
-    BatchTokenizedGenerateReqInput,
-    EncodeReqInput,
-    TokenizedGenerateReqInput,
-)
+from vlmserve.ipc.messages import BatchTokenizedGenerateReqInput, EncodeReqInput, TokenizedGenerateReqInput
 
 Method = Literal["affinity", "round_robin", "shortest_queue"]
 
@@ -53,29 +49,28 @@ class Demand:
         return self.tokens + sum(tokens for _, tokens in self.media)
 
 
-def demands(
-    message: TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput,
-) -> Iterator[tuple[TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput, Demand]]:
-    """Split a message into parts that may go to different replicas, each with its demand. The answers of one `group`
-    stay together."""
-    if isinstance(message, EncodeReqInput):
-        # these have no places in a prompt; the tower takes four patches for a token
-        media = tuple((item.digest, int(np.prod(item.grid_thw)) // 4) for item in message.items)
-        yield message, Demand(rids=(message.rid,), media=media)
-        return
-    if isinstance(message, TokenizedGenerateReqInput):
-        yield message, demand_of((message,))
+Work: TypeAlias = TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput
+
+
+def parts_of(message: Work) -> Iterator[Work]:
+    """Split a message into parts that may go to different replicas. The answers of one `group` stay together."""
+    if not isinstance(message, BatchTokenizedGenerateReqInput):
+        yield message
         return
     groups: dict[str, list[TokenizedGenerateReqInput]] = defaultdict(list)
     for request in message.requests:
         groups[request.group].append(request)
     for requests in groups.values():
-        whole = message if len(groups) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(requests))
-        yield whole, demand_of(requests)
+        yield message if len(groups) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(requests))
 
 
-def demand_of(requests: list[TokenizedGenerateReqInput] | tuple[TokenizedGenerateReqInput, ...]) -> Demand:
-    """Make the demand of answers to one prompt."""
+def demand_of(message: Work) -> Demand:
+    """Return the demand of a message about one prompt, or of its first prompt and all answers."""
+    if isinstance(message, EncodeReqInput):
+        # these have no places in a prompt; the tower takes four patches for a token
+        media = tuple((item.digest, int(np.prod(item.grid_thw)) // 4) for item in message.items)
+        return Demand(rids=(message.rid,), media=media)
+    requests = message.requests if isinstance(message, BatchTokenizedGenerateReqInput) else (message,)
     first = requests[0]
     items = first.mm_inputs.items if first.mm_inputs is not None else ()
     limits = (request.sampling_params.max_new_tokens for request in requests)

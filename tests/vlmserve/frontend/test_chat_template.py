@@ -7,15 +7,11 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
-from pydantic import ValidationError
 
 from processors.video.options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
 from vlmserve.frontend.chat_messages import ImageRef, VideoRef, to_template_messages
 from vlmserve.frontend.chat_template import ChatTemplate, load_chat_template
-from vlmserve.frontend.openai.protocol import (
-    ChatCompletionRequest,
-)
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 HI = [{"role": "user", "content": "hi"}]
@@ -213,13 +209,10 @@ def test_what_cannot_be_a_medium(part, param, what):
         ({"type": "video_url", "video_url": {"url": "u", "detail": "low"}}, "video_url.detail"),
     ],
 )
-def test_unknown_fields_of_a_part_are_refused_as_by_the_server(part, param):
+def test_unknown_fields_of_a_part_are_refused(part, param):
     with pytest.raises(BadRequestError, match=f"{param} is not a known field; known are ") as caught:
         media_of(part)
     assert caught.value.param == f"messages[0].content[0].{param}"
-    request = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
-    with pytest.raises(ValidationError, match="not permitted"):
-        ChatCompletionRequest.model_validate(request)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, ReplicaRouter, demands, prefix_keys
+from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, ReplicaRouter, demand_of, parts_of, prefix_keys
 
 
 def keys(text: str) -> tuple[bytes, ...]:
@@ -202,24 +202,22 @@ def test_prompts_of_embeddings_go_by_their_digests():
 
 def test_answers_to_one_prompt_are_one_part_and_other_prompts_others():
     requests = [request(f"{group}-{n}", group=group, data_parallel_rank=1) for group in "ab" for n in range(2)]
-    parts = list(demands(BatchTokenizedGenerateReqInput(requests=tuple(requests))))
-    assert [demand.rids for _, demand in parts] == [("a-0", "a-1"), ("b-0", "b-1")]
-    assert [[one.rid for one in part.requests] for part, _ in parts] == [["a-0", "a-1"], ["b-0", "b-1"]]
-    assert {(demand.tokens, demand.answer, demand.replica) for _, demand in parts} == {(100, 16, 1)}
+    wanted = list(map(demand_of, parts_of(BatchTokenizedGenerateReqInput(requests=tuple(requests)))))
+    assert [demand.rids for demand in wanted] == [("a-0", "a-1"), ("b-0", "b-1")]
+    assert {(demand.tokens, demand.answer, demand.replica) for demand in wanted} == {(100, 16, 1)}
     whole = BatchTokenizedGenerateReqInput(requests=tuple(requests[:2]))
-    ((part, _),) = demands(whole)
+    [part] = parts_of(whole)
     assert part is whole
 
 
 @pytest.mark.parametrize(("limit", "answer"), [(0, 0), (10, 10), (10**6, 256), (None, 256)])
 def test_answers_are_guessed(limit: int | None, answer: int):
-    ((_, demand),) = demands(request(sampling_params=SamplingParams(max_new_tokens=limit)))
-    assert demand.answer == answer
+    assert demand_of(request(sampling_params=SamplingParams(max_new_tokens=limit))).answer == answer
 
 
 def test_media_count_twice_for_tower_and_model():
-    ((_, demand),) = demands(request(mm_inputs=picture(b"a"), session_id="s"))
+    demand = demand_of(request(mm_inputs=picture(b"a"), session_id="s"))
     assert (demand.media, demand.work, demand.session) == (((b"a", 30),), 130, "s")
     items = picture(b"a").items
-    ((_, demand),) = demands(EncodeReqInput(rid="w", items=items))
+    demand = demand_of(EncodeReqInput(rid="w", items=items))
     assert (demand.rids, demand.media, demand.work) == (("w",), ((b"a", 30),), 30)

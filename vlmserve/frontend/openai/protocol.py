@@ -98,7 +98,7 @@ class ImageUrl(MediaSource):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class _ImageFields(StrictModel):
+class ImageFields(StrictModel):
     """The fields of Qwen's own code beside a picture; see `processors.knobs.ImageKnobs`."""
 
     min_pixels: int | None = None
@@ -107,14 +107,14 @@ class _ImageFields(StrictModel):
     resized_width: int | None = None
 
 
-class ImageUrlPart(_ImageFields):
+class ImageUrlPart(ImageFields):
     """image_url may also be the URL itself."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=str | ImageUrl)]
 
 
-class ImagePart(_ImageFields):
+class ImagePart(ImageFields):
     """Qwen's own form."""
 
     type: Literal["image"]
@@ -146,7 +146,7 @@ class ImageEmbedsPart(StrictModel):
     image_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
 
 
-class _VideoFields(StrictModel):
+class VideoFields(StrictModel):
     """The fields of Qwen's own code beside a video; see `processors.video.options.VideoKnobs`."""
 
     fps: float | None = None
@@ -163,7 +163,7 @@ class _VideoFields(StrictModel):
     video_end: float | None = None
 
 
-class VideoUrlPart(_VideoFields):
+class VideoUrlPart(VideoFields):
     type: Literal["video_url"]
     video_url: Annotated[MediaSource, BeforeValidator(_url_object, json_schema_input_type=str | MediaSource)]
 
@@ -180,7 +180,7 @@ Frame = Annotated[
 ]
 
 
-class VideoPart(_VideoFields):
+class VideoPart(VideoFields):
     """Qwen's own form: a URL, or the URLs of frames, some of which may be uploaded files."""
 
     type: Literal["video"]
