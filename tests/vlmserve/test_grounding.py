@@ -15,7 +15,6 @@ from tokenizers import AddedToken, Tokenizer
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.server_process import ROOT, ServerProcess, serve
-from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
@@ -93,27 +92,6 @@ def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) 
         assert box.label == "star"
         (box,) = boxes(resized_height=112, resized_width=168)
         assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((112.5, 75, 225, 150))
-
-
-def test_the_offline_form_reports_the_same(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
-    kwargs = {"max_pixels": 16 * 784}
-    bias = answer_token(qwen2_5)
-    with servers["qwen2_5"].client() as client:
-        served = client.chat.completions.create(
-            model="tiny",
-            messages=message(sideways(), "Where?", "jpeg"),
-            max_tokens=1,
-            logit_bias={str(bias): 100},
-            extra_body=REPORT | {"mm_processor_kwargs": kwargs},
-        )
-    sampling = SamplingOverrides(max_new_tokens=1, logit_bias={bias: 100.0})
-    with LLM(str(qwen2_5), num_threads=1) as llm:
-        part, text = {"type": "image", "image": sideways()}, {"type": "text", "text": "Where?"}
-        answer = llm.chat([{"role": "user", "content": [part, text]}], sampling, mm_processor_kwargs=kwargs)
-    assert answer.mm_report == served.mm_report
-    assert answer.mm_report["media"][0]["tokens"] <= 16
-    assert answer.prompt_tokens == served.usage.prompt_tokens
-    assert answer.warnings == ()
 
 
 def overlap(box: Box, truth: tuple[float, float, float, float]) -> float:

@@ -55,27 +55,6 @@ def test_time_is_over_while_media_are_loaded(by_setting: bool) -> None:
     run(scenario, request_timeout_s=7.5 if by_setting else 100.0)
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_time_is_over_at_the_scheduler(begun: bool) -> None:
-    async def scenario(house: House) -> None:
-        timers = Timers()
-        async with aclosing(house.manager.generate(ask(n=2, timeout_s=7.5))) as outputs:
-            first = asyncio.ensure_future(anext(outputs))
-            await house.arrived.wait()
-            if begun:
-                house.output("r-0")
-                await first
-                first = asyncio.ensure_future(anext(outputs))
-                await asyncio.sleep(0)
-            timers.let_pass()
-            with pytest.raises(RequestTimeoutError):
-                await first
-        assert house.of(AbortReq) == [AbortReq(rid="r-0"), AbortReq(rid="r-1")]
-        assert [stats.finish for stats in house.stats] == ["timeout", "timeout"]
-
-    run(scenario)
-
-
 def test_slots_do_not_wait_for_a_client_that_does_not_read() -> None:
     async def scenario(house: House) -> None:
         async with aclosing(house.manager.generate(ask())) as outputs:
