@@ -106,14 +106,13 @@ class LiveRequest(Generic[_T]):
 class LiveRequests(Generic[_T]):
     """All requests that have not ended, in one event loop. This is the only gate that answers 429 for a full queue.
 
-    max_pending: answers that have not ended; setting: the flag to name in the error. timeout_s: for one request; 0 is
-    no limit. clock: in seconds. num_pending: answers that wait, run or are being prepared.
+    max_pending: answers that have not ended. timeout_s: for one request; 0 is no limit. clock: in seconds. num_pending:
+    answers that wait, run or are being prepared.
     """
 
-    def __init__(self, *, max_pending: int, setting: str, timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, max_pending: int, *, timeout_s: float, clock: Callable[[], float]) -> None:
         self.num_pending = 0
         self._max_pending = max_pending
-        self._setting = setting
         self._timeout_s = timeout_s
         self._clock = clock
         self._by_id: dict[str, LiveRequest[_T]] = {}
@@ -177,7 +176,7 @@ class LiveRequests(Generic[_T]):
         if self.num_pending + n > self._max_pending:
             raise BadRequestError(
                 f"{self.num_pending} answers are waiting or running and this request asks for {n}, the limit is "
-                f"{self._max_pending} (setting {self._setting}); try again later",
+                f"{self._max_pending} (setting --max-queued-requests); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )

@@ -69,12 +69,13 @@ class RequestLimits:
     replicas: int = 1
 
 
-class RequestBuilder:
-    """Makes the scheduler's messages. Threads may share one builder.
+_PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
+"""Texts of the tokens that stand for media in a prompt, in every family. A client's text that contains one is refused:
+it would ask for a picture that is not there."""
 
-    media_placeholders: texts of the tokens that stand for media in a prompt (every Qwen-VL family has these two).
-    A client's text that contains one is refused: it would ask for a picture that is not there.
-    """
+
+class RequestBuilder:
+    """Makes the scheduler's messages. Threads may share one builder."""
 
     def __init__(
         self,
@@ -85,7 +86,6 @@ class RequestBuilder:
         limits: RequestLimits,
         defaults: SamplingDefaults | None = None,
         logits_processors: LogitsProcessors | None = None,
-        media_placeholders: Sequence[str] = ("<|image_pad|>", "<|video_pad|>"),
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -93,7 +93,6 @@ class RequestBuilder:
         self._expander = expander
         self._defaults = defaults or SamplingDefaults()
         self._logits_processors = logits_processors or LogitsProcessors({})
-        self._placeholders = tuple(media_placeholders)
 
     def tokenize(self, request: GenerateReqInput, *, default_seed: int = 0) -> TokenizedPrompt:
         """Check, render and tokenise a request. Raises BadRequestError (parameters, messages, context_length_exceeded).
@@ -217,7 +216,7 @@ class RequestBuilder:
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         for token in ids:
             check_token("prompt", token, self.limits.vocab_size)
-        for text in self._placeholders:
+        for text in _PLACEHOLDERS:
             if self.tokenizer.id_of(text) in ids:
                 raise refusal("prompt", f"a list with {text}", "without media, which token ids cannot bring")
         return list(ids)
@@ -239,9 +238,7 @@ class RequestBuilder:
         use = prompt.tool_use
         warnings = check_tool_use(self.template, use)
         kwargs, without_effect = template_kwargs(self.template, prompt.template_kwargs, prompt.reasoning_effort)
-        messages, media = to_template_messages(
-            with_files(prompt.messages, prompt.find_file), reserved=self._placeholders
-        )
+        messages, media = to_template_messages(with_files(prompt.messages, prompt.find_file), reserved=_PLACEHOLDERS)
         text = self.template.render(
             messages,
             tools=None if use is None else use.tools,

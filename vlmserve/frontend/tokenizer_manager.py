@@ -105,11 +105,10 @@ class TokenizerManager:
     """Serves `generate` calls of one event loop. `handle` takes the other processes' messages.
 
     send: hands a message to the scheduler. prepare: does the same in two halves; the first one copies arrays, in any
-    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429, and the error
-    names max_pending_setting. num_replicas: engines that answer a question for figures.
-    observe: called with the outcome of each choice. observe_tokens: called for each output with its number of tokens
-    and the seconds since the tokens before (None for a choice's first). request_timeout_s: most seconds of a request;
-    0 is no limit.
+    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429. num_replicas:
+    engines that answer a question for figures. observe: called with the outcome of each choice. observe_tokens: called
+    for each output with its number of tokens and the seconds since the tokens before (None for a choice's first).
+    request_timeout_s: most seconds of a request; 0 is no limit.
     """
 
     def __init__(
@@ -120,12 +119,9 @@ class TokenizerManager:
         send: Callable[[SchedulerInput], None],
         prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
         max_pending: int,
-        max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
-        observe_tokens: Callable[[int, float | None], None] | None = None,
         request_timeout_s: float = 0.0,
         num_replicas: int = 1,
-        num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.builder = builder
@@ -133,14 +129,12 @@ class TokenizerManager:
         self._send = send
         self._prepare = prepare
         self.observe = observe
-        self.observe_tokens = observe_tokens
+        self.observe_tokens: Callable[[int, float | None], None] | None = None
         self._clock = clock
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="vlmserve-tokenize")
         self._unavailable: str | None = None
         self._suspended: str | None = None
-        self._live: LiveRequests[ChoiceOutput] = LiveRequests(
-            max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s, clock=clock
-        )
+        self._live: LiveRequests[ChoiceOutput] = LiveRequests(max_pending, timeout_s=request_timeout_s, clock=clock)
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
         self._num_replicas = num_replicas
