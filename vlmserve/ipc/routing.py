@@ -150,20 +150,16 @@ class KnownKeys:
         self._replicas.clear()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
-    """When a match wins. worth: the part of a request's work that it must save. Its replica may have `apart_tokens`
-    more in flight than the idlest one, or `apart_times` as much, whichever is more."""
-
-    worth: float = 0.5
-    apart_tokens: int = 4096
-    apart_times: float = 1.5
+_WORTH = 0.5
+"""The part of a request's work that a match must save."""
+_APART_TIMES = 1.5
 
 
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
+    apart_tokens: the replica of a match may have so many more in flight than the idlest one, or half as many again,
+    whichever is more. most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
     """
 
     def __init__(
@@ -171,13 +167,13 @@ class ReplicaRouter:
         size: int,
         *,
         method: Method = "affinity",
-        balance: Balance = Balance(),
+        apart_tokens: int = 4096,
         most_keys: int = MOST_KEYS,
         most_sessions: int = 2**14,
     ) -> None:
         self.size = size
         self._method = method
-        self._balance = balance
+        self._apart_tokens = apart_tokens
         self._known = KnownKeys(size, most=most_keys)
         self._most_sessions = most_sessions
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -245,8 +241,8 @@ class ReplicaRouter:
         if self._method == "shortest_queue":
             return idlest
         best = min(range(self.size), key=lambda replica: (-saved[replica], *self._busyness(replica)))
-        limit = max(self._loads[idlest] + self._balance.apart_tokens, self._loads[idlest] * self._balance.apart_times)
-        worth = saved[best] > 0 and saved[best] >= self._balance.worth * demand.work
+        limit = max(self._loads[idlest] + self._apart_tokens, self._loads[idlest] * _APART_TIMES)
+        worth = saved[best] > 0 and saved[best] >= _WORTH * demand.work
         return best if worth and self._loads[best] <= limit else idlest
 
     def _busyness(self, replica: int) -> tuple[int, int, int]:

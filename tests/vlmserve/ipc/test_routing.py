@@ -16,7 +16,7 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing import BLOCK_TOKENS, Balance, Demand, ReplicaRouter, demand_of, parts_of, prefix_keys
+from vlmserve.ipc.routing import BLOCK_TOKENS, Demand, ReplicaRouter, demand_of, parts_of, prefix_keys
 
 
 def keys(text: str) -> tuple[bytes, ...]:
@@ -60,19 +60,19 @@ def test_pictures_count_in_whatever_prompt():
 
 
 def test_a_match_is_left_where_its_replica_has_too_much_to_do():
-    router = ReplicaRouter(2, balance=Balance(apart_tokens=100, apart_times=1.5))
+    router = ReplicaRouter(2, apart_tokens=100)
     assert router.place(asking("1", "aaaa", answer=50)) == 0
     assert router.place(asking("2", "aaaa")) == 1, "178 tokens are more than 100"
     router.end("1")
     assert router.place(asking("3", "aaaa", answer=10)) == 0
-    busy = ReplicaRouter(2, balance=Balance(apart_tokens=100, apart_times=1.5))
+    busy = ReplicaRouter(2, apart_tokens=100)
     busy.place(asking("x", "a" * 4, answer=10000))
     busy.place(asking("y", "b" * 4, answer=14000))
     assert busy.place(asking("z", "b" * 4)) == 1, "it has more, but not half as much again"
 
 
 def test_a_session_stays_and_a_choice_moves_it():
-    router = ReplicaRouter(2, balance=Balance(apart_tokens=0, apart_times=1.0), most_sessions=2)
+    router = ReplicaRouter(2, apart_tokens=0, most_sessions=2)
     assert router.place(asking("1", "aa", session="s", answer=10**6)) == 0
     assert router.place(asking("2", "bb", session="s")) == 0, "whatever there is to do"
     assert router.place(asking("3", "cc", session="s", replica=1)) == 1
@@ -110,8 +110,7 @@ def test_caches_that_were_emptied_are_not_gone_after():
 
 def simulate(seed: int, size: int) -> list[int]:
     """Conversations that grow, of which some are much more popular than others, ending in any order."""
-    balance = Balance(apart_tokens=2000)
-    router = ReplicaRouter(size, balance=balance, most_keys=500)
+    router = ReplicaRouter(size, apart_tokens=2000, most_keys=500)
     dice = random.Random(seed)
     conversations = [chr(ord("A") + n) * 10 for n in range(20)]
     under_way: list[str] = []
@@ -126,7 +125,7 @@ def simulate(seed: int, size: int) -> list[int]:
         before = router.loads
         replica = router.place(demand)
         added = router.loads[replica] - before[replica]
-        assert before[replica] <= max(min(before) + balance.apart_tokens, balance.apart_times * min(before))
+        assert before[replica] <= max(min(before) + 2000, 1.5 * min(before))
         matched, wanted = matched + demand.work + demand.answer - added, wanted + demand.work
         choices.append(replica)
         under_way.append(str(number))
