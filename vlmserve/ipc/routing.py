@@ -158,8 +158,9 @@ _APART_TIMES = 1.5
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    apart_tokens: the replica of a match may have so many more in flight than the idlest one, or half as many again,
-    whichever is more. most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
+    apart_tokens: so many more than the idlest replica may the replica of a match have in flight, or half as many again.
+
+    most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
     """
 
     def __init__(
