@@ -149,7 +149,9 @@ def test_files_and_variables_take_the_same_names(tmp_path: Path, monkeypatch: py
     file.write_text("max-num-seqs: 5\nenable_prefix_caching: false\ntensor-parallel-size: 1\nseed: 1\n")
     monkeypatch.setenv("VLMSERVE_SEED", "2")
     monkeypatch.setenv("VLMSERVE_GPU_MEMORY_UTILIZATION", "0.25")
+    monkeypatch.setenv("VLMSERVE_NO_ENABLE_CHUNKED_PREFILL", "yes")
     engine = load_settings({}, config=str(file)).engine
+    assert engine.chunked_prefill_size == -1
     assert (engine.max_running_requests, engine.disable_radix_cache) == (5, True)
     assert (engine.random_seed, engine.mem_fraction_static) == (2, 0.25)  # a variable goes before the file
     monkeypatch.setenv("VLMSERVE_MEM_FRACTION_STATIC", "0.5")

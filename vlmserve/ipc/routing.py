@@ -158,9 +158,8 @@ _APART_TIMES = 1.5
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    apart_tokens: so many more than the idlest replica may the replica of a match have in flight, or half as many again.
-
-    most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
+    apart_tokens: how much more than the idlest replica the one of a match may have in flight, or half as much again.
+    most_keys, most_sessions: how many are remembered; those used least recently are forgotten first.
     """
 
     def __init__(
