@@ -106,9 +106,8 @@ class LiveRequest(Generic[_T]):
 class LiveRequests(Generic[_T]):
     """All requests that have not ended, in one event loop. This is the only gate that answers 429 for a full queue.
 
-    num_pending: answers that wait, run or are being prepared; max_pending is their limit.
-
-    timeout_s: the limit of one request; 0 is none. clock: in seconds.
+    num_pending counts the answers that wait, run or are being prepared, and max_pending limits them. A request may take
+    timeout_s; 0 is no limit. The clock is in seconds.
     """
 
     def __init__(self, max_pending: int, *, timeout_s: float, clock: Callable[[], float]) -> None:

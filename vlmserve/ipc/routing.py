@@ -158,8 +158,8 @@ _APART_TIMES = 1.5
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    apart_tokens: how much more than the idlest replica the one of a match may have in flight, or half as much again.
-    most_keys, most_sessions: how many are remembered; those used least recently are forgotten first.
+    The replica of a match may have apart_tokens more in flight than the idlest one, or half as many again. Of keys and
+    sessions the router remembers most_keys and most_sessions. It forgets first those used least recently.
     """
 
     def __init__(
