@@ -158,8 +158,8 @@ _APART_TIMES = 1.5
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    The replica of a match may have apart_tokens more in flight than the idlest one, or half as many again. Of keys and
-    sessions the router remembers most_keys and most_sessions. It forgets first those used least recently.
+    The replica of a match may have apart_tokens more in flight than the idlest one, or half as many again. The router
+    remembers most_keys keys and most_sessions sessions. It forgets first those used least recently.
     """
 
     def __init__(
