@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, make_served, real_server
 from vlmserve.api import body as body_module
-from vlmserve.api.body_budget import FREE_BYTES, BodyBudget, HeldBody
+from vlmserve.api.body import FREE_BYTES, BodyBudget, HeldBody
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError

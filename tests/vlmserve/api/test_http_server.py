@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
-from vlmserve.api.connections import SPARE
-from vlmserve.api.http_server import HttpServer
+from vlmserve.api.http_server import SPARE, HttpServer
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 

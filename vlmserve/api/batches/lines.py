@@ -11,7 +11,7 @@ import pydantic_core
 
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.record import Batch, BatchUsage
-from vlmserve.api.body_budget import check_values
+from vlmserve.api.body import check_values
 from vlmserve.api.file_store import FileStore
 from vlmserve_common.errors import BadRequestError
 

@@ -13,8 +13,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.auth import Caller, caller_of, owner_of
-from vlmserve.api.body import read_body
-from vlmserve.api.body_budget import check_items
+from vlmserve.api.body import check_items, read_body
 from vlmserve.api.chat import chat_events
 from vlmserve.api.openapi.operation import ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.paging import PageRequest, page_query
