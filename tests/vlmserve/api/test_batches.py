@@ -19,7 +19,7 @@ from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.lines import count_lines, read_lines, write_file
 from vlmserve.api.batches.record import Batch
-from vlmserve.api.batches.runner import BatchLimits, BatchRunner
+from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.file_store import FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
@@ -72,7 +72,7 @@ class House:
 
     def runner(self, ask: Ask = _echo, concurrency: int = 2) -> BatchRunner:
         async def endpoint(body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 5)
+            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 2**31 - 1)
             self.asked.append(body["say"])
             return await ask(body)
 
@@ -80,7 +80,13 @@ class House:
             self.journal,
             self.files,
             {URL: endpoint},
-            BatchLimits(concurrency=concurrency, max_lines=100, max_line_bytes=1000, max_line_values=100, priority=5),
+            ServerSettings(
+                engine=EngineArgs(model="m", schedule_policy="priority"),
+                batch_concurrency=concurrency,
+                max_batch_lines=100,
+                max_body_mib=1000 / 2**20,
+                max_json_values=100,
+            ),
             has_room=lambda: self.room,
             is_gone=lambda: self.gone,
             clock=lambda: self.now,

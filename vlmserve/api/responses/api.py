@@ -16,7 +16,7 @@ from vlmserve.api.auth import Caller, caller_of, owner_of
 from vlmserve.api.body import check_items, read_body
 from vlmserve.api.chat import chat_events
 from vlmserve.api.openapi.operation import ID_ERRORS, MODEL_ERRORS, operation
-from vlmserve.api.paging import PageRequest, page_query
+from vlmserve.api.paging import page_of, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
 from vlmserve.api.responses.objects import DeletedResponse, InputItems, ResponseEvent, ResponseObject
@@ -94,9 +94,8 @@ class ResponsesApi:
     )
     async def input_items(self, request: Request, response_id: str) -> Response:
         """List the items that a response was asked with."""
-        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=20)
         items = (await asyncio.to_thread(self._store.find, owner_of(request), response_id)).input
-        items, page = asked.cut(items, lambda item: item["id"])
+        items, page = page_of(request.query_params, items, lambda item: item["id"], most=_LIST_LIMIT, usual=20)
         return JSONResponse(page | {"data": items})
 
     async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
