@@ -26,8 +26,7 @@ from vlmserve.api.errors import error_body, install_error_handlers
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
-from vlmserve.api.openapi.document import add_pages
-from vlmserve.api.openapi.operation import ID_ERRORS, Operation, add_operations, endpoints_of, operation
+from vlmserve.api.openapi import ID_ERRORS, Operation, add_operations, add_pages, endpoints_of, operation
 from vlmserve.api.outermost import OutermostMiddleware, log_request
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.api.responses.api import ResponsesApi

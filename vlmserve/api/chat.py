@@ -17,7 +17,7 @@ from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error
-from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
+from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import EventStream, while_connected

@@ -15,7 +15,7 @@ from vlmserve.api.auth import owner_of
 from vlmserve.api.body import body_parts
 from vlmserve.api.database import NO_SPACE
 from vlmserve.api.file_store import FileRecord, FileStore, Upload
-from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
 from vlmserve.api.paging import Page, page_of, page_query
 from vlmserve.api.upload_form import UploadForm
 from vlmserve.config.settings import ServerSettings

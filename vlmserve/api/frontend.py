@@ -45,11 +45,12 @@ class ApiFrontend:
         self.manager.handle(message)
 
     def fail_all(self, message: str) -> None:
-        """Answer every pending and every later request with 503 and the message."""
+        """Answer every pending and every later request, and /health, with 503 and the message. It may be called
+        again."""
         self.manager.fail(message)
 
     def suspend(self, message: str | None) -> None:
-        """Answer later requests with 503 and the message, until it is None."""
+        """Answer later requests and /health with 503 and the message, until it is None. Pending requests wait."""
         self.manager.suspend(message)
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
+from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected

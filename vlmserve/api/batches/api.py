@@ -17,7 +17,7 @@ from vlmserve.api.batches.record import Batch, BatchList, BatchObject
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
 from vlmserve.api.paging import page_of, page_query
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.api.auth import Caller, caller_of, owner_of
 from vlmserve.api.body import check_items, read_body
 from vlmserve.api.chat import chat_events
-from vlmserve.api.openapi.operation import ID_ERRORS, MODEL_ERRORS, operation
+from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.paging import page_of, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
