@@ -81,6 +81,7 @@ def test_cached_prefixes_are_forgotten(server: ServerProcess) -> None:
         await_figure(server, "num_running_reqs", 1)
         status, refusal = post(server, "/flush_cache")
         assert (status, refusal["num_running_reqs"]) == (409, 1)
+        assert "1 requests are running" in refusal["error"]["message"]
         assert len(post(server, "/abort_request", abort_all=True)[1]["aborted"]) == 1
         assert running.result(PATIENCE_S)[0] == 499
     # no waiting: whoever aborts is answered when nothing is left

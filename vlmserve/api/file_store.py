@@ -26,6 +26,7 @@ from processors.fetch.fetching import MediaFile
 from processors.fetch.limits import ByteLimit
 from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
+from vlmserve.api.errors import not_found
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -109,7 +110,7 @@ class FileStore:
             self._drop_expired()
             record = self._records.get(file_id)
         if record is None or record.owner != owner:
-            raise _not_found(file_id)
+            raise not_found("file", file_id)
         return record
 
     def open(self, owner: str, file_id: str) -> tuple[FileRecord, BinaryIO]:
@@ -118,14 +119,14 @@ class FileStore:
         try:
             return record, (self._folder / f"{file_id}.bin").open("rb")
         except FileNotFoundError:  # deleted meanwhile
-            raise _not_found(file_id) from None
+            raise not_found("file", file_id) from None
 
     def delete(self, owner: str, file_id: str) -> None:
         """Delete a file. Raises BadRequestError (404)."""
         record = self.find(owner, file_id)
         with self._lock:
             if self._records.pop(file_id, None) is None:
-                raise _not_found(file_id)
+                raise not_found("file", file_id)
             self._remove(record)
 
     def for_owner(self, owner: str) -> Callable[[str], StoredFile]:
@@ -349,8 +350,3 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _described(record: FileRecord) -> dict[str, object]:
     return {name: value for name, value in asdict(record).items() if name != "modality"}
-
-
-def _not_found(file_id: str) -> BadRequestError:
-    shown = file_id if len(file_id) <= 80 else file_id[:80] + "..."
-    return BadRequestError(f"there is no file {shown!r}", code="file_not_found", status=404)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 from urllib.parse import quote
 
 from fastapi import Request
@@ -180,16 +180,8 @@ def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
 
 
 def _describe(record: FileRecord) -> FileObject:
-    return {
-        "id": record.id,
-        "object": "file",
-        "bytes": record.bytes,
-        "created_at": record.created_at,
-        "expires_at": record.expires_at,
-        "filename": record.filename,
-        "purpose": record.purpose,
-        "status": "processed",
-    }
+    same = {name: getattr(record, name) for name in FileObject.__annotations__ if hasattr(record, name)}
+    return cast("FileObject", same | {"object": "file", "status": "processed"})
 
 
 async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:

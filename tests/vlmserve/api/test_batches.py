@@ -333,22 +333,6 @@ def test_slots_are_few_and_lines_wait_while_there_is_no_room(house: House) -> No
     assert max(at_once) == 2
 
 
-def test_every_slot_comes_back(house: House) -> None:
-    batch = house.batch(_line("a"))
-
-    async def run() -> None:
-        runner = house.runner(concurrency=1)
-        for number in range(3):
-            one = replace(batch, id=f"batch_{number + 2}")
-            house.journal.add(one, 10)
-            runner.run(one)
-            async with asyncio.timeout(20):
-                await _all_over(runner)
-
-    asyncio.run(run())
-    assert house.asked == ["a"] * 3
-
-
 def test_batches_of_others_are_not_found_and_limits_hold(house: House) -> None:
     batch = house.batch(_line("a"))
     with pytest.raises(BadRequestError, match="there is no batch"):

@@ -15,6 +15,7 @@ from typing import Any
 
 from vlmserve.api.batches.record import Batch
 from vlmserve.api.database import open_database
+from vlmserve.api.errors import not_found
 from vlmserve_common.errors import BadRequestError
 
 _SCHEMA = """
@@ -69,8 +70,7 @@ class BatchJournal:
                 "SELECT record FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
             ).fetchone()
         if row is None:
-            shown = batch_id if len(batch_id) <= 80 else batch_id[:80] + "..."
-            raise BadRequestError(f"there is no batch {shown!r}", code="batch_not_found", status=404)
+            raise not_found("batch", batch_id)
         return _decoded(row[0])
 
     def batches(self, owner: str) -> list[Batch]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.api.database import open_database
+from vlmserve.api.errors import not_found
 from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.errors import BadRequestError
 
@@ -64,8 +65,7 @@ class ResponseStore:
                 "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
             ).fetchone()
         if row is None:
-            shown = response_id if len(response_id) <= 80 else response_id[:80] + "..."
-            raise BadRequestError(f"there is no response {shown!r}", code="response_not_found", status=404)
+            raise not_found("response", response_id)
         return StoredResponse(input=json.loads(row[0]), response=json.loads(row[1]), previous=row[2])
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
