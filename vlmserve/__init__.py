@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -89,25 +86,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _FormerModules(MetaPathFinder, Loader):
-    """Imports modules by names that the documentation of version 0.1 had. They have all names of this package."""
-
-    _names = frozenset(
-        f"vlmserve.{name}"
-        for name in (
-            *("client", "client.boxes", "messages", "offline", "offline.async_llm", "offline.llm"),
-            *("tokenizer", "tokenizer.chat_messages", "tokenizer.input_embeds"),
-            *("tokenizer.request_builder", "tokenizer.sampling", "tokenizer.stage"),
-        )
-    )
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__getattr__"] = __getattr__
-
-
-sys.meta_path.append(_FormerModules())  # behind the finders of modules that exist
+# Names of modules that the documentation of version 0.1 had. They have all names of this package.
+for _former in (
+    *("client", "client.boxes", "messages", "offline", "offline.async_llm", "offline.llm"),
+    *("tokenizer", "tokenizer.chat_messages", "tokenizer.input_embeds"),
+    *("tokenizer.request_builder", "tokenizer.sampling", "tokenizer.stage"),
+):
+    _module = sys.modules[f"{__name__}.{_former}"] = ModuleType(f"{__name__}.{_former}")
+    vars(_module).update(__getattr__=__getattr__, __path__=[])
+    _parent, _, _last = _module.__name__.rpartition(".")
+    setattr(sys.modules[_parent], _last, _module)

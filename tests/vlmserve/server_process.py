@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +89,13 @@ class ServerProcess:
 
     def children(self) -> dict[str, int]:
         """Pids of the scheduler and the detokenizer, by the names that they show."""
-        names, deadline = ("scheduler", "detokenizer"), time.monotonic() + PATIENCE_S
-        while True:
-            named = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(self.process.pid)}
-            if named.keys() >= set(names):
-                return {name: named[name] for name in names}
-            assert time.monotonic() < deadline, f"there are only {named}"
-            time.sleep(0.02)
+        names = ("scheduler", "detokenizer")
+        await_that(lambda: self.processes().keys() >= set(names))
+        return {name: self.processes()[name] for name in names}
+
+    def processes(self) -> dict[str, int]:
+        """Pids of all children, by the names that they show."""
+        return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(self.process.pid)}
 
     def wait(self) -> int:
         status = self.process.wait(PATIENCE_S)
@@ -113,6 +113,13 @@ class ServerProcess:
     def directories(self) -> list[Path]:
         """The private directories that the launcher holds open: for sockets, shared memory and uploaded files."""
         return private_directories(self.process.pid)
+
+
+def await_that(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
 
 
 def openai_client(port: int) -> openai.OpenAI:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vlmserve.server_process import PATIENCE_S, ServerProcess
+from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, await_that
 from vlmserve.ipc.channels import Heartbeat
 
 
@@ -44,10 +43,7 @@ def scheduler(server: ServerProcess) -> dict[str, int]:
 
 
 def await_figure(server: ServerProcess, name: str, value: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while scheduler(server)[name] != value:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    await_that(lambda: scheduler(server)[name] == value)
 
 
 def test_paused_it_takes_requests_and_ends_them_but_computes_nothing(server: ServerProcess) -> None:
@@ -102,9 +98,7 @@ def test_a_profile_has_the_steps_of_a_request(server: ServerProcess) -> None:
     assert status == 200
     assert post(server, "/start_profile")[0] == 409
     ask(server)
-    deadline = time.monotonic() + PATIENCE_S
-    while json.loads(server.get("server_info")[1])["profiling"]:
-        assert time.monotonic() < deadline
+    await_that(lambda: not json.loads(server.get("server_info")[1])["profiling"])
     assert post(server, "/stop_profile")[0] == 409
     events = json.loads(gzip.decompress(Path(started["path"]).read_bytes()))["traceEvents"]
     assert any(event.get("name") == "aten::embedding" for event in events), "what the model computes"
@@ -116,9 +110,7 @@ def test_both_processes_show_that_they_live_and_wait(server: ServerProcess) -> N
 
     def turns() -> list[int]:
         """The last turn of each, once both wait for work again."""
-        deadline = time.monotonic() + PATIENCE_S
-        while any(beat.look() > 0 for beat in beats):
-            assert time.monotonic() < deadline
+        await_that(lambda: all(beat.look() <= 0 for beat in beats))
         return [-beat.look() for beat in beats]
 
     before = turns()

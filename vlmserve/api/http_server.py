@@ -106,69 +106,61 @@ class HttpServer(uvicorn.Server):
 
 
 class Connections:
-    """All connections of one server, in one event loop. most: the limit. open: as the HTTP server counts them."""
+    """All connections of one server, in one event loop. most: the limit. open: as the HTTP server counts them.
+
+    waiting: those without a request in work, and until when; the one that waits longest first. stuck: those whose
+    clients do not take what was sent to them, and since when.
+    """
 
     def __init__(self, most: int, settings: ServerSettings, open: set[GuardedProtocol]) -> None:
         self._most = most
         self._settings = settings
         self._open = open
-        self._waiting: dict[GuardedProtocol, float] = {}  # until when, the longest waiting first
-        self._stuck: dict[GuardedProtocol, float] = {}  # since when
+        self.waiting: dict[GuardedProtocol, float] = {}
+        self.stuck: dict[GuardedProtocol, float] = {}
 
     @property
     def crowded(self) -> bool:
         """Return True if more connections work than the limit."""
-        return len(self._open) - len(self._waiting) > self._most
+        return len(self._open) - len(self.waiting) > self._most
 
     def admit(self, new: GuardedProtocol) -> bool:
         """Take a new connection, which is in `open` already. Returns False if there is no room for it at all."""
         if len(self._open) > self._most + SPARE:
-            if not self._waiting:
+            if not self.waiting:
                 return False
-            next(iter(self._waiting)).drop()
+            next(iter(self.waiting)).drop()
         self.reads_headers(new)
         return True
 
     def idles(self, connection: GuardedProtocol) -> None:
         """Note that a connection was answered. The HTTP server decides how long it is kept."""
-        self._waiting[connection] = math.inf
+        self.waiting[connection] = math.inf
 
     def reads_headers(self, connection: GuardedProtocol) -> None:
         """Note that a connection has to send a request from now on."""
-        self._waiting.pop(connection, None)
-        self._waiting[connection] = time.monotonic() + self._settings.header_timeout_s
+        self.waiting.pop(connection, None)
+        self.waiting[connection] = time.monotonic() + self._settings.header_timeout_s
 
     def works(self, connection: GuardedProtocol) -> None:
         """Note that the request of a connection is there."""
-        self._waiting.pop(connection, None)
-
-    def idle(self, connection: GuardedProtocol) -> bool:
-        """Return True if the connection was answered, and has sent nothing since."""
-        return self._waiting.get(connection) == math.inf
-
-    def waits(self, connection: GuardedProtocol) -> bool:
-        """Return True if the connection has no request in work."""
-        return connection in self._waiting
-
-    def moves(self, connection: GuardedProtocol) -> None:
-        """Note that a client has taken some of the bytes sent to it."""
-        self._stuck.pop(connection, None)
+        self.waiting.pop(connection, None)
 
     def forget(self, connection: GuardedProtocol) -> None:
         """Forget a connection that has ended."""
-        self._waiting.pop(connection, None)
-        self._stuck.pop(connection, None)
+        self.waiting.pop(connection, None)
+        self.stuck.pop(connection, None)
 
     def sweep(self) -> None:
         """End the connections whose time is over. Call this every now and then."""
         now = time.monotonic()
-        for connection in [each for each, until in self._waiting.items() if until <= now]:
-            self._waiting.pop(connection, None)
+        for connection in [each for each, until in self.waiting.items() if until <= now]:
+            self.waiting.pop(connection, None)
             connection.give_up()
         for connection in list(self._open):
             if not connection.stuck:
-                self._stuck.pop(connection, None)
-            elif now - self._stuck.setdefault(connection, now) >= self._settings.send_timeout_s:
+                self.stuck.pop(connection, None)
+            elif now - self.stuck.setdefault(connection, now) >= self._settings.send_timeout_s:
                 connection.cut()
 
 
@@ -195,12 +187,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of headers."""
-        if self._guard.idle(self):
+        if self._idles:
             self._guard.reads_headers(self)
         if not self._in_body:
             self._header_bytes += len(data)
         super().data_received(data)
-        if self._header_bytes > _MAX_HEADER_BYTES and self._guard.waits(self) and not self._in_body:
+        if self._header_bytes > _MAX_HEADER_BYTES and self in self._guard.waiting and not self._in_body:
             self._end_with(431, f"the request's headers are longer than {_MAX_HEADER_BYTES} bytes", "headers_too_large")
 
     def on_headers_complete(self) -> None:
@@ -225,12 +217,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         """Report that the client takes the bytes sent to it."""
-        self._guard.moves(self)
+        self._guard.stuck.pop(self, None)
         super().resume_writing()
 
     def drop(self) -> None:
         """End the waiting connection. A client that was answered before may just ask again on another one."""
-        if self._guard.idle(self):
+        if self._idles:
             self._guard.works(self)  # it is not to be dropped again
             self.transport.close()
         else:
@@ -254,6 +246,11 @@ class GuardedProtocol(HttpToolsProtocol):
         """End the connection, and keep the kernel from sending the rest."""
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
+
+    @property
+    def _idles(self) -> bool:
+        """Return True if the connection was answered, and has sent nothing since."""
+        return self._guard.waiting.get(self) == math.inf
 
     def _end_with(self, status: int, message: str, code: str) -> None:
         self._guard.works(self)
@@ -295,7 +292,6 @@ def _most_connections(setting: int) -> int:
 
 
 def _answer(status: int, message: str, code: str) -> JSONResponse:
-    """Return the last answer on a connection."""
     headers = {"connection": "close"} | ({"retry-after": str(RETRY_AFTER_S)} if status == 503 else {})
     return JSONResponse(error_body(status, message, code=code), status, headers=headers)
 

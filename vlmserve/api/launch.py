@@ -223,7 +223,6 @@ class _Serving:
         logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
 
     async def _watch(self, frontend: ApiFrontend, server: HttpServer) -> None:
-        """Watch the children for as long as there is a server."""
         children = {child.process.pid: child.process for child in self.children}
 
         def suspend(problem: str | None) -> None:

@@ -138,7 +138,6 @@ def openapi_document(operations: Sequence[Operation], *, model: str, keys: bool,
 
 
 def _needed(operation: Operation, *, keys: bool, admin_key: bool) -> str | None:
-    """Return the security scheme of the key that an operation needs."""
     if operation.path in OPEN_PATHS:
         return None
     monitors = operation.path == METRICS_PATH
@@ -257,6 +256,5 @@ def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
 
 
 def _file(path: str) -> Response:
-    """Answer with a file of Swagger UI."""
     with as_file(files(_SWAGGER_UI) / "static" / path.rpartition("/")[2]) as file:
         return FileResponse(file)

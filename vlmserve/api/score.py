@@ -158,7 +158,6 @@ async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> lis
 
 
 def _logprobs(body: ScoreRequest, outputs: Sequence[TokenOutput]) -> list[float]:
-    """Return the logprobs of an item's labels."""
     if body.labels is not None:
         scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])
         return [score.logprob for score in scores]

@@ -170,7 +170,6 @@ class BatchRunner:
             logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
 
     async def _answer_all(self, batch: Batch) -> Batch:
-        """Answer all lines; return the batch with its outcome."""
         try:
             if batch.status == "validating":
                 batch = await self._count(batch)
