@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, await_that, gone
+from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, await_that, data_url, gone
 
 # What the documentation promises: a stopped process shows in /health, and a stopped server ends, within so long.
 SEEN_WITHIN_S = 5.0
@@ -121,10 +120,9 @@ class Load:
     def _ask(self, number: int, stream: bool, tokens: int, picture: bool) -> tuple[int, str]:
         content: list[dict[str, Any]] = [{"type": "text", "text": f"Number {number}: what is this?"}]
         if picture:
-            data = (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
-            url = "data:image/png;base64," + base64.b64encode(data).decode()
+            url = {"url": data_url(SAMPLES / "shapes.png")}
             # another size, so that none finds another's in a cache
-            content.insert(0, {"type": "image_url", "image_url": {"url": url}, "max_pixels": 40000 + 4096 * number})
+            content.insert(0, {"type": "image_url", "image_url": url, "max_pixels": 40000 + 4096 * number})
         body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         try:
@@ -147,8 +145,7 @@ class Load:
 
 
 def await_running(server: ServerProcess, number: int) -> None:
-    figure = f'num_requests_running{{model_name="m"}} {float(number)}'
-    await_that(lambda: figure in server.get("metrics")[1])
+    await_that(lambda: server.figures().get("num_requests_running") == number)
 
 
 def assert_told(answers: list[tuple[int, str]], reason: str) -> None:

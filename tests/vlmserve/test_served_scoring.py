@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,16 +31,7 @@ class Asked:
         self.want: Forwarded = reference.forward(CHAT, self.ids)
 
     def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.server.port()}/v1/{path}",
-            data=json.dumps({"model": "tiny", **body}).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request) as reply:
-                return reply.status, json.load(reply)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
+        return self.server.post(f"v1/{path}", model="tiny", **body)
 
     def chat(self, **fields: Any) -> dict[str, Any]:
         body = {"messages": as_openai(CHAT), "temperature": 0, "max_tokens": NEW, "ignore_eos": True, **fields}

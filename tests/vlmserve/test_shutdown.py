@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
+from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, data_url
 from vlmserve.commands.bench.processes import children_of
 
 
@@ -36,17 +34,11 @@ def start(run: Callable[..., ServerProcess], tmp_path: Path) -> Callable[..., Se
 
 
 def ask(server: ServerProcess) -> None:
-    picture = base64.b64encode((ROOT / "assets" / "samples" / "shapes.png").read_bytes()).decode()
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
-    body = {"model": "m", "messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
-    url = f"http://127.0.0.1:{server.port()}/v1"
-    with urllib.request.urlopen(f"{url}/models", timeout=PATIENCE_S) as response:
-        body["model"] = json.load(response)["data"][0]["id"]
-    request = urllib.request.Request(
-        f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == 1
+    image = {"type": "image_url", "image_url": {"url": data_url(SAMPLES / "shapes.png")}}
+    model = json.loads(server.get("v1/models")[1])["data"][0]["id"]
+    messages = [{"role": "user", "content": [image]}]
+    answer = server.post("v1/chat/completions", model=model, messages=messages, max_tokens=1)[1]
+    assert answer["usage"]["completion_tokens"] == 1
 
 
 def entries(folder: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import CHAT, CONTEXT, HI, MODEL, Served, png_url, serving
+from tests.vlmserve.server_process import SAMPLES, data_url
 
-SAMPLES = Path(__file__).resolve().parents[3] / "assets" / "samples"
 # The words of pydantic and of Python, which are nobody's who sends a request.
 PYTHON = re.compile(
     r"""Input should|Value error|valid (dict|list|string|integer|number|boolean)|pydantic|NoneType|"""
@@ -221,7 +220,7 @@ def test_what_comes_back_of_a_value_is_short(client):
 
 
 def test_videos_and_pictures_in_each_others_place(client):
-    clip = "data:video/mp4;base64," + base64.b64encode((SAMPLES / "rolling.mp4").read_bytes()).decode()
+    clip = data_url(SAMPLES / "rolling.mp4")
     swapped = [
         (
             {"type": "image_url", "image_url": {"url": clip}},
