@@ -104,11 +104,6 @@ _STAGES = ("fetch", "preprocess", "encode", "queue", "prefill", "decode")
 
 def log_request(stats: RequestStats) -> None:
     """Log a line for an answer that has ended (`--log-requests`): its length and the time of each stage."""
-    requests.info("%s", describe(stats))
-
-
-def describe(stats: RequestStats) -> str:
-    """Return the line."""
     timings, media = stats.timings, stats.media
     counts = [f"{stats.prompt_tokens} prompt tokens ({stats.cached_tokens} cached)"] if stats.prompt_tokens else []
     counts += [f"{count} {word}" for count, word in ((media.images, "pictures"), (media.videos, "videos")) if count]
@@ -123,4 +118,4 @@ def describe(stats: RequestStats) -> str:
             stages.append(f"{name} {seconds:.3f}{found}")
     stages.append(f"total {timings.total_s:.3f} s")
     status = "" if stats.status is None else f" {stats.status}"
-    return f"{stats.rid} {stats.finish}{status}: {', '.join(counts)}; {', '.join(stages)}"
+    requests.info("%s %s%s: %s; %s", stats.rid, stats.finish, status, ", ".join(counts), ", ".join(stages))
