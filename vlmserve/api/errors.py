@@ -54,7 +54,7 @@ def shortened(text: str) -> str:
 
 
 def not_found(kind: str, name: str) -> BadRequestError:
-    """Return the error (404) of a thing that there is not, or that belongs to somebody else. kind: a word for it."""
+    """Return the error (404) of a missing thing, or of another owner's. kind: a word for the thing."""
     return BadRequestError(f"there is no {kind} {shortened(name)!r}", code=f"{kind}_not_found", status=404)
 
 

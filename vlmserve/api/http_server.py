@@ -106,18 +106,15 @@ class HttpServer(uvicorn.Server):
 
 
 class Connections:
-    """All connections of one server, in one event loop. most: the limit. open: as the HTTP server counts them.
-
-    waiting: those without a request in work, and until when; the one that waits longest first. stuck: those whose
-    clients do not take what was sent to them, and since when.
-    """
+    """All connections of one server, in one event loop. most: the limit. open: as the HTTP server counts them."""
 
     def __init__(self, most: int, settings: ServerSettings, open: set[GuardedProtocol]) -> None:
         self._most = most
         self._settings = settings
         self._open = open
+        # Those without a request in work, the longest waiting first, and until when each may wait.
         self.waiting: dict[GuardedProtocol, float] = {}
-        self.stuck: dict[GuardedProtocol, float] = {}
+        self.stuck: dict[GuardedProtocol, float] = {}  # those whose clients take no bytes, and since when
 
     @property
     def crowded(self) -> bool:

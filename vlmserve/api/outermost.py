@@ -26,8 +26,8 @@ _REASONS = {401: "invalid_api_key", 404: "not_found", 405: "not_found", 408: "ti
 class OutermostMiddleware:
     """Counts requests by route and status, names every answer, and answers unexpected errors with OpenAI's 500.
 
-    bodies: of which each request's body takes a part until the request has ended, since its texts and media are parts
-    of the body. access_log: log a line for each ended request: client, method, path, status, duration, request id.
+    bodies: each request's body takes room of them until the request has ended, since its texts and media are parts of
+    the body. access_log: log a line for each ended request: client, method, path, status, duration, request id.
     tracer: gets each ended chat request.
     """
 
