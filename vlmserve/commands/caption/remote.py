@@ -17,18 +17,19 @@ import httpx2
 
 from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.run import CaptionStopped
-from vlmserve.commands.caption.server_answers import (
+from vlmserve.commands.caption.servers import (
     Away,
     GoodAnswer,
     NoAnswer,
+    ServerStanding,
     Unfit,
     Verdict,
+    choose,
     judge_answer,
     judge_models,
 )
-from vlmserve.commands.caption.server_standing import ServerStanding, choose
 from vlmserve.commands.client.chat_client import CONNECT_TIMEOUT_S
-from vlmserve.commands.client.chat_files import with_data_urls
+from vlmserve.commands.client.media import with_data_urls
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
 

@@ -23,9 +23,8 @@ from vlmserve.commands.batch.command_line import make_fetcher
 from vlmserve.commands.batch.inputs import Inputs, open_inputs
 from vlmserve.commands.batch.progress import RunProgress
 from vlmserve.commands.caption.command import CaptionCommand, named_folder, refuse_inputs_as_outputs, words_to_open
-from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import CaptionTally

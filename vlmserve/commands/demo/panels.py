@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from PIL import Image
 
 from vlmserve.commands.client.chat_client import Stats
-from vlmserve.commands.demo.samples import Thumbnail
-from vlmserve.commands.demo.seen import Frame, SeenMedium
+from vlmserve.commands.demo.pictures import Frame, SeenMedium, Thumbnail
 
 _KINDS = {"image": "pictures", "video": "clips"}
 WAITING = '<p class="saw-waiting">The model is at work …</p>'

@@ -13,9 +13,8 @@ import blake3
 
 from tests.vlmserve.commands.warmup.media import png
 from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
-from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
-from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.outputs.choose import OutputSettings, choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts

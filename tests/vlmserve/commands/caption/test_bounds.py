@@ -13,7 +13,7 @@ from tests.vlmserve.commands.warmup.media import png, root_logger_kept
 from vlmserve import cli
 from vlmserve.commands.batch.inputs.files import StandardInput
 from vlmserve.commands.caption.command import named_folder, read_command, words_to_open
-from vlmserve.commands.caption.errors_file import ErrorsFile
+from vlmserve.commands.caption.journal import ErrorsFile
 from vlmserve.config.checks import SettingsError
 
 

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.caption.server_answers import Away, GoodAnswer, NoAnswer, Unfit, judge_answer, judge_models
-from vlmserve.commands.caption.server_standing import ServerStanding, choose
+from vlmserve.commands.caption.servers import (
+    Away,
+    GoodAnswer,
+    NoAnswer,
+    ServerStanding,
+    Unfit,
+    choose,
+    judge_answer,
+    judge_models,
+)
 from vlmserve_common.errors import BadRequestError
 
 

@@ -10,7 +10,7 @@ from processors.inputs import Modality
 from vlmserve.commands.chat.mentions import find_mentions, make_question, question_text, split_words
 from vlmserve.commands.client.conversation import ChatQuestion, ChatTurn
 from vlmserve.commands.client.media import Medium, MediumError, open_medium
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.pictures import FOLDER
 
 
 @pytest.fixture

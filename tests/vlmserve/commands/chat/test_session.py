@@ -11,7 +11,7 @@ import pytest
 from tests.vlmserve.api.fake_engine import MODEL, Served
 from tests.vlmserve.commands.chat.pty_process import PtyProcess
 from tests.vlmserve.commands.served import fake_server
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.pictures import FOLDER
 
 KEY = "the key"
 PICTURE, CLIP = FOLDER / "red-circle.png", FOLDER / "rolling.mp4"

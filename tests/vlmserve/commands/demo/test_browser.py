@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.vlmserve.commands.demo.demo_process import Demo
-from vlmserve.commands.demo.samples import FOLDER, load_samples
+from vlmserve.commands.demo.pictures import FOLDER, load_samples
 
 pytestmark = pytest.mark.slow
 

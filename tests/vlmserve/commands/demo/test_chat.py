@@ -10,9 +10,8 @@ import pytest
 from tests.vlmserve.api.fake_engine import MODEL
 from tests.vlmserve.commands.served import fake_server
 from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.demo.chat import Chat, View
-from vlmserve.commands.demo.conversation import Message, Question
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.chat import Chat, Message, Question, View
+from vlmserve.commands.demo.pictures import FOLDER
 
 KEY = "the key"
 PICTURE = Question(text="What is it?", media=(FOLDER / "red-circle.png",))

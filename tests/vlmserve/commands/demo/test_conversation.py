@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vlmserve.commands.client.chat_files import data_url
 from vlmserve.commands.client.conversation import OptionError
-from vlmserve.commands.demo.conversation import (
+from vlmserve.commands.client.media import data_url
+from vlmserve.commands.demo.chat import (
     Question,
     Turn,
     answer_message,
@@ -22,7 +22,7 @@ from vlmserve.commands.demo.conversation import (
     question_message,
     read_settings,
 )
-from vlmserve.commands.demo.samples import FOLDER, load_samples
+from vlmserve.commands.demo.pictures import FOLDER, load_samples
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 
 SHAPES = Question(text="What is this?", media=(Path("/x/shapes.png"), Path("/x/clip.mp4")))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from vlmserve.commands.demo.drawing import Drawing, draw_marks
+from vlmserve.commands.demo.pictures import Drawing, draw_marks
 
 WHITE = (255, 255, 255)
 FIRST = (0xE6, 0x19, 0x4B)

@@ -19,10 +19,9 @@ from tests.vlmserve.api.fake_engine import (
 from tests.vlmserve.commands.served import fake_server
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.demo.chat import Chat
+from vlmserve.commands.demo.chat import ERROR_TITLE, Chat
 from vlmserve.commands.demo.command import keep_gradio_to_itself
-from vlmserve.commands.demo.conversation import ERROR_TITLE
-from vlmserve.commands.demo.samples import FOLDER, load_samples
+from vlmserve.commands.demo.pictures import FOLDER, load_samples
 
 PICTURE = FOLDER / "red-circle.png"
 

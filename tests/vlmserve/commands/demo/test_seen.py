@@ -9,8 +9,7 @@ from PIL import Image
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.client.chat_client import Stats
 from vlmserve.commands.demo.panels import saw
-from vlmserve.commands.demo.samples import FOLDER
-from vlmserve.commands.demo.seen import see
+from vlmserve.commands.demo.pictures import FOLDER, see
 
 STATS = Stats(
     ttft_s=0.5, total_s=2.5, prompt_tokens=90, cached_tokens=45, completion_tokens=5, media_tokens={"image": 40}

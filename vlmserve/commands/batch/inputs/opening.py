@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.fetching import BlockingFetcher
-from vlmserve.commands.batch.inputs.files import ItemFile
-from vlmserve.commands.batch.inputs.lines import AddressList, JsonLines
+from vlmserve.commands.batch.inputs.files import HTTP, Columns, ItemFile, Source, need, path_in, reason
 from vlmserve.commands.batch.inputs.media import MediaReader
-from vlmserve.commands.batch.inputs.source import HTTP, Columns, Source, need, path_in, reason
-from vlmserve.commands.batch.inputs.tables import Table
+from vlmserve.commands.batch.inputs.records import AddressList, JsonLines, Table
 from vlmserve.commands.batch.inputs.tars import Tar
 from vlmserve.commands.batch.inputs.trees import Files, LocalTree, TreeEntry
 from vlmserve.commands.batch.item import Failed, Found, MediumItem

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
+from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, printable, reason
 from vlmserve.commands.batch.inputs.media import MediaReader, jsonable
-from vlmserve.commands.batch.inputs.source import Columns, printable, reason
 from vlmserve.commands.batch.item import Failed, Found
 from vlmserve.commands.client.media import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlmserve.commands.caption.feed import ItemShard
-from vlmserve.commands.caption.outputs.base import Output, PartNames
-from vlmserve.commands.caption.outputs.jsonl import JsonLinesOutput
-from vlmserve.commands.caption.outputs.parquet import Parquet
+from vlmserve.commands.caption.outputs.base import JsonLinesOutput, Output, PartNames
+from vlmserve.commands.caption.outputs.parts import Parquet, Tars
 from vlmserve.commands.caption.outputs.sidecars import Sidecars
-from vlmserve.commands.caption.outputs.tars import Tars
 from vlmserve.config.checks import SettingsError
 
 _NUMBER = re.compile(r"%0?\d*d")

@@ -13,7 +13,7 @@ from processors.fetch.fetching import BlockingFetcher
 from processors.fetch.limits import FetchSettings
 from tests.vlmserve.commands.batch.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.batch.inputs import lines, open_inputs
+from vlmserve.commands.batch.inputs import open_inputs, records
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -84,7 +84,7 @@ def test_lists_that_are_cut_off_or_gone(here):
 
 
 def test_a_line_without_end(here, monkeypatch):
-    monkeypatch.setattr(lines, "MOST_BYTES", 100)
+    monkeypatch.setattr(records, "MOST_BYTES", 100)
     touch(here / "long.txt", b"c.png\n" + b"x" * 5_000_000 + b"\nc.png\n")
     tracemalloc.start()
     try:
