@@ -153,7 +153,7 @@ class _Opener:
     def _local(self, path: str) -> Source:
         if os.path.isdir(path):
             tree = LocalTree(self.media, self.named - {os.path.abspath(path)})
-            return Files(tree=tree, word=path, is_pattern=False, can_count=True)
+            return Files(tree=tree, word=path, is_pattern=False)
         try:
             os.stat(path)
         except OSError as error:
@@ -164,7 +164,7 @@ class _Opener:
 
     def _pattern(self, pattern: str) -> Source:
         tree = LocalTree(self.media)
-        files = Files(tree=tree, word=pattern, is_pattern=True, can_count=True, searches_matches=True)
+        files = Files(tree=tree, word=pattern, is_pattern=True)
         if next(tree.matches(pattern), None) is None:
             raise SettingsError(f"INPUT {pattern!r}: nothing matches this pattern")
         return self._media_or_each(files, lambda entry: entry.path)
