@@ -7,7 +7,7 @@ import email.utils
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from vlmserve.commands.client.chat_client import error_in, json_or_none
@@ -15,13 +15,6 @@ from vlmserve_common.errors import BadRequestError
 
 _SHOWN_CHARS = 300
 _BROKEN_OFF = ("abort", "error")  # finish reasons after which the text is incomplete
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GoodAnswer:
-    """A caption. content: a chat.completion whose choices all have text, and a finish_reason that may be None."""
-
-    content: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +44,14 @@ class Unfit:
     for_good: bool = False
 
 
-Verdict: TypeAlias = GoodAnswer | BadRequestError | Away | NoAnswer | Unfit
+Verdict: TypeAlias = dict[str, Any] | BadRequestError | Away | NoAnswer | Unfit
 
 
 def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wanted: int) -> Verdict:
-    """Judge an answer to POST /chat/completions. wanted: number of choices in the request."""
+    """Judge an answer to POST /chat/completions. wanted: number of choices in the request.
+
+    A good one is returned as a chat.completion whose choices all have text, and a finish_reason that may be None.
+    """
     body = json_or_none(content)
     reason = _reason(status, headers, body, content)
     error = error_in(body)
@@ -95,7 +91,7 @@ def judge_models(status: int, headers: Mapping[str, str], content: bytes) -> tup
     return Away(reason=f"its list of models is not as in OpenAI's API: {_beginning(content) or 'nothing'}")
 
 
-def _completion(body: Any, content: bytes, wanted: int) -> GoodAnswer | NoAnswer:
+def _completion(body: Any, content: bytes, wanted: int) -> dict[str, Any] | NoAnswer:
     if not isinstance(body, dict):
         return NoAnswer(reason=f"an answer that is not a JSON object: {_beginning(content) or 'nothing'}")
     if not body.get("choices") and error_in(body):
@@ -114,7 +110,7 @@ def _completion(body: Any, content: bytes, wanted: int) -> GoodAnswer | NoAnswer
         given = body.get("warnings")
         too_few = f"the server gave {len(choices)} of {wanted} answers that were asked for (n)"
         answer["warnings"] = [*(given if isinstance(given, list) else []), too_few]
-    return GoodAnswer(content=answer)
+    return answer
 
 
 def _usage(given: Any) -> dict[str, Any]:
@@ -130,9 +126,7 @@ def _usage(given: Any) -> dict[str, Any]:
 
 def _choice(index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     message = choice["message"]
-    text = message.get("content")
-    if text is None:
-        text = ""
+    text = message.get("content") or ""
     if isinstance(text, list):
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str):
@@ -177,6 +171,7 @@ _NEWEST_SHARE = 0.1  # weight of the newest answer in the mean duration
 _ANSWERS_FOR_ROOM = 4  # answers per allowed request, until a busy server may have one more
 
 
+@dataclass(eq=False)
 class ServerStanding:
     """The standing of one server. After several failures in a row it is left out for a pause, which grows each time.
 
@@ -187,24 +182,23 @@ class ServerStanding:
     answer_s: mean seconds of recent answers.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.reason = ""
-        self.times_left_out = 0
-        self.times_busy = 0
-        self.sent_again = 0
-        self.is_in = True
-        self.is_unfit = False
-        self.fitted = False
-        self.era = 0
-        self.outstanding = 0
-        self.answer_s: float | None = None
-        self._alive_since = 0  # an era; earlier requests are not counted as outstanding
-        self._on_trial = False
-        self._one_at_a_time = False
-        self._limit = math.inf  # requests at a time; a number once it was busy
-        self._failed: set[int] = set()
-        self._setbacks = 0
+    url: str
+    reason: str = ""
+    times_left_out: int = 0
+    times_busy: int = 0
+    sent_again: int = 0
+    is_in: bool = True
+    is_unfit: bool = False
+    fitted: bool = False
+    era: int = 0
+    outstanding: int = 0
+    answer_s: float | None = None
+    _alive_since: int = 0  # an era; earlier requests are not counted as outstanding
+    _on_trial: bool = False
+    _one_at_a_time: bool = False
+    _limit: float = math.inf  # requests at a time; a number once it was busy
+    _failed: set[int] = field(default_factory=set)
+    _setbacks: int = 0
 
     @property
     def works(self) -> bool:
@@ -267,15 +261,6 @@ class ServerStanding:
         """Return the next pause. Pauses grow until the server has answered a request."""
         self._setbacks += 1
         return max(at_least_s, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._setbacks - 1, 30)))
-
-    def come_back(self) -> None:
-        """Let the server have requests again."""
-        self.is_in = True
-
-    def give_up(self, reason: str) -> None:
-        """Never use the server again."""
-        self.reason = reason
-        self.is_in, self.is_unfit = False, True
 
     def note(self) -> str | None:
         """Return a sentence for the user at the end of the run, if there is anything to report."""

@@ -112,11 +112,11 @@ def test_a_shortened_output_is_refused(tmp_path):
 
 def test_two_runs_on_one_output(tmp_path):
     output = output_settings(tmp_path / "out.jsonl")
-    with CaptionJournal(choose_journal(output.output, [], ItemShard())):
+    with CaptionJournal(choose_journal(output["output"], [], ItemShard())):
         child = os.fork()  # another process, as locks of SQLite's are a process's
         if child == 0:
             try:
-                CaptionJournal(choose_journal(output.output, [], ItemShard()))
+                CaptionJournal(choose_journal(output["output"], [], ItemShard()))
             except SettingsError as error:
                 os._exit(0 if "is in use by another run" in str(error) else 1)
             os._exit(2)
@@ -331,4 +331,4 @@ def test_batch_lines_go_out_in_openai_form(tmp_path):
 @pytest.mark.parametrize("name", ["out.csv", "out-%s.tar", "out-%05d-%05d.tar", "%05d/out.tar", "out-%05d.jsonl"])
 def test_names_that_say_nothing(name):
     with pytest.raises(SettingsError, match="--output is"):
-        choose_output(output_settings(Path(name)))
+        choose_output(**output_settings(Path(name)))
