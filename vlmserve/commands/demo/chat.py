@@ -19,10 +19,9 @@ from vlmserve.commands.client import conversation
 from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError, Stats
 from vlmserve.commands.client.conversation import OptionError, chat_messages, media_part, parse_option
 from vlmserve.commands.client.media import data_url
-from vlmserve.commands.demo.pictures import Drawing, SeenMedium, draw_marks, see
+from vlmserve.commands.demo.pictures import Drawing, Question, SeenMedium, draw_marks, see
 
 Message: TypeAlias = Mapping[str, Any]
-Question = conversation.ChatQuestion[Path]
 Turn = conversation.ChatTurn[Path]
 ERROR_TITLE = "Error"
 

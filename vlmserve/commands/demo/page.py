@@ -11,8 +11,8 @@ import gradio as gr
 from gradio.components.chatbot import FileMessage, TextMessage
 
 from vlmserve.commands.demo import panels
-from vlmserve.commands.demo.chat import FIELDS, AnswerDetails, Chat, Message, Question, View, last_question
-from vlmserve.commands.demo.pictures import make_thumbnails
+from vlmserve.commands.demo.chat import FIELDS, AnswerDetails, Chat, Message, View, last_question
+from vlmserve.commands.demo.pictures import Question, make_thumbnails
 
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
 _STYLE = Path(__file__).parent / "page.css"

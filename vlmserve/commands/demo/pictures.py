@@ -17,9 +17,10 @@ from processors.inputs import Modality
 from processors.video.decoding import Clip
 from processors.video.options import VideoLimits
 from vlmserve.commands.client.boxes import Marks, parse_boxes
-from vlmserve.commands.demo.chat import Question
+from vlmserve.commands.client.conversation import ChatQuestion
 from vlmserve_common.errors import BadRequestError
 
+Question = ChatQuestion[Path]
 FOLDER = (Path(__file__).parent / "samples").resolve()
 """The folder of samples in the package."""
 
@@ -148,7 +149,7 @@ def _resized(picture: Image.Image, report: Mapping[str, Any], longest: int) -> I
     return resized
 
 
-_LONGEST_SIDE = 1600  # of the drawing, in pixels
+_LONGEST_SIDE_DRAWN = 1600  # of the drawing, in pixels
 _COLOURS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#f032e6")
 
 
@@ -194,7 +195,7 @@ def _rows(marks: Marks) -> list[tuple[int, str, int, int, int, int]]:
 
 def _draw(picture: Image.Image, rows: Sequence[tuple[int, str, int, int, int, int]]) -> Image.Image:
     """Draw marks with numbers. The one font at hand lacks most letters of labels."""
-    scale = min(1.0, _LONGEST_SIDE / max(picture.size))
+    scale = min(1.0, _LONGEST_SIDE_DRAWN / max(picture.size))
     if scale < 1:
         picture = picture.resize((max(1, round(picture.width * scale)), max(1, round(picture.height * scale))))
     image = picture.copy()

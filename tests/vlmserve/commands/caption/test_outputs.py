@@ -59,15 +59,6 @@ def test_lines_say_what_is_known(tmp_path):
     }
 
 
-def test_what_a_killed_run_wrote_beyond_the_journal_is_cut_off(tmp_path):
-    output = output_settings(tmp_path / "out.jsonl")
-    run_once(items(2), output)
-    whole = (tmp_path / "out.jsonl").read_bytes()
-    (tmp_path / "out.jsonl").write_bytes(whole + b'{"id": "half of a li')
-    run_once([], output)
-    assert (tmp_path / "out.jsonl").read_bytes() == whole
-
-
 def test_a_run_that_was_killed_with_more_than_a_part_in_the_journal_is_finished(tmp_path, monkeypatch):
     name = tmp_path / "out-%05d.parquet"
     with monkeypatch.context() as patch:
@@ -191,6 +182,9 @@ def test_captions_beside_pictures(tmp_path):
     assert (tally.skipped, tally.done) == (2, 0)
     assert (tmp_path / "a.txt").read_text() == caption_of(content(1)) + "\n", "put back"
     assert (tmp_path / "below" / "b.c.txt").read_text() == caption_of(content(2)) + "\n"
+    (tmp_path / "a.txt").write_text("corrected by hand")
+    run_once(found, output_settings(None), folders=[tmp_path])
+    assert (tmp_path / "a.txt").read_text() == "corrected by hand"
 
 
 def test_somebody_elses_text_beside_a_picture_is_kept(tmp_path):
@@ -208,14 +202,6 @@ def test_somebody_elses_text_beside_a_picture_is_kept(tmp_path):
     found = files(tmp_path, {"a.png": content(1)})
     run_once(found, output_settings(None, overwrite=True), folders=[tmp_path], retry_failed=True)
     assert (tmp_path / "a.txt").read_text() == caption_of(content(1)) + "\n"
-
-
-def test_a_caption_that_somebody_has_changed_is_left(tmp_path):
-    found = files(tmp_path, {"a.png": content(1)})
-    run_once(found, output_settings(None), folders=[tmp_path])
-    (tmp_path / "a.txt").write_text("corrected by hand")
-    run_once(found, output_settings(None), folders=[tmp_path])
-    assert (tmp_path / "a.txt").read_text() == "corrected by hand"
 
 
 def test_a_picture_is_known_by_where_it_is_however_that_is_written(tmp_path, monkeypatch):
@@ -238,11 +224,13 @@ def test_a_picture_is_known_by_where_it_is_however_that_is_written(tmp_path, mon
     assert (tmp_path / "out" / "a.txt").exists()
 
 
-def test_a_picture_called_prompt_does_not_become_the_folders_prompt(tmp_path):
+def test_captions_without_a_place_are_told(tmp_path):
     found, errors = files(tmp_path, {"prompt.png": content(1)}), tmp_path / "errors.jsonl"
+    found.append(item("https://example.com/cat.png", content(2)))
     run_once(found, output_settings(None), folders=[tmp_path], errors=errors)
-    assert not (tmp_path / "prompt.txt").exists()
-    assert lines(errors)[0]["code"] == "no_place"
+    assert not (tmp_path / "prompt.txt").exists(), "it would be the folder's prompt"
+    assert [line["code"] for line in lines(errors)] == ["no_place"] * 2
+    assert "name an --output" in lines(errors)[1]["message"]
 
 
 def test_names_that_are_no_text_and_names_as_long_as_can_be(tmp_path):
@@ -299,14 +287,6 @@ def test_a_folder_of_captions_mirrors_the_pictures_and_nothing_leads_out_of_it(t
     assert there == {"a.json", "below/b.json", "shard.tar/evil.json", "example.com/x/cat.json"}
     assert json.loads((tmp_path / "out" / "a.json").read_text())["caption"] == caption_of(content(1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
-
-
-def test_what_is_no_local_file_needs_an_output(tmp_path):
-    errors = tmp_path / "errors.jsonl"
-    run_once(
-        [item("https://example.com/cat.png", content(1))], output_settings(None), folders=[tmp_path], errors=errors
-    )
-    assert "name an --output" in lines(errors)[0]["message"]
 
 
 def test_batch_lines_go_out_in_openai_form(tmp_path):

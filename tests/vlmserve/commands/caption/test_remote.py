@@ -153,14 +153,6 @@ async def test_servers_that_cannot_be_used(models, told):
         assert told in note
 
 
-@in_loop
-async def test_the_key_goes_nowhere_else():
-    async with StubServer() as other, StubServer() as server:
-        server.models = Reply(status=307, headers={"Location": f"{other.url}/v1/models"}, body=b"")
-        assert "which is not followed" in await stopped_at_start(server, api_key="secret")
-        assert other.requests == []
-
-
 @pytest.mark.parametrize(
     ("models", "told"),
     [([["a", "b"]], "name one model with --model; there are"), ([["a"], ["b"]], "there is none in common, but")],

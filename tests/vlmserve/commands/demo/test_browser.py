@@ -145,14 +145,6 @@ def test_a_picture(page):
     expect(page.locator(".saw-tokens-table tr", has_text="Cached")).to_contain_text("48 tokens")
 
 
-def test_a_picture_of_ones_own(page):
-    ask(page, "What colour is the star?", FOLDER / "shapes.png")
-    expect_answer(page, "Yellow.")
-    ask(page, "Where is it?")  # a second turn
-    expect(page.locator("#chat [data-testid=bot]")).to_have_count(2)
-    expect_tidy(page)
-
-
 def test_a_clip(page):
     ask_sample(page, "rolling.mp4", question="Which way does the circle move?")
     assert pictures(page, "#saw") == [[192, 160]] * 8

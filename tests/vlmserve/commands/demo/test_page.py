@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import closing
@@ -12,16 +13,13 @@ import gradio_client
 import httpx2
 import pytest
 
-from tests.vlmserve.api.fake_engine import (
-    MODEL,
-    WAIT_S,
-)
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from tests.vlmserve.commands.served import fake_server
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.demo.chat import ERROR_TITLE, Chat
+from vlmserve.commands.demo.chat import ERROR_TITLE, Chat, View
 from vlmserve.commands.demo.command import keep_gradio_to_itself
-from vlmserve.commands.demo.pictures import FOLDER, load_samples
+from vlmserve.commands.demo.pictures import FOLDER, Question, load_samples
 
 PICTURE = FOLDER / "red-circle.png"
 
@@ -114,6 +112,37 @@ def test_an_error_stands_in_the_chat(client):
     assert "temperature is -1" in said(history)
     assert history[-1]["metadata"]["title"] == ERROR_TITLE
     assert saw == ""
+
+
+def test_a_refused_question_is_forgotten(client, served, tmp_path):
+    (tmp_path / "note.png").write_bytes(b"no picture at all")
+    before = len(served.scheduler.requests)
+    _, history, *_ = client.predict(message("?", tmp_path / "note.png"), [], api_name="/ask")
+    assert said(history).startswith("messages[0].content[0]: the data is not a picture of a supported format")
+    _, history, *_ = client.predict(message("And this?", PICTURE), history, api_name="/ask")
+    assert said(history) == "red"
+    [request] = served.scheduler.requests[before:]
+    assert len(request.mm_inputs.items) == 1
+
+
+def test_a_failure_after_the_beginning_keeps_what_was_said(checkpoint):
+    views: list[View] = []
+
+    async def ask(chat: Chat, served: Served) -> None:
+        async for view in chat.ask([], Question(text="What is it?", media=(PICTURE,)), {"max_tokens": "60"}):
+            views.append(view)
+            if len(views) == 3:
+                served.frontend.fail_all("the engine is gone")
+
+    with fake_server(checkpoint) as (served, url):
+        served.scheduler.say("one two three four five six")
+        served.scheduler.pause_after = 3
+        asyncio.run(ask(Chat(ChatClient(url), MODEL), served))
+    first, *growing, last = views
+    assert [part["type"] for part in first.messages[-1]["content"]] == ["file", "text"]
+    assert len({said(view.messages) for view in growing}) > 1, "it comes bit by bit"
+    assert (said(last.messages), last.messages[-1]["metadata"]["title"]) == ("the engine is gone", ERROR_TITLE)
+    assert last.messages[-2]["role"] == "assistant"
 
 
 def test_stop_cancels_on_the_server(client, served):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
-import itertools
 import tracemalloc
 
 import pytest
 
 from processors.fetch.fetching import BlockingFetcher
 from processors.fetch.limits import FetchSettings
-from tests.vlmserve.commands.batch.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.batch.inputs import open_inputs, records
+from vlmserve.commands.batch.inputs import records
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -52,21 +50,6 @@ def test_a_list_on_standard_input(here):
     assert ids(inputs) == ["c.png", "lists/pics/a.png", "none.png"]
     with pytest.raises(SettingsError, match="standard input was read already"):
         list(inputs)
-
-
-class _Endless(io.RawIOBase):
-    given = 0
-
-    def readline(self, limit: int = -1) -> bytes:
-        self.given += 1
-        return b"%d.png\n" % self.given
-
-
-def test_standard_input_is_pulled():
-    endless = _Endless()
-    inputs = open_inputs(["-"], fetcher=FETCHER, stdin=endless)
-    assert [found.id for found in itertools.islice(inputs, 3)] == ["1.png", "2.png", "3.png"]
-    assert endless.given == 3
 
 
 def test_lists_that_are_cut_off_or_gone(here):
