@@ -6,10 +6,10 @@ import base64
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote, urlsplit
 
 from processors.fetch.limits import FetchSettings
@@ -47,39 +47,30 @@ def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
     return modality
 
 
-def named_files(messages: Sequence[Message]) -> Iterator[tuple[str, str, Modality]]:
-    """Yield the files that messages name: the place in the request, the path or URL, the modality.
+def with_files(messages: Sequence[Message], read: Callable[[str, Modality], Any]) -> list[Message]:
+    """Return messages with `read(address, modality)` for each path or URL, except data: URLs and uploaded files.
 
-    data: URLs are not among them.
-    """
-    for number, message in enumerate(messages):
-        parts = message.get("content")
-        for place, part in enumerate(parts if isinstance(parts, list) else ()):
-            for address in _named_by(part):
-                yield f"messages[{number}].content[{place}]", address, _MODALITIES[part["type"]]
-
-
-def with_files(messages: Sequence[Message], files: Mapping[tuple[str, Modality], bytes]) -> list[Message]:
-    """Return messages with the bytes of the files that `named_files` yields.
-
-    They stand in parts of Qwen's form: {"type": "image", "image": bytes}.
+    They stand in parts of Qwen's form: {"type": "image", "image": content}. A BadRequestError of `read` gets the place
+    in the request.
     """
 
-    def with_file(part: Mapping[str, Any], _place: str) -> Mapping[str, Any]:
-        if not _named_by(part):
-            return part
-        kind = part["type"]
-        modality, value = _MODALITIES[kind], part[kind]
+    def with_file(part: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+        kind = part.get("type", "")
+        value = part.get(kind) if kind in _MODALITIES else None
         others = {name: given for name, given in part.items() if name not in ("type", kind)}
         if isinstance(value, Mapping):
             others |= {name: given for name, given in value.items() if name != "url"}
-            value = value["url"]
-        if isinstance(value, list):
-            # uploaded files stay as they are
-            content: object = [files.get((one, modality), one) if isinstance(one, str) else one for one in value]
-        else:
-            content = files[value, modality]
-        return {**others, "type": modality.value, modality.value: content}
+            value = value.get("url")
+        several = value if isinstance(value, list) else [value]
+        if not any(map(_is_file, several)):
+            return part
+        modality = _MODALITIES[kind]
+        try:
+            content = [read(one, modality) if _is_file(one) else one for one in several]
+        except BadRequestError as error:
+            error.param = error.param or place
+            raise
+        return {**others, "type": modality.value, modality.value: content if several is value else content[0]}
 
     return map_parts(messages, with_file)
 
@@ -115,12 +106,8 @@ def data_url(content: bytes) -> str:
     return f"data:{mime_type(content[:HEAD_BYTES])};base64,{base64.b64encode(content).decode()}"
 
 
-def _named_by(part: Mapping[str, Any]) -> list[str]:
-    value = part.get(part["type"]) if part.get("type") in _MODALITIES else None
-    if isinstance(value, Mapping):
-        value = value.get("url")
-    values = value if isinstance(value, list) else [value]
-    return [address for address in values if isinstance(address, str) and not address.startswith("data:")]
+def _is_file(address: Any) -> TypeGuard[str]:
+    return isinstance(address, str) and not address.startswith("data:")
 
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")

@@ -183,7 +183,6 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
 
 
 def _connect(args: argparse.Namespace, stack: ExitStack) -> ChatTarget:
-    """Find the model of a running server, or start one for the demo."""
     from vlmserve.commands.client.own_server import model_at, own_model
 
     if args.url is not None:

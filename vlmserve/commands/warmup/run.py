@@ -208,7 +208,6 @@ class WarmupRun:
 
 
 def _read(item: Item) -> ChatRequest:
-    """Read an item; blocks. Raises BadRequestError."""
     if isinstance(item, RequestItem):
         return item.read()
     data = item.read()

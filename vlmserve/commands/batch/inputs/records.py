@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from processors.inputs import Modality
 from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, printable, reason, resolved
 from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
 from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
-from vlmserve.commands.client.media import named_files, with_files
+from vlmserve.commands.client.media import with_files
 from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
@@ -51,12 +52,16 @@ def request_item(
     digest, size = blake3.blake3(text), len(text)
     problem: BadRequestError | None = None
     contents: dict[tuple[str, Modality], MediumItem] = {}
+
+    def open_file(address: str, modality: Modality) -> None:
+        contents[address, modality] = media.open(resolved(address, base), modality)
+
     try:
         body = _batch_body(given) if is_batch else given
         if fields is not None:
             body = {name: body[name] for name in fields if name in body}
         messages, options = _checked(body)
-        contents = _contents(messages, base, media)
+        with_files(messages, open_file)
     except BadRequestError as error:
         problem = error
     for content in contents.values():
@@ -66,14 +71,8 @@ def request_item(
     def read() -> ChatRequest:
         if problem is not None:
             raise problem
-        files: dict[tuple[str, Modality], bytes] = {}
-        for param, address, modality in named_files(messages):
-            try:
-                files[address, modality] = contents[address, modality].read()
-            except BadRequestError as error:
-                error.param = error.param or param
-                raise
-        return ChatRequest(messages=with_files(messages, files), options=options)
+        read_file = functools.cache(lambda address, modality: contents[address, modality].read())
+        return ChatRequest(messages=with_files(messages, read_file), options=options)
 
     id = place if id in (None, "") else printable(str(id))
     return RequestItem(id=id, signature=digest.hexdigest(), size=size, read=read, is_batch=is_batch)
@@ -98,19 +97,6 @@ def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], dict
         raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     checked(sent, ChatCompletionRequest)
     return sent["messages"], {name: value for name, value in sent.items() if name not in _NOT_OPTIONS}
-
-
-def _contents(
-    messages: Sequence[Mapping[str, Any]], base: str, media: MediaReader
-) -> dict[tuple[str, Modality], MediumItem]:
-    contents = {}
-    for param, address, modality in named_files(messages):
-        try:
-            contents[address, modality] = media.open(resolved(address, base), modality)
-        except BadRequestError as error:
-            error.param = param
-            raise
-    return contents
 
 
 @dataclass(frozen=True, kw_only=True)
