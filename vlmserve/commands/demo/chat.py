@@ -1,7 +1,8 @@
 """The page's conversation: messages in Gradio's form, the requests made of them, and a view after each step.
 
 The shown messages are the only memory. A question without an answer, because it failed or was stopped early, stays on
-the page. The model is not told of it, since it would make every later request fail, too."""
+the page. The model is not told of it, since it would make every later request fail, too.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.commands.client import conversation
-from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError, Stats
+from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError
 from vlmserve.commands.client.conversation import OptionError, chat_messages, media_part, parse_option
 from vlmserve.commands.client.media import data_url
 from vlmserve.commands.demo.pictures import Drawing, Question, SeenMedium, draw_marks, see
@@ -128,25 +129,16 @@ def files_of(turns: Sequence[Turn], question: Question) -> list[Path]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerDetails:
-    """The details of a complete answer. num_media: of its prompt. media: the last of them, as the model saw them.
+class View:
+    """A state of the page. messages: the conversation. answer: the complete one; None before.
 
-    notes: sentences for the user. drawing: the answer's boxes and points.
+    media: the last ones of the prompt, as the model saw them. drawing: the answer's boxes and points.
     """
 
-    stats: Stats
-    num_media: int
-    media: tuple[SeenMedium, ...]
-    notes: tuple[str, ...]
-    drawing: Drawing | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """A state of the page. messages: the conversation. outcome: None until the answer is complete."""
-
     messages: Sequence[Message]
-    outcome: AnswerDetails | None = None
+    answer: ChatAnswer | None = None
+    media: tuple[SeenMedium, ...] = ()
+    drawing: Drawing | None = None
 
 
 class Chat:
@@ -172,22 +164,11 @@ class Chat:
             async with aclosing(self._client.ask(body)) as answers:
                 async for answer in answers:
                     yield View(messages=[*shown, answer_message(answer.text)])
-            outcome = await asyncio.to_thread(_outcome, answer, files_of(turns, question))
+            files = files_of(turns, question)
+            drawing = await asyncio.to_thread(draw_marks, answer.text, answer.media, files)
+            seen = await asyncio.to_thread(see, answer.media, files)
         except (OptionError, ServerError, OSError) as error:
             said = [answer_message(answer.text)] if answer.text else []
             yield View(messages=[*shown, *said, error_message(str(error))])
             return
-        yield View(messages=[*shown, answer_message(answer.text)], outcome=outcome)
-
-
-def _outcome(answer: ChatAnswer, files: Sequence[Path]) -> AnswerDetails | None:
-    if answer.stats is None:
-        return None
-    drawing = draw_marks(answer.text, answer.media, files)
-    return AnswerDetails(
-        stats=answer.stats,
-        num_media=len(answer.media),
-        media=see(answer.media, files),
-        notes=(*answer.notes, *(drawing.problems if drawing is not None else ())),
-        drawing=drawing,
-    )
+        yield View(messages=[*shown, answer_message(answer.text)], answer=answer, media=seen, drawing=drawing)
