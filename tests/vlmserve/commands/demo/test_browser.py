@@ -145,14 +145,6 @@ def test_a_picture(page):
     expect(page.locator(".saw-tokens-table tr", has_text="Cached")).to_contain_text("48 tokens")
 
 
-def test_a_clip(page):
-    ask_sample(page, "rolling.mp4", question="Which way does the circle move?")
-    assert pictures(page, "#saw") == [[192, 160]] * 8
-    times = ["0.00", "0.50", "1.12", "1.62", "2.25", "2.75", "3.38", "3.88"]
-    expect(page.locator("#saw small")).to_have_text([f"{time} s" for time in times])
-    expect(page.locator("#saw")).to_contain_text("8 of 32 frames in 4.0 s")
-
-
 def test_a_box_and_then_none(page):
     question = "Locate the red circle, output its bbox coordinates using JSON format."
     ask_sample(page, "shapes.png", question=question)

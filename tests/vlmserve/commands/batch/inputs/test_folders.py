@@ -77,18 +77,9 @@ def test_files_that_cannot_be_read_come_as_items(here):
     (here / "pics/a.png").unlink()
     with pytest.raises(BadRequestError, match="No such file"):
         items["pics/a.png"].read()
-    (here / "pics/gone.png").symlink_to("nowhere")
-    os.mkfifo(here / "pics/pipe.png")
-    touch(here / "pics/text.png", b"no picture")
     touch(here / "pics/huge.png", png(1) + bytes(100_000))
-    for name, why in (
-        ("gone", "No such file"),
-        ("pipe", "not a regular file"),
-        ("text", "neither a picture nor a video"),
-        ("huge", "the limit is 100000"),
-    ):
-        with pytest.raises(BadRequestError, match=why):
-            media(opened("pics"))[f"pics/{name}.png"].read()
+    with pytest.raises(BadRequestError, match="the limit is 100000"):
+        media(opened("pics"))["pics/huge.png"].read()
 
 
 def test_a_folder_that_cannot_be_read_is_told_and_the_rest_goes_on(here, monkeypatch):
