@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from vlmserve.commands.batch.item import ChatRequest, MediumItem, RequestItem
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
+from vlmserve.commands.caption.run import CaptionSettings
 from vlmserve.config.checks import SettingsError
 
 
@@ -132,7 +134,15 @@ def test_restart_forgets_what_was_there(tmp_path, name):
 
 
 def test_tars_are_webdataset(tmp_path):
-    run_once(items(9), output_settings(tmp_path / "out-%05d.tar"))
+    class Together(FakeCaptioner):
+        async def ask(self, request):
+            answer = await super().ask(request)
+            while len(self.asked) < 9:
+                await asyncio.sleep(0)
+            return answer
+
+    output, settings = output_settings(tmp_path / "out-%05d.tar"), CaptionSettings(concurrency=9)
+    run_once(items(9), output, captioner=Together(), settings=settings)
     names = sorted(path.name for path in tmp_path.glob("out*"))
     assert names == ["out-00000.tar", "out-00001.tar", "out-00002.tar", "out-N.tar.journal"]
     samples: dict[str, dict[str, bytes]] = {}

@@ -235,7 +235,9 @@ def test_a_sample_that_is_clicked_is_asked(url, served):
         with http.stream("GET", "/gradio_api/queue/data?session_hash=one") as events:
             for line in events.iter_lines():
                 if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
+                    column = json.loads(line[5:])["output"]["data"][2]
                     break
+    assert column["visible"], "with what the model saw"
     [request] = served.scheduler.requests[before:]
     assert len(request.mm_inputs.items) == 2
 
