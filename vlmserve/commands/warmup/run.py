@@ -1,6 +1,7 @@
 """A warmup run: inputs are encoded, a few at a time, by this process or a running server.
 
-The journal, the list of errors and the tally have the results."""
+The journal, the list of errors and the tally have the results.
+"""
 
 from __future__ import annotations
 
