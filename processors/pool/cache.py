@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Literal
 
 from processors.families.base import ProcessedMedium
 from processors.hashing import digest_fields
-from processors.knobs import ImageKnobs
-from processors.video.options import VideoKnobs
+from processors.pool.maker import MediaWork
 
 
 class ProcessorCache:
@@ -21,17 +18,10 @@ class ProcessorCache:
         self._bytes = 0
 
     @staticmethod
-    def key(
-        kind: Literal["picture", "clip", "frames"],
-        files: Sequence[bytes],
-        knobs: ImageKnobs | VideoKnobs,
-        tenant: str = "",
-    ) -> bytes:
-        """Return the key of a file, or of a video's frames, together with kind, knobs and tenant.
-
-        Knobs are dataclasses, so their repr holds all their values.
-        """
-        return digest_fields([kind.encode(), repr(knobs).encode(), tenant.encode(), *files])
+    def key(work: MediaWork, tenant: str = "") -> bytes:
+        """Return the key of files, knobs and tenant. Knobs are dataclasses: their repr holds their type and values."""
+        files = [file for file in work.files if isinstance(file, bytes)]
+        return digest_fields([bytes([work.listed]), repr(work.knobs).encode(), tenant.encode(), *files])
 
     def get(self, key: bytes) -> ProcessedMedium | None:
         """Return the medium under `key`, if it is still cached."""

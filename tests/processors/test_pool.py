@@ -19,7 +19,7 @@ from processors.fetch.fetching import MediaFetcher, MediaFile
 from processors.fetch.limits import FetchSettings
 from processors.pool import pool as pool_module
 from processors.pool.cache import ProcessorCache
-from processors.pool.maker import FatalMediumError
+from processors.pool.maker import FatalMediumError, MediaWork
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from processors.video.options import VideoKnobs
@@ -339,7 +339,7 @@ class SlowMaker:
         self.calls = self.called_off = 0
         self.called, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def picture(self, data, knobs, *, client=""):
+    async def make(self, work, *, client=""):
         self.calls += 1
         self.called.set()
         try:
@@ -427,11 +427,19 @@ def test_fatal_media_are_not_tried_again(processor, monkeypatch):
 
 def test_keys_tell_apart_what_is_asked_and_of_what():
     image, video, fast = ImageKnobs(), VideoKnobs(), VideoKnobs(fps=3)
-    asked = [("picture", [b"a"], image), ("picture", [b"a"], ImageKnobs(max_pixels=9)), ("clip", [b"a"], video)]
-    asked += [("frames", [b"a"], video), ("frames", [b"a"], fast), ("frames", [b"a", b""], video)]
-    asked += [("frames", [b"ab"], video), ("frames", [b"a", b"b"], video), ("frames", [], video)]
-    assert len({ProcessorCache.key(*each) for each in asked}) == len(asked)
-    assert ProcessorCache.key("clip", [b"a"], VideoKnobs()) == ProcessorCache.key("clip", [b"a"], video)
+    asked = [([b"a"], knobs) for knobs in (image, ImageKnobs(max_pixels=9), video)]
+    lists = [
+        ([b"a"], video),
+        ([b"a"], fast),
+        ([b"a", b""], video),
+        ([b"ab"], video),
+        ([b"a", b"b"], video),
+        ([], video),
+    ]
+    works = [MediaWork(files=files, knobs=knobs) for files, knobs in asked]
+    works += [MediaWork(files=files, knobs=knobs, listed=True) for files, knobs in lists]
+    assert len({ProcessorCache.key(work) for work in works}) == len(works)
+    assert ProcessorCache.key(replace(works[2], knobs=VideoKnobs())) == ProcessorCache.key(works[2])
 
 
 def processed(size, mark=0):
