@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from processors.video.decoding import is_disposable, length_size
-from processors.video.stretches import stretches
-from processors.video.threads import ahead, side_by_side
+from processors.video.clips import ahead, side_by_side
+from processors.video.decoding import is_disposable, length_size, stretches
 from tests.processors.clips import make_clip
 
 WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all is well

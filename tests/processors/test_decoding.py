@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile, ImageOps
 
-from processors.image.decoding import DecodeLimits, decode_image, normalize_image
-from processors.image.rgb import to_rgb
+from processors.image.decoding import DecodeLimits, decode_image, normalize_image, to_rgb
 from tests import hf_env  # noqa: F401
 from tests.processors.helpers import encoded, noise, picture
 from vlmserve_common.errors import BadRequestError

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image, ImageFile, features
 
 from processors.formats import HEAD_BYTES, mime_type, modality_of
-from processors.image import rgb
+from processors.image import decoding as rgb
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
 from processors.inputs import Modality
 from tests.processors.clips import make_clip

@@ -18,9 +18,8 @@ from processors.families.base import ImageKnobs, ProcessedImage
 from processors.fetch.fetching import MediaFetcher, MediaFile
 from processors.fetch.limits import FetchSettings
 from processors.pool import pool as pool_module
-from processors.pool.cache import ProcessorCache
 from processors.pool.maker import FatalMediumError, MediaWork
-from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.pool import PoolSettings, ProcessorCache, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from processors.video.options import VideoKnobs
 from tests import hf_env  # noqa: F401

@@ -21,8 +21,7 @@ from vision.towers.temporal_patch import EncodeBatch
 from vision.workers import cuda_rows
 from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower, share
-from vision.workers.encoder_messages import RowsHandle
-from vision.workers.lent_rows import TRIAL_ROWS
+from vision.workers.encoder_messages import TRIAL_ROWS, RowsHandle
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
 

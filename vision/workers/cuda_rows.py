@@ -4,7 +4,7 @@ engine.
 Written by torch's documentation and source; it has not been run on a GPU. The handles are the ones that torch's
 multiprocessing pickles (`torch.multiprocessing.reductions`); here they are plain fields of a message. While a handle is
 out, torch counts in a small file in shared memory whether the other side has it open. The worker must also keep the
-rows (`vision.workers.lent_rows`) until it is told that they were taken.
+rows (`vision.workers.encoder_messages`) until it is told that they were taken.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Protocol
 
 import torch
 
-from vision.workers.encoder_messages import RowsHandle
-from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
+from vision.workers.encoder_messages import TRIAL_ROWS, TRIAL_WIDTH, RowsHandle
 from vlmserve_common.compute.tensors import dtype_name
 
 _SHARED_MEMORY = Path("/dev/shm")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
-from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.towers.pieces import Kind, Piece, Steps
+from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
 from vlmserve_common.compute.lanes import HostLane, Lane
 from vlmserve_common.compute.transfers import Mark
@@ -60,20 +60,6 @@ class Pace:
         return self.piece_s / self.seconds(kind, 1.0)
 
 
-class Runner(Protocol):
-    """The interface of `towers.runner.TowerRunner` that the backend needs."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that it computes on."""
-
-    def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
-        """Encode temporal patches in pieces; the result is the embeddings of each."""
-
-    def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
-        """Return the approximate cost of these pieces."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Cancel:
     number: int
@@ -103,7 +89,7 @@ class InlineBackend:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TowerRunner,
         *,
         piece_s: float = PIECE_S,
         most_batches: int = BATCHES_IN_WORK,

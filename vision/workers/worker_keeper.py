@@ -32,7 +32,7 @@ from vlmserve_common.transport.wire import Frame, MessageChannel
 logger = logging.getLogger(__name__)
 
 WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
-"""A worker's main function; see `vision.workers.start`."""
+"""A worker's main function; see `vision.workers.settings`."""
 
 
 class WorkerKeeper:
