@@ -181,11 +181,6 @@ def test_more_frames_than_any_camera_takes():
     refused(make_clip(60, times=times, container="matroska", codec="libx264"), "more than 48 frames", limits)
 
 
-def test_frames_of_8k():
-    error = refused(black_clip(7680, 4320), "pixels.*--max-video-frame-pixels")
-    assert error.code == "video_too_large"
-
-
 # ---------------------------------------------------------------- headers are not believed
 
 

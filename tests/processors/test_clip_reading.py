@@ -198,21 +198,6 @@ def units(*headers: int, prefix: int = 4, size: int = 5) -> bytes:
     return b"".join(size.to_bytes(prefix, "big") + bytes([header]) + bytes(size - 1) for header in headers)
 
 
-@pytest.mark.parametrize("prefix", [1, 2, 3, 4])
-def test_slices_without_references(prefix):
-    def disposable(*headers):
-        return is_disposable(units(*headers, prefix=prefix), prefix)
-
-    assert disposable(DISPOSABLE_SLICE)
-    assert disposable(INFORMATION, DISPOSABLE_SLICE, DISPOSABLE_SLICE)
-    assert not disposable(SLICE)
-    assert not disposable(DISPOSABLE_SLICE, SLICE)
-    assert not disposable(HEADER, DISPOSABLE_SLICE)  # what is set there is for later pictures, too
-    assert not disposable(0x07, DISPOSABLE_SLICE)
-    assert not disposable(INFORMATION)
-    assert not disposable()
-
-
 def test_what_is_not_understood_is_kept():
     whole = units(DISPOSABLE_SLICE, DISPOSABLE_SLICE)
     assert is_disposable(whole, 4)
@@ -220,21 +205,6 @@ def test_what_is_not_understood_is_kept():
     assert not is_disposable(whole + b"\0", 4)
     assert not is_disposable(units(DISPOSABLE_SLICE, size=1)[:3], 4)
     assert not is_disposable(b"\0\0\0\1" + whole, 4)  # with start codes instead of lengths
-
-
-@pytest.mark.parametrize(
-    ("extradata", "size"),
-    [
-        (None, 0),
-        (b"", 0),
-        (b"\1\x64\0\x1e", 0),
-        (b"\1\x64\0\x1e\xff", 4),
-        (b"\1\x64\0\x1e\xfd", 2),
-        (b"\0\0\0\1\x67", 0),
-    ],
-)
-def test_length_size(extradata, size):
-    assert length_size(extradata) == size
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "matroska"])

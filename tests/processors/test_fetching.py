@@ -543,18 +543,6 @@ def test_public(address):
     assert is_public_address(ipaddress.ip_address(address))
 
 
-def test_resolve_asks_once_and_keeps_the_order():
-    calls = []
-
-    def resolver(host, port):
-        calls.append((host, port))
-        return ["2606:4700:4700::1111", "1.1.1.1"]
-
-    found = asyncio.run(NameLookup(resolver).resolve("media.example", 443))
-    assert [str(address) for address in found] == ["2606:4700:4700::1111", "1.1.1.1"]
-    assert calls == [("media.example", 443)]
-
-
 def test_so_many_names_at_a_time_are_looked_up_and_no_more():
     release = threading.Event()
 

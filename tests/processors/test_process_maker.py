@@ -407,14 +407,3 @@ def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
 
     fake = fakes()
     run(play())
-
-
-def test_workers_that_cannot_start_are_tried_at_intervals_and_requests_fail_with_the_reason(fakes, caplog):
-    fake = fakes(plan="error", first_pause_s=PATIENCE_S)
-    with pytest.raises(EngineError, match=r"^no processor in there$"):
-        fake.maker.wait_ready()
-    for _ in range(2):
-        with pytest.raises(EngineError, match=r"^no processor in there$"):
-            run(fake.maker.make(picture_work(GOOD)))
-    assert len(fake.pids()) == 4
-    assert f"no processor in there: the next try in {PATIENCE_S:g} s" in caplog.text

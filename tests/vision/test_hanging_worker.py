@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.vision.backends import PATIENCE_S, Fakes, collect
 from tests.vision.fake_worker import DIE, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import gone
-from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
-from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
-from vision.towers.temporal_patch import TemporalPatch
 from vision.workers.backend import EncodeBatch
-from vision.workers.process_backend import ProcessBackend
 from vlmserve_common.process import supervisor
 from vlmserve_common.process.child import ChildProcess
 
@@ -82,22 +77,11 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     assert list(made.fake.shared_dir.iterdir()) == []
 
 
-def patch(seed: int, *, first_pixel: float | None = None) -> TemporalPatch:
-    made = make_patch((2, 2), 1, seed=seed)
+def batch(number: int, *, first_pixel: float | None = None) -> EncodeBatch:
+    made = make_patch((2, 2), 1, seed=number)
     if first_pixel is not None:
         made.pixels[0, 0] = first_pixel
-    return made
-
-
-def watch_starts(backend: ProcessBackend) -> list[EncodeBatch]:
-    """The batches that are started from now on."""
-    started, start = [], backend.start
-    backend.start = lambda worker, batch: (started.append(batch), start(worker, batch))
-    return started
-
-
-def batch(number: int, *, first_pixel: float | None = None) -> EncodeBatch:
-    return EncodeBatch(number=number, patches=(patch(number, first_pixel=first_pixel),))
+    return EncodeBatch(number=number, patches=(made,))
 
 
 def test_a_worker_that_hangs_is_ended_and_started_again_and_its_batches_fail(bench, caplog):
@@ -155,31 +139,3 @@ def test_the_time_that_a_worker_takes_to_start_is_not_its_batches(tmp_path, monk
     begun.set()
     assert collect(bench.backend, 1)[0].error == ""
     bench.close()
-
-
-def test_in_the_pool_what_hangs_is_retried_alone_and_fails_those_who_hold_it_only(bench):
-    cache = EmbeddingCache(MemoryTier(2**20, torch.device("cpu")))
-    pool = EncoderPool(
-        bench.backend,
-        cache,
-        fingerprint=b"tower",
-        embed_shape=EmbedShape(merge=1, width=1, dtype=torch.float32),
-        limits=PoolLimits(max_patches=64, space_bytes=2**20),
-    )
-    keys = pool.submit([patch(1, first_pixel=PAUSE), patch(2)], order=0)
-    started = watch_starts(bench.backend)
-    pool.advance()
-
-    def advance_until(condition: Callable[[], bool]) -> None:
-        while not condition():
-            assert wait(pool.wait_handles(), PATIENCE_S)
-            pool.advance()
-
-    for figure in ("retried", "failed"):
-        bench.await_pause()
-        bench.later(LIMIT_S)
-        advance_until(lambda figure=figure: getattr(pool.stats(), figure) > 0)
-    advance_until(lambda: pool.is_ready(keys[1]))
-    assert pool.take_failures() == {keys[0]: REASON}
-    assert [len(one.patches) for one in started] == [2, 1, 1]
-    assert pool.embeds(keys[1]).tolist() == patch(2).pixels.tolist()

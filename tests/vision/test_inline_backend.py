@@ -25,8 +25,6 @@ class FakeTower:
     """A runner of 1e9 FLOP a patch, at `speed` a second. log: whose pieces were computed, and their seconds. closed:
     what was given up. fail: digests that fail at their second piece."""
 
-    device = torch.device("cpu")
-
     def __init__(self, speed: float = SPEED) -> None:
         self.now = 0.0
         self.speed = speed
@@ -43,7 +41,7 @@ class FakeTower:
         first = True
         try:
             while left > 0:
-                cost = min(left, limits.most(Kind.PRODUCT))
+                cost = min(left, limits(Kind.PRODUCT))
                 yield Piece(Kind.PRODUCT, cost)
                 assert torch.is_inference_mode_enabled()
                 if patch.digest in self.fail and not first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from vision.towers.tower_graphs import CapturedTower
 
 NORM_EPS = 1e-6
 # Most rows that go through products together: the inner rows of an MLP are several times as wide.
@@ -85,16 +88,6 @@ def product_rows(
     return out
 
 
-class TowerGraphs(Protocol):
-    """The graphs that a tower can replay; see `vision.towers.tower_graphs`."""
-
-    def fits(self, inputs: LayerInputs) -> bool:
-        """Return True if there is a graph for these inputs."""
-
-    def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """Run `VisionTower.layer_steps` by a graph."""
-
-
 class VisionTower(nn.Module):
     """A vision tower, as the encoder sees it.
 
@@ -107,7 +100,7 @@ class VisionTower(nn.Module):
     num_deepstack_layers: int = 0
     full_attention: frozenset[int] | None = None
     window_patches: int = 0
-    _graphs: TowerGraphs | None = None
+    _graphs: CapturedTower | None = None
 
     def __init__(
         self,
@@ -146,7 +139,7 @@ class VisionTower(nn.Module):
             embeds = yield from self.layer_steps(inputs, limits)
         return embeds if inputs.order is None else torch.empty_like(embeds).index_copy_(0, inputs.order, embeds)
 
-    def attach_graphs(self, graphs: TowerGraphs) -> None:
+    def attach_graphs(self, graphs: CapturedTower) -> None:
         """Replay the layers of batches that fit from now on."""
         self._graphs = graphs
 

@@ -28,10 +28,6 @@ class TowerRunner:
         self._tower = tower
         self._device = device
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     @torch.inference_mode()
     def encode(self, patches: Sequence[TemporalPatch]) -> tuple[torch.Tensor, ...]:
         """Return the embeddings [h * w / merge**2, width] of each temporal patch in the tower's dtype, from one call of

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -41,28 +40,17 @@ def trial_rows(device: torch.device | str) -> torch.Tensor:
     return torch.arange(count * TRIAL_WIDTH, dtype=torch.float32, device=device).view(count, TRIAL_WIDTH)
 
 
-class RowsBorrower(Protocol):
-    """Copies rows that workers lend. For one thread and one worker at a time."""
-
-    def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        """Return the rows of each temporal patch, in memory of their own on the device that needs them.
-
-        The copy has ended, and nothing of the worker's is open any more. On an error, too, the handle is no longer
-        used.
-        """
-
-    def worker_gone(self) -> None:
-        """Remove the files that a dead worker left behind."""
-
-
-def try_out(borrower: RowsBorrower, trial: RowsHandle) -> None:
+def try_out(borrower: CudaBorrower, trial: RowsHandle) -> None:
     """Copy the trial's rows. Raises ValueError if they arrive changed."""
     if not torch.equal(torch.cat([rows.cpu() for rows in borrower.copy(trial)]), trial_rows("cpu")):
         raise ValueError("what arrives is not what was sent")
 
 
 class CudaBorrower:
-    """A `RowsBorrower` for a GPU. `device`: where rows are needed, the worker's GPU or a peer of it."""
+    """Copies rows that workers lend. For one thread and one worker at a time.
+
+    `device`: where rows are needed, the worker's GPU or a peer of it.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -70,11 +58,15 @@ class CudaBorrower:
         self._counters: set[str] = set()
 
     def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        """Copy on a stream of its own, so that it does not queue behind the LLM's work."""
+        """Return the rows of each temporal patch, in memory of their own on the device that needs them.
+
+        The copy has ended, and nothing of the worker's is open any more. On an error, too, the handle is no longer
+        used.
+        """
         self._counters.add(handle.counter.decode())
         if self._stream is None:
             torch.cuda.init()
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # of its own: not behind the LLM's work
         # also where the source is closed: torch waits there for the current stream
         with torch.cuda.stream(self._stream):
             source = _open(handle)

@@ -37,7 +37,7 @@ _FIRST_SHARE = 4
 
 
 class Pace:
-    """Seconds per cost of each kind of piece, as a running mean. It is also a `PieceLimits`: pieces take `piece_s`
+    """Seconds per cost of each kind of piece, as a running mean. `most` is a `PieceLimits`: pieces take `piece_s`
     seconds.
 
     One thread reports times; any thread can ask.
@@ -194,7 +194,7 @@ class InlineBackend:
         return sum(self._pace.seconds(kind, cost) for kind, cost in job.left.items())
 
     def _begin(self, batch: EncodeBatch) -> None:
-        steps = self._runner.steps(batch.patches, self._pace)
+        steps = self._runner.steps(batch.patches, self._pace.most)
         piece, error = attempt(lambda: self._resume(steps))
         if isinstance(piece, Piece):
             self._jobs.append(
