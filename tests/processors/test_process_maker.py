@@ -25,22 +25,9 @@ from processors.pool.media_process import WorkerBugError
 from processors.pool.media_worker import run_worker
 from processors.pool.process_maker import ProcessMaker, ProcessSettings, WorkerMain
 from processors.video.options import VideoKnobs
+from tests.processors import fake_media_worker as fakery
 from tests.processors.clips import jpeg, make_clip
-from tests.processors.fake_media_worker import (
-    CRASH,
-    EAT,
-    EXIT,
-    FAIL,
-    FILES,
-    LIE,
-    ODD,
-    ONCE,
-    PAUSE,
-    SPIN,
-    fake_worker,
-    hurried_worker,
-    noting_worker,
-)
+from tests.processors.fake_media_worker import PAUSE, fake_worker, hurried_worker, noting_worker
 from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
@@ -210,9 +197,9 @@ def test_a_worker_takes_little_memory_of_its_own(fakes):
 @pytest.mark.parametrize(
     ("order", "code", "message"),
     [
-        (CRASH, "media_crash", r"\(media worker 0 was killed by SIGSEGV\)"),
-        pytest.param(EXIT, "media_crash", "ended with status 7", marks=pytest.mark.slow),
-        (EAT, "media_too_costly", r"the picture takes more memory than the 4\.0 GiB .* --max-image-pixels"),
+        (fakery.CRASH, "media_crash", r"\(media worker 0 was killed by SIGSEGV\)"),
+        pytest.param(fakery.EXIT, "media_crash", "ended with status 7", marks=pytest.mark.slow),
+        (fakery.EAT, "media_too_costly", r"the picture takes more memory than the 4\.0 GiB .* --max-image-pixels"),
     ],
 )
 def test_a_file_that_ends_its_worker_fails_alone(fakes, caplog, order, code, message):
@@ -237,7 +224,7 @@ def test_cpu_time_is_the_kernel_s_to_limit(fakes):
         with pytest.raises(
             FatalMediumError, match=r"took longer than .* s, the limit \(setting --max-image-decode-s\)"
         ):
-            await fake.maker.make(picture_work(SPIN))
+            await fake.maker.make(picture_work(fakery.SPIN))
         await fake.check_works()
 
     fake = fakes(main=hurried_worker)
@@ -249,7 +236,7 @@ def test_cpu_time_is_the_kernel_s_to_limit(fakes):
 
 def test_a_worker_opens_few_files(fakes):
     with pytest.raises(WorkerBugError, match="Too many open files"):
-        run(fakes().maker.make(picture_work(FILES)))
+        run(fakes().maker.make(picture_work(fakery.FILES)))
 
 
 @pytest.mark.parametrize("kind", ["picture", "clip", pytest.param("frames", marks=pytest.mark.slow)])
@@ -290,7 +277,7 @@ def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes
 
 def test_a_bug_is_nobody_s_fault(fakes):
     fake = fakes()
-    for order, log in ((FAIL, "RuntimeError: a bug"), (ODD, "object"), (LIE, "cannot be used")):
+    for order, log in ((fakery.FAIL, "RuntimeError: a bug"), (fakery.ODD, "object"), (fakery.LIE, "cannot be used")):
         for _ in range(2):  # it may be tried again
             with pytest.raises(WorkerBugError, match=log):
                 run(fake.maker.make(picture_work(order)))
@@ -327,7 +314,7 @@ def test_a_file_that_a_worker_did_not_take_is_given_to_the_next_one_and_leaves_n
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_file_whose_worker_was_stopped_is_given_to_the_next_one(fakes, begun):
     async def play() -> Any:
-        call = asyncio.create_task(fake.maker.make(picture_work(ONCE if begun else GOOD)))
+        call = asyncio.create_task(fake.maker.make(picture_work(fakery.ONCE if begun else GOOD)))
         if begun:
             await fake.tried(1)
             os.kill(pid, signal.SIGSTOP)

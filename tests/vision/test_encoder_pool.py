@@ -336,16 +336,6 @@ def test_a_write_that_outlives_its_entry():
     assert not pool.busy
 
 
-def test_handles_are_those_of_the_workers_and_the_disk():
-    assert make_pool(FakeBackend()).wait_handles() == []
-    assert make_pool(FakeBackend(inline=False)).wait_handles() == [0]
-    both = make_pool(FakeBackend(inline=False), disk=FakeDisk())
-    assert both.wait_handles() == [0, 99]
-    inline = make_pool(FakeBackend(), disk=FakeDisk())
-    assert inline.inline
-    assert not both.inline
-
-
 def test_keys_are_of_the_tower_and_the_content():
     pool = make_pool(FakeBackend())
     assert len({pool.key(patch) for patch in (*contents("ab"), came_encoded("a"))}) == 3
