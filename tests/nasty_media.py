@@ -30,7 +30,7 @@ class NastyFile(NamedTuple):
 
 def nasty_files() -> list[NastyFile]:
     """All but those that only a limit of time ends."""
-    return [*_sizes(), *_structures(), *_clips(), *_other_things()]
+    return [*pictures_that_say_they_are_large(), *_structures(), *_clips(), *_other_things()]
 
 
 def slow_files() -> list[NastyFile]:
@@ -59,8 +59,7 @@ def box(name: bytes, *parts: bytes) -> bytes:
     return struct.pack(">I4s", 8 + len(body), name) + body
 
 
-def _sizes() -> Iterator[NastyFile]:
-    """Pictures that are far larger than their files, or say so."""
+def pictures_that_say_they_are_large() -> Iterator[NastyFile]:
     yield NastyFile("PNG of 60000x60000", "image", _png_bomb(60_000))
     yield NastyFile("PNG of 1x2000000000", "image", _png_header(1, 2_000_000_000) + png_chunk(b"IEND", b""))
     jpeg = bytearray(encoded(picture(16, 16), "JPEG"))

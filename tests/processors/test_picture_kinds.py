@@ -14,9 +14,10 @@ from processors.formats import HEAD_BYTES, mime_type, modality_of
 from processors.image import decoding as rgb
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
 from processors.inputs import Modality
+from tests.nasty_media import png_chunk
 from tests.processors.clips import make_clip
 from tests.processors.helpers import decoded_and_growth, encoded, picture
-from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, png_chunk, reference_rgb
+from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, reference_rgb
 from vlmserve_common.errors import BadRequestError
 
 GREY, RGB, CMYK = 1, 2, 5
