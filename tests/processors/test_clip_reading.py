@@ -198,6 +198,16 @@ def units(*headers: int, prefix: int = 4, size: int = 5) -> bytes:
     return b"".join(size.to_bytes(prefix, "big") + bytes([header]) + bytes(size - 1) for header in headers)
 
 
+def test_slices_without_references():
+    def disposable(*headers):
+        return is_disposable(units(*headers), 4)
+
+    assert disposable(INFORMATION, DISPOSABLE_SLICE, DISPOSABLE_SLICE)
+    # a header sets what later pictures depend on, too
+    others = [(SLICE,), (DISPOSABLE_SLICE, SLICE), (HEADER, DISPOSABLE_SLICE), (INFORMATION,), ()]
+    assert not any(disposable(*headers) for headers in others)
+
+
 def test_what_is_not_understood_is_kept():
     whole = units(DISPOSABLE_SLICE, DISPOSABLE_SLICE)
     assert is_disposable(whole, 4)
