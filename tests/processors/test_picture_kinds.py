@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import struct
 import zlib
 
@@ -263,22 +262,20 @@ def test_memory_of_a_large_transparent_picture(tmp_path):
 # ---------------------------------------------------------------- what a file is called, by its first bytes
 
 
-@pytest.mark.parametrize("name", ["png", "jpeg", "webp", "gif", "bmp", "tiff"])
-def test_pictures(name: str) -> None:
-    out = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(out, name)
-    assert mime_type(out.getvalue()[:HEAD_BYTES]) == f"image/{name}"
+MIME_TYPES = [
+    (encoded(Image.new("RGB", (8, 8)), name), f"image/{name}") for name in ("png", "jpeg", "webp", "gif", "bmp")
+]
+MIME_TYPES += [
+    (make_clip(2), "video/mp4"),
+    (make_clip(2, container="mov"), "video/quicktime"),
+    (make_clip(2, container="matroska"), "video/x-matroska"),
+    (make_clip(2, container="webm", codec="libvpx-vp9"), "video/webm"),
+    (b"", "application/octet-stream"),
+    (b"%PDF-1.7", "application/octet-stream"),
+    (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "application/octet-stream"),
+]
 
 
-@pytest.mark.parametrize(
-    ("container", "name"),
-    [("mp4", "mp4"), ("mov", "quicktime"), ("matroska", "x-matroska"), ("webm", "webm")],
-)
-def test_videos(container: str, name: str) -> None:
-    codec = {"codec": "libvpx-vp9"} if container == "webm" else {}
-    assert mime_type(make_clip(2, container=container, **codec)[:HEAD_BYTES]) == f"video/{name}"
-
-
-@pytest.mark.parametrize("head", [b"", b"plain text", b"%PDF-1.7", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"])
-def test_others(head: bytes) -> None:
-    assert mime_type(head) == "application/octet-stream"
+@pytest.mark.parametrize(("data", "name"), MIME_TYPES, ids=[name for _, name in MIME_TYPES])
+def test_mime_types(data: bytes, name: str) -> None:
+    assert mime_type(data[:HEAD_BYTES]) == name
