@@ -23,7 +23,7 @@ from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts, map_parts
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
-from vlmserve.ipc.messages import GrammarSpec, SamplingParams
+from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions, SamplingParams
 
 Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
 """OpenAI's messages, or the text of one message of the user's."""
@@ -58,6 +58,19 @@ class SamplingOptions(TypedDict, total=False):
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
     min_tokens: int | None
+
+
+class ChatOptions(SamplingOptions, total=False):
+    """`SamplingOptions`, and what else a request may ask for.
+
+    mm_processor_kwargs: how media are prepared, unless a part says (`processors.families.processor_kwargs`). returns:
+    more results besides the answer. logits_processors: the operator's, by name.
+    """
+
+    num_logprobs: int | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    returns: ReturnOptions
+    logits_processors: Sequence[LogitsProcessorCall]
 
 
 def read_settings(
