@@ -68,11 +68,8 @@ def examine(model: str | None) -> dict[str, list[Finding]]:
         probed = {name: found for each in probing for name, found in each.result().items()}
     imports = {module: probed[f"import:{module}"] for module in modules if module} | {"torch": probed["torch"]}
     python = platform.python_version()
-    ourselves = Finding(
-        name="vlmserve",
-        text=f"{__version__}, Python {python} ({sys.executable})",
-        data={"version": __version__, "python": python, "executable": sys.executable},
-    )
+    data = {"version": __version__, "python": python, "executable": sys.executable}
+    ourselves = Finding("vlmserve", f"{__version__}, Python {python} ({sys.executable})", data=data)
     report = {
         "vlmserve": [ourselves, *needed_findings(needed, imports)],
         "machine": machine,

@@ -22,7 +22,7 @@ class Status(enum.StrEnum):
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of a check. remedy: a command, or words that say what to do. data: figures for --json."""
 

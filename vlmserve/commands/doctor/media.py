@@ -18,7 +18,7 @@ def media_findings(probed: Mapping[str, Probed]) -> Iterator[Finding]:
     """Yield the findings of probes by the names of PROBES."""
     readable = [kind for kind in _PICTURES if probed[f"picture:{kind}"].error is None]
     if readable:
-        yield Finding(name="pictures", text=f"{', '.join(readable)} can be read", data={"formats": readable})
+        yield Finding("pictures", f"{', '.join(readable)} can be read", data={"formats": readable})
     for kind in _PICTURES:
         found = probed[f"picture:{kind}"]
         if found.error is not None:
@@ -28,12 +28,12 @@ def media_findings(probed: Mapping[str, Probed]) -> Iterator[Finding]:
         if found.error is not None:
             yield _unread(name, found, "av" if sample.endswith(".mp4") else "pillow")
         else:
-            yield Finding(name=name, text=f"{sample} is read as it should be", data=found.result or {})
+            yield Finding(name, f"{sample} is read as it should be", data=found.result or {})
 
 
 def _unread(name: str, found: Probed, package: str, *, optional: bool = False) -> Finding:
     if found.lacks_module:
-        return Finding(name=name, text=f"not tried: {found.error}", status=Status.NOTE)
+        return Finding(name, f"not tried: {found.error}", Status.NOTE)
     status = Status.NOTE if optional else Status.PROBLEM
     remedy = pip_install("--force-reinstall", package)
-    return Finding(name=name, text=f"cannot be read: {found.error}", status=status, remedy=remedy)
+    return Finding(name, f"cannot be read: {found.error}", status, remedy)

@@ -20,11 +20,11 @@ def model_folder(model: str) -> Path | Finding:
         return resolve_model(model, download=False)
     except NotDownloadedError as error:
         fetch = f"vlmserve serve {model} fetches it, if the hub has it"
-        return Finding(name=model, text=str(error), status=Status.NOTE, remedy=fetch)
+        return Finding(model, str(error), Status.NOTE, fetch)
     except CheckpointError as error:
-        return Finding(name=model, text=str(error), status=Status.PROBLEM, remedy="name a folder, or a hub id")
+        return Finding(model, str(error), Status.PROBLEM, "name a folder, or a hub id")
     except ImportError as error:
-        return Finding(name=model, text=f"cannot be looked for: {error}", status=Status.NOTE)
+        return Finding(model, f"cannot be looked for: {error}", Status.NOTE)
 
 
 def files_finding(folder: Path = DEFAULT_MODEL) -> Finding:
@@ -34,46 +34,34 @@ def files_finding(folder: Path = DEFAULT_MODEL) -> Finding:
         wrong = [name for digest, name in sums if _digest(folder / name) != digest]
     except OSError as error:
         wrong = [f"{error.filename}: {error.strerror}"]
-    return Finding(
-        name="files",
-        text=f"not as they were made: {', '.join(wrong)}" if wrong else f"{len(sums)} files of {folder} are whole",
-        status=Status.PROBLEM if wrong else Status.OK,
-        remedy="install vlmserve again (in a checkout: git checkout -- assets)" if wrong else None,
-        data={"folder": str(folder), "wrong": wrong},
-    )
+    data = {"folder": str(folder), "wrong": wrong}
+    if not wrong:
+        return Finding("files", f"{len(sums)} files of {folder} are whole", data=data)
+    remedy = "install vlmserve again (in a checkout: git checkout -- assets)"
+    return Finding("files", f"not as they were made: {', '.join(wrong)}", Status.PROBLEM, remedy, data)
 
 
 def model_findings(name: str, probed: Probed) -> Iterator[Finding]:
     """Yield the findings of a probe by `engine_probes.examine_model`. name: for people."""
     facts = probed.result
     if facts is None:
-        yield Finding(
-            name=name,
-            text=f"not examined: {probed.error}" if probed.lacks_module else f"cannot be served: {probed.error}",
-            status=Status.NOTE if probed.lacks_module else Status.PROBLEM,
-        )
+        if probed.lacks_module:
+            yield Finding(name, f"not examined: {probed.error}", Status.NOTE)
+        else:
+            yield Finding(name, f"cannot be served: {probed.error}", Status.PROBLEM)
         return
-    yield Finding(
-        name=name,
-        text=f"{facts['family']}, all tensors there; weights of {show_gib(facts['weight_bytes'])} in {facts['dtype']}, "
-        f"context {facts['context']}",
-        data=facts,
-    )
+    weights = show_gib(facts["weight_bytes"])
+    text = f"{facts['family']}, all tensors there; weights of {weights} in {facts['dtype']}, context {facts['context']}"
+    yield Finding(name, text, data=facts)
     if facts["error"] is not None:
-        yield Finding(
-            name="memory for it",
-            text=facts["error"],
-            status=Status.PROBLEM,
-            remedy="take a smaller model, a machine with more memory, or end other programs",
-        )
+        remedy = "take a smaller model, a machine with more memory, or end other programs"
+        yield Finding("memory for it", facts["error"], Status.PROBLEM, remedy)
         return
-    weights, cache = facts["weight_bytes"], facts["kv_tokens"] * facts["kv_bytes_per_token"]
-    yield Finding(
-        name="memory for it",
-        text=f"of {show_gib(facts['free_bytes'])} free on {facts['device']}, weights take {show_gib(weights)} and, by "
-        f"default, the KV cache {show_gib(cache)}: {facts['kv_tokens']} tokens of {facts['kv_bytes_per_token']} bytes"
-        + (f"; recurrent states take {show_gib(facts['state_bytes'])}" if facts["state_bytes"] else ""),
-    )
+    tokens, each = facts["kv_tokens"], facts["kv_bytes_per_token"]
+    text = f"of {show_gib(facts['free_bytes'])} free on {facts['device']}, weights take {weights} and, by default, "
+    text += f"the KV cache {show_gib(tokens * each)}: {tokens} tokens of {each} bytes"
+    text += f"; recurrent states take {show_gib(facts['state_bytes'])}" if facts["state_bytes"] else ""
+    yield Finding("memory for it", text)
 
 
 def _digest(path: Path) -> str:
