@@ -6,19 +6,18 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
-from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.backend import EncodeResult
+from vision.workers.inline import InlineBackend, Runner
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.step import OneGroup
-from vlmserve.executor.device_queue import DeviceQueue, InlineQueue
+from vlmserve.executor.device_queue import InlineQueue
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.ipc.messages import SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -48,33 +47,6 @@ class SchedulerLoad:
     page: int = 16
     depth: int = 1
     clients: int = 4
-
-
-class _NoEncoder:
-    """An encoder backend for text alone."""
-
-    has_work = False
-
-    def workers(self) -> tuple[int, ...]:
-        return (0,)
-
-    def start(self, worker: int, batch: EncodeBatch) -> None:
-        raise AssertionError("there is nothing to encode")
-
-    def cancel(self, worker: int, number: int) -> None:
-        raise AssertionError("there is nothing to encode")
-
-    def collect(self) -> list[EncodeResult]:
-        return []
-
-    def wait_handles(self) -> tuple[int, ...]:
-        return ()
-
-    def work(self, budget_s: float) -> bool:
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 class InstantWorker:
@@ -119,19 +91,24 @@ class SchedulerSubject:
     """
 
     def __init__(self, load: SchedulerLoad) -> None:
-        rng = np.random.default_rng(0)
         self.load = load
-        self._rng = rng
-        self._stems = [rng.integers(0, _VOCABULARY, SHARED_TOKENS) for _ in range(4 * load.clients)]
+        self._rng = np.random.default_rng(0)
+        self._stems = [self._rng.integers(0, _VOCABULARY, SHARED_TOKENS) for _ in range(4 * load.clients)]
         self._came = 0
         context = PROMPT_TOKENS + _MOST_NEW + load.page
         size = load.running * context // load.page * load.page * 2
         allocator = TokenToKVPoolAllocator(size, load.page)
         self.kv = KVCacheManager(allocator, RadixCache(allocator), ReqPoolAllocator(load.running, context))
         self.worker = InstantWorker()
-        device: DeviceQueue = _InstantQueue(load.depth)
         self.ended = 0
-        encoder = _no_encoder()
+        # of text alone: nothing is ever encoded
+        encoder = EncoderPool(
+            InlineBackend(cast(Runner, None)),
+            EmbeddingCache(MemoryTier(0, torch.device("cpu"))),
+            fingerprint=b"none",
+            embed_shape=EmbedShape(merge=1, width=1, dtype=torch.float32),
+            limits=PoolLimits(max_patches=1, space_bytes=0),
+        )
         self.scheduler = Scheduler(
             EngineArgs(
                 model="none",
@@ -155,7 +132,7 @@ class SchedulerSubject:
         self.loop = EventLoop(
             [self.scheduler],
             worker=OneGroup(self.worker),
-            device=device,
+            device=_InstantQueue(load.depth),
             encoder=encoder,
             send=self._take,
             max_patches=0,
@@ -192,16 +169,6 @@ class SchedulerSubject:
             self.loop.step()
             found.append(time.thread_time() - before - self.worker.seconds)
         return found
-
-
-def _no_encoder() -> EncoderPool:
-    return EncoderPool(
-        _NoEncoder(),
-        EmbeddingCache(MemoryTier(0, torch.device("cpu"))),
-        fingerprint=b"none",
-        embed_shape=EmbedShape(merge=1, width=1, dtype=torch.float32),
-        limits=PoolLimits(max_patches=1, space_bytes=0),
-    )
 
 
 def cpu_seconds(run: Callable[[], T]) -> tuple[float, T]:

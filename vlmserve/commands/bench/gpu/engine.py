@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ import torch
 from vlmserve.commands.bench.gpu.shapes import TEXT_IDS, GpuLoad
 from vlmserve.commands.bench.media import Question
 from vlmserve.commands.offline.llm import LLM
-from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.build import build_loop
-from vlmserve.engine.loop import EventLoop
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.executor.model_worker_batch import ModelWorkerBatch, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PendingResult, SamplingBatchInfo
 from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
 from vlmserve_common.compute.cpus import available_cpus
@@ -148,9 +146,13 @@ class MeasuredEngine:
         needed, there = batch * (load.context + tokens + 16), self.llm.info.max_total_tokens
         if needed > there:
             raise EngineError(f"{batch} requests need {needed} KV slots, and there is room for {there}")
-        with self._loop(**settings) as (loop, noted), StepSpans(self.llm.engine.runner) as spans:
-            self._handle(loop, self.prompts(batch, load.context), tokens)
-            _run(loop)
+        args, engine, noted = replace(self.llm.args, **settings), self.llm.engine, _Noted()
+        spans = StepSpans(engine.runner)
+        with closing(build_loop(args, engine.runner, engine.info, noted.take, worker=spans)) as loop:
+            for number, ids in enumerate(self.prompts(batch, load.context)):
+                loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=_greedy(tokens)))
+            while not loop.is_idle():
+                loop.step_or_wait()
         full = noted.steps_of(batch)[_WARM_STEPS:]
         if len(full) < 3:
             raise EngineError(f"only {len(full)} steps had all {batch} requests in them")
@@ -159,19 +161,6 @@ class MeasuredEngine:
             spans=spans.of(batch)[_WARM_STEPS:],
             kv_tokens=statistics.mean(step.kv_tokens for step in full),
         )
-
-    @contextmanager
-    def _loop(self, **settings: Any) -> Iterator[tuple[EventLoop, _Noted]]:
-        args: EngineArgs = replace(self.llm.args, **settings)
-        noted = _Noted()
-        engine = self.llm.engine
-        with closing(build_loop(args, engine.runner, engine.info, noted.take)) as loop:
-            yield loop, noted
-
-    def _handle(self, loop: EventLoop, prompts: np.ndarray, tokens: int) -> None:
-        sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
-        for number, ids in enumerate(prompts):
-            loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=sampling))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +180,9 @@ class _Noted:
 
     def take(self, output: SchedulerOutput) -> None:
         assert isinstance(output, BatchTokenOutput)
-        failed = [
-            one.finish_reason for one in output.outputs if one.finish_reason and one.finish_reason.type == "error"
-        ]
-        if failed:
-            raise EngineError(failed[0].message)
+        for one in output.outputs:
+            if one.finish_reason and one.finish_reason.type == "error":
+                raise EngineError(one.finish_reason.message)
         tokens = sum(one.prompt_tokens + one.completion_tokens - 1 for one in output.outputs)
         self._steps.append(_Step(time.perf_counter(), len(output.outputs), tokens))
 
@@ -207,79 +194,43 @@ def _greedy(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
 
 
-def _run(loop: EventLoop) -> None:
-    while not loop.is_idle():
-        loop.step_or_wait()
-
-
 def _prompt_steps(load: GpuLoad) -> int:
     """Return the steps that the prompts of the largest batch take; requests that came first decode already."""
     return -(-max(load.batches) * load.context // load.prompt) + 1
 
 
-class _Mark(Protocol):
-    """A place in the work of a device."""
-
-    def elapsed_time(self, later: Any) -> float:
-        """Return the milliseconds until a later mark."""
-        ...
-
-
-class _Now:
-    """A mark on the CPU, where work is done at once."""
-
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def elapsed_time(self, later: _Now) -> float:
-        return (later._at - self._at) * 1e3
-
-
-def _event() -> _Mark:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-@dataclass
-class _Span:
-    requests: int
-    began: _Mark
-    ended: _Mark | None = None
-
-
-class StepSpans(AbstractContextManager["StepSpans"]):
-    """A context that notes every step that a runner computes."""
+class StepSpans:
+    """A `ModelWorker` that notes how long the device is at each step that the runner computes."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._forward, self._sample = runner.forward, runner.sample
-        self._spans: list[_Span] = []
-        self._mark: Callable[[], _Mark] = _event if runner.device.type == "cuda" else _Now
+        self._on_gpu = runner.device.type == "cuda"
+        self._spans: list[tuple[int, Any, Any]] = []  # requests, and marks at its begin and end
 
-    def __enter__(self) -> StepSpans:
-        def forward(batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Any:
-            self._spans.append(_Span(len(batch.seq_lens), self._mark()))
-            return self._forward(batch, together)
+    def forward(self, batch: ModelWorkerBatch) -> Any:
+        """Launch the forward pass behind a mark."""
+        began = self._mark()
+        return len(batch.seq_lens), began, self._runner.forward(batch)
 
-        def sample(forwarded: Any, info: SamplingBatchInfo, logits: Any = None) -> Any:
-            result = self._sample(forwarded, info, logits)
-            self._spans[-1].ended = self._mark()
-            return result
+    def sample(self, forwarded: Any, info: SamplingBatchInfo) -> PendingResult:
+        """Launch the sampling before a mark."""
+        requests, began, states = forwarded
+        result = self._runner.sample(states, info)
+        self._spans.append((requests, began, self._mark()))
+        return result
 
-        self._runner.forward = forward  # type: ignore[method-assign]
-        self._runner.sample = sample  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self._runner.forward, self._runner.sample
+    def _mark(self) -> Any:
+        """Return a place in the device's work: an event, or on a CPU, where work is done at once, the time in s."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def of(self, requests: int) -> tuple[float, ...]:
         """Wait for the device, and return the seconds of each step of `requests` requests."""
-        if self._runner.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.device)
-        return tuple(
-            span.began.elapsed_time(span.ended) / 1e3
-            for span in self._spans
-            if span.requests == requests and span.ended is not None
-        )
+        marks = [(began, ended) for many, began, ended in self._spans if many == requests]
+        if not self._on_gpu:
+            return tuple(ended - began for began, ended in marks)
+        torch.cuda.synchronize(self._runner.device)
+        return tuple(began.elapsed_time(ended) / 1e3 for began, ended in marks)
