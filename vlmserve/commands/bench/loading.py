@@ -116,12 +116,9 @@ def write_filled(folder: Path, shape: ModelShape) -> Path:
     for child in model.modules():
         if isinstance(child, Experts):
             child.lay_out("inputs_first")
+    tensors = published_tensors(model)
     save_weights(
-        folder,
-        (
-            (name, torch.full(tuple(tensor.shape), 0.01, dtype=torch.bfloat16))
-            for name, tensor in published_tensors(model)
-        ),
+        folder, ((name, torch.full_like(one, 0.01, dtype=torch.bfloat16, device="cpu")) for name, one in tensors)
     )
     return folder
 

@@ -22,8 +22,7 @@ import httpx2
 import numpy as np
 import torch
 
-from vlmserve.commands.bench.gpu.shapes import ModelShape, write_folder
-from vlmserve.commands.bench.random_checkpoint import TEXT_SIZES, VISION_SIZES
+from vlmserve.commands.bench.gpu.shapes import TEXT_SIZES, VISION_SIZES, ModelShape, write_folder
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.fields import flag

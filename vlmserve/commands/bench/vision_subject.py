@@ -22,9 +22,10 @@ from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.inline import InlineBackend
+from vlmserve.commands.bench.gpu.shapes import VISION_SIZES
 from vlmserve.commands.bench.media import jpeg
 from vlmserve.commands.bench.processor_reference import write_settings
-from vlmserve.commands.bench.random_checkpoint import VISION_SIZES, write_random_checkpoint
+from vlmserve.commands.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.engine.encoder import embed_shape, make_cache
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.linear import pack_linears
