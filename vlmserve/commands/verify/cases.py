@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -71,9 +72,8 @@ def _user(*parts: str | dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def _image(path: Path) -> dict[str, Any]:
-    return {"type": "image", "image": path}
+def _medium(kind: Kind, path: Path) -> dict[str, Any]:
+    return {"type": kind, kind: path}
 
 
-def _video(path: Path) -> dict[str, Any]:
-    return {"type": "video", "video": path}
+_image, _video = partial(_medium, "image"), partial(_medium, "video")

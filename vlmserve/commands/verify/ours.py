@@ -13,7 +13,6 @@ import torch
 from vlmserve.commands.offline.llm import LLM, Completion
 from vlmserve.commands.verify.cases import Case
 from vlmserve.commands.verify.comparison import TOP, Answer, Step
-from vlmserve.ipc.messages import SamplingParams
 
 WHOLE, WARM, CHUNKS = "whole", "warm cache", "small chunks"
 _CHUNK = 32  # tokens: every case is cut, most of them inside a picture
@@ -35,37 +34,24 @@ class RunSettings:
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
     """Return the answers of each variant in the order of the cases. Leaves no model in memory. Raises as `LLM` does."""
-    answers = {**_one_by_one(folder, cases, settings), CHUNKS: _in_chunks(folder, cases, settings)}
-    free_memory()
-    return answers
-
-
-def free_memory() -> None:
-    """Give back the memory that a model has left behind."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _one_by_one(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": settings.max_tokens, "num_logprobs": TOP}
     answers: dict[str, list[Answer]] = {WHOLE: [], WARM: []}
     with _load(folder, cases, settings, chunked_prefill_size=-1) as llm:
         for case in cases:
             llm.flush_cache()
-            for variant in (WHOLE, WARM):
-                answers[variant].append(_answer(llm.chat(case.messages, _greedy(settings), num_logprobs=TOP)))
+            for several in answers.values():
+                several.append(_answer(llm.chat(case.messages, **asked)))
+    del llm  # one model is in memory at a time
+    chunks = {"chunked_prefill_size": _CHUNK, "enable_mixed_chunk": True, "disable_radix_cache": True}
+    with _load(folder, cases, settings, **chunks) as llm:
+        answers[CHUNKS] = list(map(_answer, llm.chat_batch([case.messages for case in cases], **asked)))
+    del llm
+    _free_memory()
     return answers
 
 
-def _in_chunks(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
-    conversations = [case.messages for case in cases]
-    chunks = {"chunked_prefill_size": _CHUNK, "enable_mixed_chunk": True, "disable_radix_cache": True}
-    with _load(folder, cases, settings, **chunks) as llm:
-        return [_answer(got) for got in llm.chat_batch(conversations, _greedy(settings), num_logprobs=TOP)]
-
-
 def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant: Any) -> LLM:
-    free_memory()  # of the one before
+    _free_memory()  # of the one before
     return LLM(
         str(folder),
         dtype=settings.dtype,
@@ -80,8 +66,11 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
     )
 
 
-def _greedy(settings: RunSettings) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_new_tokens=settings.max_tokens)
+def _free_memory() -> None:
+    """Give back the memory that a model has left behind."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _answer(completion: Completion) -> Answer:

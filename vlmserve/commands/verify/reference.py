@@ -56,39 +56,27 @@ def check_reference_can_load(folder: Path) -> None:
             )
 
 
+@torch.no_grad()
 def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
     """Return the greedy answers of the checkpoint, in the order of the cases."""
     make_torchvision_importable()
+    from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it prints advice
-    reference = _Reference(folder, settings)
-    return [reference.answer(case) for case in cases]
-
-
-class _Reference:
-    """A checkpoint loaded by `transformers`."""
-
-    def __init__(self, folder: Path, settings: RunSettings) -> None:
-        from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
-
-        self._max_tokens = settings.max_tokens
-        self._device = resolve_device(settings.device)
-        self._processor: Any = AutoProcessor.from_pretrained(folder)
-        model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
-        self._model = model.to(self._device).eval()
-        own = model.generation_config
-        # only the ends of answers: no sampling, no penalties
-        model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
-
-    @torch.no_grad()
-    def answer(self, case: Case) -> Answer:
-        """Return the answer to a conversation."""
-        inputs = self._inputs(case)
-        self._model.model.rope_deltas = None  # of the answer before
-        out = self._model.generate(
+    device = resolve_device(settings.device)
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
+    model, own = loaded.to(device).eval(), loaded.generation_config
+    # only the ends of answers: no sampling, no penalties
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
+    answers = []
+    for case in cases:
+        inputs = _inputs(processor, case).to(device)
+        model.model.rope_deltas = None  # of the answer before
+        out = model.generate(
             **inputs,
-            max_new_tokens=self._max_tokens,
+            max_new_tokens=settings.max_tokens,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
@@ -96,38 +84,36 @@ class _Reference:
         length = inputs["input_ids"].shape[1]
         ids = out.sequences[0, length:].tolist()
         steps = [_step(row[0], token) for row, token in zip(out.logits, ids, strict=True)]
-        return Answer(prompt_tokens=length, steps=tuple(steps))
+        answers.append(Answer(prompt_tokens=length, steps=tuple(steps)))
+    return answers
 
-    def _inputs(self, case: Case) -> Any:
-        text = self._processor.apply_chat_template(
-            [_without_media(message) for message in case.messages], tokenize=False, add_generation_prompt=True
-        )
-        images = [ImageOps.exif_transpose(Image.open(path)) for path in media_paths(case, "image")]
-        clips = [self._read_video(path) for path in media_paths(case, "video")]
-        videos: dict[str, Any] = {}
-        if clips:
-            videos = {
-                "videos": [frames for frames, _ in clips],
-                "video_metadata": [metadata for _, metadata in clips],
-                "do_sample_frames": False,  # they have been, while they were read
-            }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = self._processor(text=[text], images=images or None, return_tensors="pt", **videos)
-        return inputs.to(self._device)
 
-    def _read_video(self, path: Path) -> tuple[Any, Any]:
-        """Return the frames uint8 [T, H, W, 3] that transformers' processor asks for, and their metadata."""
-        from transformers.video_utils import VideoMetadata
+def _inputs(processor: Any, case: Case) -> Any:
+    messages = [_without_media(message) for message in case.messages]
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    images = [ImageOps.exif_transpose(Image.open(path)) for path in media_paths(case, "image")]
+    clips = [_read_video(processor.video_processor, path) for path in media_paths(case, "video")]
+    videos: dict[str, Any] = {}
+    if clips:
+        frames, metadata = map(list, zip(*clips, strict=True))
+        # frames have been sampled, while they were read
+        videos = {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return processor(text=[text], images=images or None, return_tensors="pt", **videos)
 
-        frames, rate = length_of(path)
-        metadata = VideoMetadata(total_num_frames=frames, fps=rate)
-        processor = self._processor.video_processor
-        names = ("num_frames", "min_frames", "max_frames", "temporal_patch_size")
-        asked = {name: getattr(processor, name, None) for name in names}
-        fps = None if asked["num_frames"] else getattr(processor, "fps", None) or _DEFAULT_FPS
-        metadata.frames_indices = [int(index) for index in processor.sample_frames(metadata, fps=fps, **asked)]
-        return read_frames(path, metadata.frames_indices), metadata
+
+def _read_video(processor: Any, path: Path) -> tuple[Any, Any]:
+    """Return the frames uint8 [T, H, W, 3] that transformers' processor of videos asks for, and their metadata."""
+    from transformers.video_utils import VideoMetadata
+
+    frames, rate = length_of(path)
+    metadata = VideoMetadata(total_num_frames=frames, fps=rate)
+    names = ("num_frames", "min_frames", "max_frames", "temporal_patch_size")
+    asked = {name: getattr(processor, name, None) for name in names}
+    fps = None if asked["num_frames"] else getattr(processor, "fps", None) or _DEFAULT_FPS
+    metadata.frames_indices = [int(index) for index in processor.sample_frames(metadata, fps=fps, **asked)]
+    return read_frames(path, metadata.frames_indices), metadata
 
 
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:
