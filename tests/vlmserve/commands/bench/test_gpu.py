@@ -185,11 +185,11 @@ def test_shapes_have_the_published_sizes(outlines):
 
 
 def test_bars():
-    most, least = Bar(limit=1.35, at_most=True), Bar(limit=0.6, at_most=False)
+    most, least = Bar("<=", 1.35), Bar(">=", 0.6)
     figure = GpuFigure(key="decode-1", name="decode", value=1.3)
     assert verdict(figure, most, counts=True) == "met"
     assert verdict(figure, least, counts=True) == "met"
-    assert verdict(figure, Bar(limit=1.2, at_most=True), counts=True) == "not met"
+    assert verdict(figure, Bar("<=", 1.2), counts=True) == "not met"
     assert verdict(figure, most, counts=False) == "not measured"
     assert verdict(GpuFigure(key="decode-1", name="decode", error="no room"), most, counts=True) == "not measured"
     assert verdict(figure, None, counts=True) == ""

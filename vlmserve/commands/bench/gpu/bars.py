@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from vlmserve.commands.bench.figures import Spread
 
@@ -33,35 +33,22 @@ class GpuFigure:
     error: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """A limit of a figure's `value`."""
 
+    sign: Literal["<=", ">="]
     limit: float
-    at_most: bool
 
     def __str__(self) -> str:
-        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
-
-    def is_met(self, value: float) -> bool:
-        """Return True if a value keeps the limit."""
-        return value <= self.limit if self.at_most else value >= self.limit
+        return f"{self.sign} {self.limit:g}"
 
 
-def _most(limit: float) -> Bar:
-    return Bar(limit=limit, at_most=True)
-
-
-def _least(limit: float) -> Bar:
-    return Bar(limit=limit, at_most=False)
-
-
-_EVERY = {"overlap": _least(0.9), "many-batched": _least(3), "many-alone": _least(8)}
+_EVERY = {"overlap": Bar(">=", 0.9), "many-batched": Bar(">=", 3), "many-alone": Bar(">=", 8)}
+_8B = {"decode-1": Bar("<=", 1.35), "decode-64": Bar("<=", 1.5), "prefill": Bar(">=", 0.6), "tower": Bar(">=", 0.45)}
 BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
     {
-        "2b": _EVERY | {"decode-1": _most(2), "loading": _most(20)},
-        "8b": _EVERY
-        | {"decode-1": _most(1.35), "decode-64": _most(1.5), "prefill": _least(0.6), "tower": _least(0.45)},
+        "2b": _EVERY | {"decode-1": Bar("<=", 2), "loading": Bar("<=", 20)},
+        "8b": _EVERY | _8B,
         "qwen2.5-7b": _EVERY,
         "30b-a3b": _EVERY,
     }
@@ -75,7 +62,8 @@ def verdict(figure: GpuFigure, bar: Bar | None, *, counts: bool) -> str:
         return ""
     if figure.value is None or not counts:
         return NOT_MEASURED
-    return "met" if bar.is_met(figure.value) else "not met"
+    met = figure.value <= bar.limit if bar.sign == "<=" else figure.value >= bar.limit
+    return "met" if met else "not met"
 
 
 def line(figure: GpuFigure) -> str:
@@ -92,16 +80,15 @@ def line(figure: GpuFigure) -> str:
 
 def table(figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool) -> str:
     """Return all figures as a Markdown table, with a row for each bar whose figure is missing."""
-    rows = [("figure", "ours", "transformers", "ratio to ...", "bar", "")]
+    rows = [("figure", "ours", "transformers", "ratio to ...", "bar", ""), ("---",) * 6]
     for figure in figures:
         value = "" if figure.value is None else f"{figure.value:.3g} {figure.of}"
         ours = f"{_shown(figure.ours)} {figure.unit}" if figure.ours else figure.error and NOT_MEASURED
         bar = bars.get(figure.key)
-        cells = (figure.name, ours, _shown(figure.theirs), value, str(bar or ""), verdict(figure, bar, counts=counts))
-        rows.append(cells)
+        met = verdict(figure, bar, counts=counts)
+        rows.append((figure.name, ours, _shown(figure.theirs), value, str(bar or ""), met))
     there = {figure.key for figure in figures}
     rows += [(key, "", "", "", str(bar), NOT_MEASURED) for key, bar in bars.items() if key not in there]
-    rows.insert(1, ("---", "---", "---", "---", "---", "---"))
     return "\n".join("| " + " | ".join(cell.replace("|", "/").strip() for cell in row) + " |" for row in rows)
 
 

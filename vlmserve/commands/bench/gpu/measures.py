@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +24,7 @@ from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu.bars import GpuFigure
 from vlmserve.commands.bench.gpu.run import GpuRun
 from vlmserve.commands.bench.media import Question, jpeg, make_questions
+from vlmserve.commands.bench.processes import run_python
 from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
 from vlmserve.commands.bench.reference import ReferenceTower, check_logits, check_rows
 from vlmserve.commands.bench.vision_subject import grid_thw
@@ -33,7 +32,6 @@ from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.floors import decode_bytes, prefill_flops, tower_flops
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.errors import EngineError
 
 T = TypeVar("T")
 
@@ -276,14 +274,11 @@ def loading(run: GpuRun) -> Iterator[GpuFigure]:
             if file.suffix in (".json", ".jinja"):
                 shutil.copyfile(file, Path(made) / file.name)
         save_weights(Path(made), published_tensors(model))
-        command = [sys.executable, "-c", _START, made, str(run.device), dtype_name(run.dtype)]
+        words = ["-c", _START, made, str(run.device), dtype_name(run.dtype)]
         for _ in range(2):  # the first start builds kernels
             before = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False)
+            run_python(words, "the process that was to load the weights failed", _START_TIMEOUT_S)
             seconds = time.perf_counter() - before
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-                raise EngineError(f"the process that was to load the weights ended with {done.returncode}: {last}")
     yield GpuFigure(
         key="loading",
         name="a new process until it is ready",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -71,6 +71,7 @@ class GpuRun:
     rounds: int
     budget: Budget
     load_format: str = "dummy"
+    _decoded: dict[int, DecodeSteps] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def ceilings(self) -> Ceilings:
@@ -80,15 +81,14 @@ class GpuRun:
         # random data: zeros multiply faster
         source = torch.randint(0, 256, (load.copy_bytes,), dtype=torch.uint8, device=device, generator=generator)
         target = torch.empty_like(source)
-        copying = min(_seconds(device, partial(target.copy_, source), _COPIES) for _ in range(self.rounds + 1))
+        copying = self._least_seconds(partial(target.copy_, source), _COPIES)
         del source, target
         best = (0.0, 0)
         for rows in load.gemms:
             a, b = (torch.randn(rows, rows, device=device, generator=generator).to(self.dtype) for _ in range(2))
             out = torch.empty_like(a)
-            for _ in range(self.rounds + 1):
-                seconds = _seconds(device, partial(torch.mm, a, b, out=out), _PRODUCTS)
-                best = max(best, (2.0 * rows**3 / seconds, rows))
+            seconds = self._least_seconds(partial(torch.mm, a, b, out=out), _PRODUCTS)
+            best = max(best, (2.0 * rows**3 / seconds, rows))
             del a, b, out
         self.free()
         return Ceilings(bandwidth=2.0 * load.copy_bytes / copying, flops=best[0], rows=best[1])
@@ -111,10 +111,6 @@ class GpuRun:
         """The model without weights, for its sizes."""
         return random_model(self.folder, "meta", self.dtype)
 
-    @functools.cached_property
-    def _decoded(self) -> dict[int, DecodeSteps]:
-        return {}
-
     def decoded(self, batch: int) -> DecodeSteps:
         """Return the steps of a batch with all settings as they are, measured once."""
         if batch not in self._decoded:
@@ -126,14 +122,23 @@ class GpuRun:
         """Return the seconds of each round of run(number) until the device is done. Number 0 warms up."""
         if warm:
             run(0)
-        taken = []
-        for number in self.budget.rounds(rounds or self.rounds):
-            finish(self.device)
-            before = time.perf_counter()
-            run(number + 1)
-            finish(self.device)
-            taken.append(time.perf_counter() - before)
-        return taken
+        return [self._timed(partial(run, number + 1)) for number in self.budget.rounds(rounds or self.rounds)]
+
+    def _least_seconds(self, run: Callable[[], object], times: int) -> float:
+        """Return the seconds of one of `times` calls that are launched together, in the best round."""
+
+        def several() -> None:
+            for _ in range(times):
+                run()
+
+        return min(self._timed(several) for _ in range(self.rounds + 1)) / times
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        finish(self.device)
+        before = time.perf_counter()
+        run()
+        finish(self.device)
+        return time.perf_counter() - before
 
     def free(self) -> None:
         """Give unused memory back to the device."""
@@ -144,13 +149,3 @@ class GpuRun:
         """End the engine."""
         if "engine" in self.__dict__:
             self.engine.close()
-
-
-def _seconds(device: torch.device, run: Callable[[], object], times: int) -> float:
-    """Return the seconds of one of `times` calls that are launched together."""
-    finish(device)
-    before = time.perf_counter()
-    for _ in range(times):
-        run()
-    finish(device)
-    return (time.perf_counter() - before) / times
