@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, show, write_measures
+from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, ratios, show_and_write
 from vlmserve.commands.bench.parallel_subject import (
     EngineSubject,
     Machine,
@@ -49,15 +49,13 @@ class ParallelRun:
 
 def main(argv: Sequence[str]) -> int:
     """Measure the parts asked for, and print a line for each figure."""
-    parser = bench_parser("parallel", _ABOUT)
+    parser = bench_parser("parallel", _ABOUT, rounds=5, parts=PARTS)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
     add("--layers", type=positive, default=_LAYERS, help="layers of the model")
     text = "requests that decode together in one process, a micro-batch, a replica"
     add("--requests", type=positive, default=4, help=text)
     add("--steps", type=positive, default=24, help="tokens of each answer")
     add("--prompt", type=positive, default=256, help="tokens of each prompt whose prefill is timed")
-    add("--rounds", type=positive, default=5, help="rounds in which the alternatives take turns")
     text = "seconds that each round waits for others to leave the machine alone, at the most"
     add("--wait-s", type=not_negative, default=10, help=text)
     args = parser.parse_args(argv)
@@ -74,45 +72,37 @@ def main(argv: Sequence[str]) -> int:
             f"rounds: {run.rounds}",
             flush=True,
         )
-        found = {part: show(part, PARTS[part](run)) for part in args.parts}
-    write_measures(args, found)
+        show_and_write(args, {part: PARTS[part](run) for part in args.parts})
     return 0
 
 
-def measure_tensor_parallel(run: ParallelRun) -> Iterator[Measure]:
-    """Two processes share every layer, with as many requests as one process has."""
-    return _engines(run, "two tensor-parallel processes over one", target=0.8, tp_size=2)
-
-
-def measure_pipeline(run: ParallelRun) -> Iterator[Measure]:
-    """Two stages have half the layers each, and as many requests each as one process has."""
-    about = "a pipeline of two processes over one, with as many requests a micro-batch"
-    return _engines(run, about, target=0.85, pp_size=2)
-
-
-def measure_data_parallel(run: ParallelRun) -> Iterator[Measure]:
-    """Two replicas have as many requests each as one process has."""
-    with ExitStack() as stack:
-        alone, pair = (stack.enter_context(closing(ServerSubject(run.folder, run.load, count))) for count in (1, 2))
-        found = _beside_one(run, alone, pair)
-    yield from _gains(found, "a server of two replicas over one of one, with as many requests each", target=0.95)
-
-
-def _engines(run: ParallelRun, about: str, target: float, **settings: Any) -> Iterator[Measure]:
-    """Compare an engine of two processes with one of one. settings: of the former."""
+def _compare(
+    run: ParallelRun, *, make: Callable[..., ParallelSubject], about: str, target: float, **settings: int
+) -> Iterator[Measure]:
+    """Compare two processes with one, with as many requests in each process or micro-batch. settings: of the two."""
     with ExitStack() as stack:
         gc.collect()
-        pair, alone = (
-            stack.enter_context(closing(EngineSubject(run.folder, run.load, **given))) for given in (settings, {})
-        )
+        pair, alone = (stack.enter_context(closing(make(run.folder, run.load, **given))) for given in (settings, {}))
         found = _beside_one(run, alone, pair)
     yield from _gains(found, about, target)
 
 
 PARTS: Mapping[str, Callable[[ParallelRun], Iterator[Measure]]] = {
-    "tp": measure_tensor_parallel,
-    "pp": measure_pipeline,
-    "dp": measure_data_parallel,
+    "tp": partial(_compare, make=EngineSubject, about="two tensor-parallel processes over one", target=0.8, tp_size=2),
+    "pp": partial(
+        _compare,
+        make=EngineSubject,
+        about="a pipeline of two processes over one, with as many requests a micro-batch",
+        target=0.85,
+        pp_size=2,
+    ),
+    "dp": partial(
+        _compare,
+        make=ServerSubject,
+        about="a server of two replicas over one of one, with as many requests each",
+        target=0.95,
+        dp_size=2,
+    ),
 }
 
 
@@ -155,21 +145,17 @@ def _beside_one(run: ParallelRun, alone: ParallelSubject, pair: ParallelSubject)
 
 def _gains(found: dict[str, list[float]], about: str, target: float) -> Iterator[Measure]:
     yield Measure(name=OTHERS, spread=Spread.of(found[OTHERS]), unit="cores", about="in all rounds")
-    machine, beside = {}, []
-    for done, of in (("decode", "reads"), ("prefill", "products")):
-        gained = [one / two for one, two in zip(found[f"{done} of one"], found[f"{done} of two"], strict=True)]
-        possible = [one / two for one, two in zip(found[f"{of} of one"], found[f"{of} of two"], strict=True)]
-        part = [is_ / could for is_, could in zip(gained, possible, strict=True)]
-        machine[of] = Spread.of(possible)
-        for count in ("one", "two"):
-            name = f"{done}, {count} process{'es' * (count == 'two')}"
-            beside.append(
-                Measure(name=name, spread=Spread.of(found[f"{done} of {count}"], 1e3), unit="ms", about=about)
-            )
-        beside.append(Measure(name=f"{done}, two over one", spread=Spread.of(gained), about=about))
-        name = f"{done}, of what is possible"
-        beside.append(Measure(name=name, spread=Spread.of(part), target=target, about=about))
-    for of, spread in machine.items():
+    gains = {
+        of: [one / two for one, two in zip(found[f"{of} of one"], found[f"{of} of two"], strict=True)]
+        for of in ("reads", "products", "decode", "prefill")
+    }
+    for of in ("reads", "products"):
         text = "what the machine gives two processes of one thread over one"
-        yield Measure(name=f"{of}, two over one", spread=spread, about=text)
-    yield from beside
+        yield Measure(name=f"{of}, two over one", spread=Spread.of(gains[of]), about=text)
+    for done, of in (("decode", "reads"), ("prefill", "products")):
+        for count, processes in (("one", "one process"), ("two", "two processes")):
+            spread = Spread.of(found[f"{done} of {count}"], 1e3)
+            yield Measure(name=f"{done}, {processes}", spread=spread, unit="ms", about=about)
+        yield Measure(name=f"{done}, two over one", spread=Spread.of(gains[done]), about=about)
+        part = ratios(gains[done], gains[of])
+        yield Measure(name=f"{done}, of what is possible", spread=part, target=target, about=about)

@@ -106,8 +106,7 @@ class EngineSubject(ParallelSubject):
         super().__init__(load, load.requests * settings.get("pp_size", 1))
         self._llm = _Watched(str(folder), **(_settings(load, self.requests) | settings))
 
-    def decode_seconds(self) -> float:
-        """Return the median seconds between two tokens of a request."""
+    def decode_seconds(self) -> float:  # the median between two tokens of a request
         self._llm.times.clear()
         self.answer(self._prompts(_SHORT), 1 + self._load.steps)
         return statistics.median(
@@ -115,34 +114,29 @@ class EngineSubject(ParallelSubject):
         )
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
-        """Compute answers as `ParallelSubject.answer` says."""
         wrapped = [TokensPrompt(ids=tuple(ids.tolist())) for ids in prompts]
         self._llm.generate(wrapped, SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
 
     def close(self) -> None:
-        """End the engine and its processes."""
         self._llm.close()
 
 
 class ServerSubject(ParallelSubject):
     """A server of several replicas with as many requests each."""
 
-    def __init__(self, folder: Path, load: TextLoad, replicas: int) -> None:
-        super().__init__(load, load.requests * replicas)
+    def __init__(self, folder: Path, load: TextLoad, dp_size: int = 1) -> None:
+        super().__init__(load, load.requests * dp_size)
         words = [str(folder)]
         for name, value in _settings(load, load.requests).items():
             words += [flag(name)] if value is True else [flag(name), str(value)]
-        words += ["--dp-size", str(replicas), "--served-model-name", "bench", "--log-level", "warning"]
+        words += ["--dp-size", str(dp_size), "--served-model-name", "bench", "--log-level", "warning"]
         self._server = OwnServer(words, startup_timeout_s=600.0)
         self._threads = ThreadPoolExecutor(self.requests)
 
-    def decode_seconds(self) -> float:
-        """Return the seconds of a token of whole answers, their short prompts included."""
+    def decode_seconds(self) -> float:  # of whole answers, their short prompts included
         return self._seconds(self._prompts(_SHORT), 1 + self._load.steps) / (1 + self._load.steps)
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
-        """Ask the server for answers as `ParallelSubject.answer` says."""
-
         exact = {"model": "bench", "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
 
         def ask(ids: np.ndarray) -> None:
@@ -153,7 +147,6 @@ class ServerSubject(ParallelSubject):
         list(self._threads.map(ask, prompts))
 
     def close(self) -> None:
-        """End the server."""
         self._threads.shutdown()
         self._server.close()
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from vlmserve.commands.bench.figures import Measure, bench_parser, milliseconds, show, write_measures
+from vlmserve.commands.bench.figures import Measure, bench_parser, milliseconds, show_and_write
 from vlmserve.commands.bench.sched_subject import SchedulerLoad, SchedulerSubject, cpu_seconds
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.radix_cache import RadixCache
@@ -24,19 +24,16 @@ _RADIX_TARGET_MS = 1.0
 
 def main(argv: Sequence[str]) -> int:
     """Measure the parts asked for, and print a line for each figure."""
-    parser = bench_parser(
-        "sched", "CPU time of the scheduler, without a model: a turn of its loop, and its prefix cache."
-    )
+    about = "CPU time of the scheduler, without a model: a turn of its loop, and its prefix cache."
+    parser = bench_parser("sched", about, rounds=5, parts=_PARTS)
     add = parser.add_argument
     add("--running", type=int, default=256, help="requests that run at a time")
     add("--waiting", type=int, default=10_000, help="requests that wait")
-    add("--parts", nargs="+", choices=list(_PARTS), default=list(_PARTS), help="what to measure")
     add("--clients", type=int, default=4, help="clients that send them")
     add("--turns", type=int, default=400, help="turns of a round")
-    add("--rounds", type=int, default=5, help="rounds")
     args = parser.parse_args(argv)
     print(f"CPU time of the scheduler's thread; {args.rounds} rounds of {args.turns} turns; median (least to most)")
-    write_measures(args, {part: show(part, _PARTS[part](args)) for part in args.parts})
+    show_and_write(args, {part: _PARTS[part](args) for part in args.parts})
     return 0
 
 

@@ -21,15 +21,7 @@ from processors.video.options import VideoKnobs
 from vision.cache.disk_tier import DiskTier
 from vision.cache.store import EmbeddingStore
 from vision.towers.runner import pixel_values
-from vlmserve.commands.bench.figures import (
-    Measure,
-    TurnTimes,
-    bench_parser,
-    in_turns,
-    ratios,
-    show,
-    write_measures,
-)
+from vlmserve.commands.bench.figures import Measure, TurnTimes, bench_parser, in_turns, ratios, show_and_write
 from vlmserve.commands.bench.media import clip
 from vlmserve.commands.bench.reference import ReferenceTower, check_rows, load_reference
 from vlmserve.commands.bench.vision_subject import (
@@ -58,14 +50,10 @@ _LARGE = (1024, 1024)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRun:
-    """A measurement of a tower. rounds: in which alternatives take turns. threads: of torch, on a CPU.
-
-    max_patches: in a batch of the pool.
-    """
+    """A measurement of a tower. rounds: in which alternatives take turns. max_patches: in a batch of the pool."""
 
     subject: TowerSubject
     rounds: int
-    threads: int
     max_patches: int
 
     def turns(self, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, TurnTimes]:
@@ -84,12 +72,10 @@ class TowerRun:
 
 def main(argv: Sequence[str]) -> int:
     """Measure the parts asked for, and print a line for each figure."""
-    parser = bench_parser("vision", _ABOUT)
+    parser = bench_parser("vision", _ABOUT, rounds=5, parts=PARTS)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder; random weights with a tower like Qwen3-VL-2B's if left out")
     add("--depth", type=int, default=_DEPTH, help="layers of the random tower")
-    add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
-    add("--rounds", type=int, default=5, help="rounds in which the alternatives take turns")
     add("--device", default="cpu", help="where the tower computes: cpu, cuda, cuda:1 ...")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type it computes")
     add("--threads", type=int, default=available_cpus(), help="CPU threads of each side")
@@ -104,10 +90,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"writing {what} ...", file=sys.stderr)
             model = write_checkpoint(Path(folder), depth=args.depth)
         subject = TowerSubject(model, device=device, dtype=getattr(torch, args.dtype))
-        run = TowerRun(subject=subject, rounds=args.rounds, threads=args.threads, max_patches=args.encoder_max_patches)
+        run = TowerRun(subject=subject, rounds=args.rounds, max_patches=args.encoder_max_patches)
         print(f"{what}; {args.dtype} on {args.device}, threads: {args.threads}, rounds: {args.rounds}; {computes}")
-        found = {part: show(part, PARTS[part](run)) for part in args.parts}
-    write_measures(args, found, checkpoint=what)
+        show_and_write(args, {part: PARTS[part](run) for part in args.parts}, checkpoint=what)
     return 0
 
 

@@ -27,7 +27,7 @@ def small(monkeypatch):
 @pytest.fixture
 def run(tmp_path):
     subject = TowerSubject(write_checkpoint(tmp_path, depth=4), device=torch.device("cpu"), dtype=torch.bfloat16)
-    return vision.TowerRun(subject=subject, rounds=1, threads=1, max_patches=512)
+    return vision.TowerRun(subject=subject, rounds=1, max_patches=512)
 
 
 def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):

@@ -106,14 +106,13 @@ def _commit() -> str:
 
 
 def _parser() -> CommandParser:
-    parser = bench_parser("gpu", _ABOUT)
+    parser = bench_parser("gpu", _ABOUT, rounds=5)
     add = parser.add_argument
     add("--model-shape", choices=list(SHAPES), default="2b", help="random weights, shaped as published")
     add("--model", type=Path, help="a checkpoint folder instead")
     add("--device", default="cuda", help="cuda, cuda:1 ..., or cpu")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type models compute")
     add("--small", action="store_true", help="a tiny model and little work, to try the benchmark out")
-    add("--rounds", type=int, default=5, help="rounds of each figure at the most")
     add("--budget-s", type=float, default=420.0, help="seconds after which rounds and parts are left out")
     add("--parts", nargs="+", choices=list(PARTS), help="what to measure (default: all that is asked of the shape)")
     return parser
