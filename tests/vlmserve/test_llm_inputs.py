@@ -64,35 +64,30 @@ def test_texts_and_options(llm: LLM) -> None:
     assert len(llm.generate("Hello", max_tokens=2)[0].token_ids) == 2
 
 
+USER = {"role": "user", "content": "x"}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "kind", "complaint"),
+    ("messages", "more", "kind", "complaint"),
     [
-        ({"messages": "x", "images": ["/no/such.png"]}, BadRequestError, "cannot read '/no/such.png': No such file"),
-        ({"messages": "x", "images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
-        (
-            {"messages": "x", "images": [SAMPLES / "rolling.mp4"]},
-            BadRequestError,
-            "not a picture: .* video_url, or video",
-        ),
-        ({"messages": "x", "videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
-        ({"messages": "x", "images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
-        ({"messages": "x", "images": [3]}, BadRequestError, "image is of type int; it must be a URL"),
-        ({"messages": "x", "max_token": 3}, TypeError, "there is no option 'max_token'; did you mean max_tokens"),
-        ({"messages": "x", "max_tokens": "3"}, TypeError, "max_tokens is '3'; it must be a whole number or None"),
-        ({"messages": "x", "temperature": "hot"}, TypeError, "temperature is 'hot'; it must be a number or None"),
-        ({"messages": None}, TypeError, "a conversation is a text, or a list of messages such as .* this is None"),
-        ({"messages": {"role": "user", "content": "x"}}, TypeError, "a conversation is a text"),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "images": [SIX]},
-            TypeError,
-            "images and videos go with a text",
-        ),
+        ("x", {"images": ["/no/such.png"]}, BadRequestError, "cannot read '/no/such.png': No such file"),
+        ("x", {"images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
+        ("x", {"images": [SAMPLES / "rolling.mp4"]}, BadRequestError, "not a picture: .* video_url, or video"),
+        ("x", {"videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
+        ("x", {"images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
+        ("x", {"images": [3]}, BadRequestError, "image is of type int; it must be a URL"),
+        ("x", {"max_token": 3}, TypeError, "there is no option 'max_token'; did you mean max_tokens"),
+        ("x", {"max_tokens": "3"}, TypeError, "max_tokens is '3'; it must be a whole number or None"),
+        ("x", {"temperature": "hot"}, TypeError, "temperature is 'hot'; it must be a number or None"),
+        (None, {}, TypeError, "a conversation is a text, or a list of messages such as .* this is None"),
+        (USER, {}, TypeError, "a conversation is a text"),
+        ([USER], {"images": [SIX]}, TypeError, "images and videos go with a text"),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told(llm: LLM, arguments: dict[str, Any], kind: type[Exception], complaint: str) -> None:
+def test_what_is_wrong_is_told(llm: LLM, messages: Any, more: dict[str, Any], kind: Any, complaint: str) -> None:
     with pytest.raises(kind, match=complaint):
-        llm.chat(**arguments)
+        llm.chat(messages, **more)
 
 
 def test_a_text_is_no_batch(llm: LLM) -> None:
@@ -147,10 +142,6 @@ def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:
 def test_settings_by_other_names(tmp_path: Path) -> None:
     given = {"gpu_memory_utilization": 0.5, "limit_mm_per_prompt": {"image": 2}, "trust_remote_code": True}
     args, limits = read_settings(tmp_path, None, {**given, "embedding_cache_dir": tmp_path / "cache"})
-    assert (args.model, args.mem_fraction_static, limits.counts.images, limits.counts.videos) == (
-        str(tmp_path),
-        0.5,
-        2,
-        8,
-    )
+    assert (args.model, args.mem_fraction_static) == (str(tmp_path), 0.5)
+    assert (limits.counts.images, limits.counts.videos) == (2, 8)
     assert args.embedding_cache_dir == str(tmp_path / "cache")

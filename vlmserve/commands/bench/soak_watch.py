@@ -8,12 +8,10 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from vlmserve.commands.bench.processes import MIB, children_of
-
-COUNTS = ("processes", "threads", "descriptors", "sockets", "blocks", "files")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +66,9 @@ def take_sample(pid: int, temporary: Path, requests: int) -> Sample:
     )
 
 
+COUNTS = tuple(field.name for field in fields(Sample) if field.name not in ("requests", "pss"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Growth:
     """Something that must not grow. found, limit: in `unit`."""
@@ -120,8 +121,8 @@ def _slope(samples: Sequence[Sample], values: Sequence[int]) -> float:
 def table(samples: Sequence[Sample]) -> str:
     """Return a table with a line for each sample."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.pss))
-    lines = ["  requests  MiB: all" + "".join(f"{name[:12]:>13}" for name in names)]
-    lines[0] += "".join(f"{name[:11]:>12}" for name in COUNTS)
+    titles = [f"{name[:12]:>13}" for name in names] + [f"{name[:11]:>12}" for name in COUNTS]
+    lines = ["  requests  MiB: all" + "".join(titles)]
     for one in samples:
         memory = "".join(f"{one.pss.get(name, 0) / MIB:>13.1f}" for name in names)
         counts = "".join(f"{getattr(one, name):>12}" for name in COUNTS)
