@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.commands.bench.soak import main
+from vlmserve.commands.bench.soak import COUNTS, Sample, growth, main
 from vlmserve.commands.bench.soak_requests import Mix
-from vlmserve.commands.bench.soak_watch import COUNTS, Sample, growth
 
 MIB = 2**20
 LIMIT = 1024.0
