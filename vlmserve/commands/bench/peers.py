@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from vlmserve.commands.bench.figures import Spread, bench_parser, write_json
 from vlmserve.commands.bench.load import LoadClient, Round
+from vlmserve.commands.bench.media import WORKLOADS, CountTokens, Workload, make_workload
 from vlmserve.commands.bench.processes import LIMIT_CORES, CpuWatch, server_pid, wait_until_quiet
-from vlmserve.commands.bench.workloads import WORKLOADS, CountTokens, Workload, make_workload
 from vlmserve.commands.client.chat_client import ServerError
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser

@@ -19,12 +19,12 @@ from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import (
     ChatOptions,
     Conversation,
+    EngineSettings,
     SamplingOptions,
     conversation,
     read_settings,
     sampling_of,
 )
-from vlmserve.commands.offline.settings import EngineSettings
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import (
     ChatPrompt,

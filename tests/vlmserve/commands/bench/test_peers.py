@@ -15,7 +15,7 @@ from tests.vlmserve.api.fake_engine import Served, make_served, real_server, wri
 from vlmserve import cli
 from vlmserve.commands.bench import peers
 from vlmserve.commands.bench.load import Answered, Round
-from vlmserve.commands.bench.workloads import WORKLOADS, Workload, make_workload
+from vlmserve.commands.bench.media import WORKLOADS, Workload, make_workload
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 WORK = Workload(requests=4, at_a_time=2, pictures=2, tokens_in=6, tokens_out=5)

@@ -27,7 +27,7 @@ from vlmserve.commands.bench.media import Question, jpeg, make_questions
 from vlmserve.commands.bench.processes import run_python
 from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
 from vlmserve.commands.bench.reference import ReferenceTower, check_logits, check_rows
-from vlmserve.commands.bench.vision_subject import grid_thw
+from vlmserve.commands.bench.vision import grid_thw
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.floors import decode_bytes, prefill_flops, tower_flops
 from vlmserve_common.checkpoint.hf_config import read_hf_config

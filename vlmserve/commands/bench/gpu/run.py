@@ -23,7 +23,7 @@ import torch
 from vlmserve.commands.bench.gpu.shapes import TEXT_IDS, GpuLoad
 from vlmserve.commands.bench.media import Question
 from vlmserve.commands.bench.reference import Reference, share_weights
-from vlmserve.commands.bench.vision_subject import finish
+from vlmserve.commands.bench.vision import finish
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.engine.build import build_loop
 from vlmserve.executor.model_runner import ModelRunner
