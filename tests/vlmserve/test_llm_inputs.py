@@ -1,7 +1,8 @@
-"""What callers of `LLM` may write shorter, and what they are told of what is wrong."""
+"""What callers of `LLM` may write shorter, what they are told of what is wrong, and media loaded ahead."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.processors.helpers import encoded
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.offline.inputs import conversation, read_settings, sampling_of
 from vlmserve.config.checks import SettingsError
@@ -145,3 +147,43 @@ def test_settings_by_other_names(tmp_path: Path) -> None:
     assert (args.model, args.mem_fraction_static) == (str(tmp_path), 0.5)
     assert (limits.counts.images, limits.counts.videos) == (2, 8)
     assert args.embedding_cache_dir == str(tmp_path / "cache")
+
+
+def picture(shade: int) -> bytes:
+    return encoded(Image.new("RGB", (64, 64), (shade, 0, 0)))
+
+
+def about(*pictures: bytes):
+    parts = [{"type": "image", "image": data} for data in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+
+
+def test_the_next_request_s_media_are_loaded_meanwhile(llm, monkeypatch):
+    load, second = llm._media.load, asyncio.Event()
+    calls = []
+
+    async def waiting(media):
+        calls.append(media)
+        if len(calls) == 1:
+            await asyncio.wait_for(second.wait(), 60)  # for ever, if requests were loaded one after the other
+        second.set()
+        return await load(media)
+
+    monkeypatch.setattr(llm._media, "load", waiting)
+    conversations = [about(picture(shade)) for shade in (10, 200)]
+    together = llm.chat_batch(conversations, max_tokens=4)
+    monkeypatch.undo()
+    assert len(calls) == 2
+    assert [answer.text for answer in together] == [llm.chat(one, max_tokens=4).text for one in conversations]
+
+
+def test_the_first_bad_request_is_named(llm):
+    with pytest.raises(BadRequestError, match="not a picture"):
+        llm.chat_batch([about(picture(1)), about(b"no picture"), [{"role": "nobody", "content": "x"}]], max_tokens=2)
+    assert llm.chat("Hello", max_tokens=2).text
+    assert llm.stats().num_running_reqs == 0
+
+
+def test_a_request_of_many_media_is_loaded_alone(llm):
+    [one, other] = llm.chat_batch([about(*[picture(shade) for shade in range(20)]), about(picture(3))], max_tokens=2)
+    assert one.prompt_tokens > other.prompt_tokens
