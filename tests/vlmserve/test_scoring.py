@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.reference import Reference, ask, conversations, picture
+from tests.vlmserve.reference import Reference, ask, conversations, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.executor import logprobs as logprobs_module
 from vlmserve.frontend.input_embeds import read_input_embeds
@@ -77,15 +77,7 @@ def check_row(theirs, token, logprob):
     assert logprob == pytest.approx(theirs[token], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        pytest.param(family, settings, marks=pytest.mark.slow if settings and family != OFTEN else ())
-        for family in FAMILIES
-        for settings in SETTINGS
-    ],
-    indirect=["family"],
-)
+@over(FAMILIES, SETTINGS, [OFTEN])
 def test_equals_transformers(family, settings, monkeypatch):
     folder, asked, wanted, _ = family
     monkeypatch.setattr(logprobs_module, "_TILE_BYTES", 4 * 448 * 5)  # five rows at a time
