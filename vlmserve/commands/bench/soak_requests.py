@@ -56,9 +56,7 @@ class Mix:
     """All requests of a soak. cut_off: part of the requests that clients leave, of 1. model: its name at the server."""
 
     def __init__(self, model: str, *, seed: int, cut_off: float) -> None:
-        self._model = model
-        self._seed = seed
-        self._cut_off = cut_off
+        self._model, self._seed, self._cut_off = model, seed, cut_off
         self._pictures = [draw_picture(_SIDES[at % len(_SIDES)], [seed, at]) for at in range(_REPEATED)]
         self._clips = [clip(side, 64, seconds=1, rate=10) for side in (64, 96, 128)]
 
@@ -198,9 +196,7 @@ class SoakClients:
     """
 
     def __init__(self, url: str, request: Callable[[int], SoakRequest], *, at_a_time: int) -> None:
-        self._url = url
-        self._request = request
-        self._at_a_time = at_a_time
+        self._url, self._request, self._at_a_time = url, request, at_a_time
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []
 

@@ -74,9 +74,7 @@ class TowerSubject:
     """The tower of a checkpoint folder in `dtype` on `device`, and its processor."""
 
     def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder = folder
-        self.device = device
-        self.dtype = dtype
+        self.folder, self.device, self.dtype = folder, device, dtype
         self.tower: VisionTower = load_tower(folder, device=device, dtype=dtype)
         pack_linears(self.tower)
         self.runner = TowerRunner(self.tower, device)
@@ -95,12 +93,7 @@ class TowerSubject:
         return temporal_patches(data_item(self.processor.process_video(data, knobs)))
 
     def pool(
-        self,
-        *,
-        device_bytes: int,
-        host_bytes: int = 0,
-        max_patches: int,
-        disk: DiskTier | None = None,
+        self, *, device_bytes: int, host_bytes: int = 0, max_patches: int, disk: DiskTier | None = None
     ) -> closing[EncoderPool]:
         """Return an encoder pool that its context closes.
 
@@ -133,8 +126,7 @@ def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch
     """Return the rows of temporal patches as a request gets them: held, waited for, taken and released."""
     keys = pool.submit(patches, order=0)
     while not all(map(pool.is_ready, keys)):
-        if not pool.advance() and not pool.work(math.inf):
-            wait(pool.wait_handles())
+        _advance(pool)
         failures = pool.take_failures()
         if failures:
             raise RuntimeError(f"not encoded: {', '.join(failures.values())}")
@@ -146,8 +138,12 @@ def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch
 def settle(pool: EncoderPool) -> None:
     """Wait until the pool is idle, so that all rows are on the disk."""
     while pool.busy:
-        if not pool.advance() and not pool.work(math.inf):
-            wait(pool.wait_handles())
+        _advance(pool)
+
+
+def _advance(pool: EncoderPool) -> None:
+    if not pool.advance() and not pool.work(math.inf):
+        wait(pool.wait_handles())
 
 
 _ABOUT = """\

@@ -81,14 +81,10 @@ def test_other_families_share_their_weights_with_transformers(tmp_path, name):
 
 def test_models_with_other_parameters_are_not_compared(tmp_path):
     untied, tied = (write_folder(tmp_path / name, small(SHAPES[name])) for name in ("8b", "2b"))
+    model = random_model(tied)
+    model.lm_head = torch.nn.Identity()  # as if it were not tied, but for the weights
     with pytest.raises(AssertionError, match=r"other parameters: \['lm_head.weight'\] are missing"):
-        share_weights(untied, with_a_head(random_model(tied)), device=torch.device("cpu"))
-
-
-def with_a_head(model: VisionLanguageModel) -> VisionLanguageModel:
-    """As if it were not tied, but for the weights."""
-    model.lm_head = torch.nn.Identity()
-    return model
+        share_weights(untied, model, device=torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
