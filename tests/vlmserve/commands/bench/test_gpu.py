@@ -13,9 +13,8 @@ from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu import measures
-from vlmserve.commands.bench.gpu.bars import BARS, Bar, GpuFigure, table, verdict
-from vlmserve.commands.bench.gpu.command import default_parts
-from vlmserve.commands.bench.gpu.measures import PARTS, measured
+from vlmserve.commands.bench.gpu.command import BARS, Bar, default_parts, table, verdict
+from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
 from vlmserve.commands.bench.gpu.run import Budget, GpuRun
 from vlmserve.commands.bench.gpu.shapes import SHAPES, SMALL, small, write_folder
 from vlmserve.commands.bench.reference import Reference, share_weights

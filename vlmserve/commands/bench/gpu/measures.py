@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -21,7 +21,6 @@ from processors.image.decoding import decode_image
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.commands.bench.figures import Spread
-from vlmserve.commands.bench.gpu.bars import GpuFigure
 from vlmserve.commands.bench.gpu.run import GpuRun
 from vlmserve.commands.bench.media import Question, jpeg, make_questions
 from vlmserve.commands.bench.processes import run_python
@@ -46,6 +45,25 @@ with LLM(model, device=device, dtype=dtype, max_total_tokens=16384, max_model_le
     print(llm.info)
 """
 _START_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFigure:
+    """A figure that was measured, or an error that says why not. key: its name in bars and JSON.
+
+    `ours` and `theirs` are our spread and transformers', in `unit`. `value` is the number that a bar limits; `of` says
+    of which kind it is ("x the floor", "of the GEMM rate" ...). `about` has more to know.
+    """
+
+    key: str
+    name: str
+    unit: str = ""
+    ours: Spread | None = None
+    theirs: Spread | None = None
+    value: float | None = None
+    of: str = ""
+    about: str = ""
+    error: str = ""
 
 
 def ceilings(run: GpuRun) -> Iterator[GpuFigure]:
