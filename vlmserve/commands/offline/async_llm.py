@@ -16,8 +16,8 @@ from typing import Unpack
 import torch
 
 from processors.fetch.limits import FetchSettings
-from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import EngineSettings, read_settings
+from vlmserve.commands.offline.llm import build_offline_engine
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from processors.families.base import ProcessedMedium
 from processors.families.report import MediumReport, report_json
 from processors.fetch.limits import FetchSettings
-from vlmserve.commands.offline.engine import build_offline_engine
 from vlmserve.commands.offline.inputs import (
     ChatOptions,
     Conversation,
@@ -25,6 +26,15 @@ from vlmserve.commands.offline.inputs import (
     read_settings,
     sampling_of,
 )
+from vlmserve.config.checks import check_engine_args
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.fields import flag
+from vlmserve.config.model_path import resolve_model
+from vlmserve.config.start_settings import StartSettings
+from vlmserve.engine.build import EngineInfo, build_loop, build_runner
+from vlmserve.engine.loop import EventLoop
+from vlmserve.engine.step import GroupsWorker, ModelWorker
+from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import (
     ChatPrompt,
@@ -35,6 +45,7 @@ from vlmserve.frontend.request_builder import (
     TokensPrompt,
 )
 from vlmserve.frontend.scores import LabelScore, label_scores
+from vlmserve.frontend.stage import StageLimits, TokenizerStage, make_tokenizer_stage
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -45,8 +56,99 @@ from vlmserve.ipc.messages import (
     TokenLogprobs,
     TokenOutput,
 )
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
+from vlmserve_common.errors import BadRequestError, EngineError, RankLostError
 from vlmserve_common.process.loop_thread import LoopThread
+
+if TYPE_CHECKING:
+    from vlmserve_common.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineEngine:
+    """The engine's parts. args: with the model's folder. stack: closes the loop and its encoders, after
+    `stage.media`. ranks: the connection to the other ranks of the model, if there are any."""
+
+    args: EngineArgs
+    runner: ModelRunner
+    info: EngineInfo
+    loop: EventLoop
+    stage: TokenizerStage
+    stack: ExitStack
+    ranks: Ranks | None = None
+
+
+def build_offline_engine(
+    args: EngineArgs, limits: StageLimits, send: Callable[[SchedulerOutput], None], *, log_level: str = "info"
+) -> OfflineEngine:
+    """Build an engine in this process.
+
+    send: gets the outputs of every step. log_level: of helper processes. Raises CheckpointError, EngineError or
+    SettingsError.
+    """
+    check_engine_args(args)
+    if args.num_replicas > 1:
+        raise EngineError(
+            f"{flag('dp_size')} is {args.dp_size}: only a server has several replicas; start `vlmserve serve` with it "
+            "and send it requests, or make one engine on each device"
+        )
+    args = replace(args, model=str(resolve_model(args.model)))
+    with ExitStack() as stack:
+        args, runner, info, worker, ranks = _runner(args, stack, log_level)
+        # for arrays that go to and from encoder and media processes, where there are any
+        processes = args.num_encoders + args.media_processes
+        shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
+        start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
+        loop = build_loop(args, runner, info, send, start=start, worker=worker)
+        stack.callback(loop.close)
+        stage = make_tokenizer_stage(
+            args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
+        )
+        return OfflineEngine(
+            args=args,
+            runner=runner,
+            info=info,
+            loop=loop,
+            stage=stage,
+            stack=stack.pop_all(),
+            ranks=ranks,
+        )
+
+
+def _runner(
+    args: EngineArgs, stack: ExitStack, log_level: str
+) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | GroupsWorker | None, Ranks | None]:
+    """Build this process's part of the model, and the worker that computes steps together with other ranks. stack: ends
+    both."""
+    if args.world_size == 1:
+        return args, *build_runner(args), None, None
+    # only ranks need this module
+    from vlmserve.engine.rank_processes import (
+        LAST_WORDS_S,
+        RankProcesses,
+        join_ranks,
+        leading_worker,
+        meeting_place,
+        rank_args,
+    )
+
+    own = rank_args(args, 0)
+    folder = stack.enter_context(PrivateDirectory(socket_base())).path
+    timeout_s = StartSettings(shared_dir=folder).startup_timeout_s
+    start = StartSettings(shared_dir=folder, startup_timeout_s=timeout_s, ready_by=time.monotonic() + timeout_s)
+    place = meeting_place(folder, args, start)
+    processes = RankProcesses(args, place, log_level)
+    stack.callback(processes.stop)
+    try:
+        ranks = join_ranks(own, 0, place, processes.check)
+        stack.callback(ranks.close)
+        runner, info = build_runner(own, ranks)
+    except RankLostError:
+        processes.check(LAST_WORDS_S)
+        raise
+    processes.wait_ready()
+    return own, runner, info, leading_worker(runner, ranks, partial(processes.who_died, LAST_WORDS_S)), ranks
+
 
 _AHEAD = 16
 """Requests that wait with their media loaded while the engine computes, and these media, together."""
