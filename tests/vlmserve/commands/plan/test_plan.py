@@ -116,6 +116,9 @@ def test_stages_have_all_layers_between_them(plan):
     assert first["experts"] + second["experts"] == 2 * one["stages"][0]["experts"]
     assert (first["head"], second["embedding"], second["tower"]) == (0, 0, 0)
     assert first["embedding"] == second["head"] == 2 * _VOCAB // 4
+    rooms = [stage["kv_cache"] // stage["kv_bytes_per_token"] // 16 * 16 for stage in (first, second)]
+    assert rooms[0] != rooms[1]
+    assert two["kv_tokens"] == min(rooms), "the stage with the least room"
 
 
 def test_groups_with_attention_of_their_own_share_experts(plan):
