@@ -1,7 +1,7 @@
 """`vlmserve bench parallel`: two processes of one thread each beside one.
 
 Two processes share the memory of the machine. So their gain is held to the gain of two processes that only read weights
-(for decoding) or multiply (for prompts), in the same run. Weights are random, and requests are of text alone.
+(for decoding) or multiply (for prompts), in the same run. Weights are random, and requests have no media.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _LISTENING = "0A"
 
 
 def run_python(words: Sequence[str], what: str, timeout_s: float) -> str:
-    """Run another Python with these words, and return what it printed.
+    """Run another Python with these words, and return its output.
 
     Raises EngineError that begins with `what` if it fails.
     """

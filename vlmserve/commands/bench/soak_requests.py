@@ -31,8 +31,7 @@ Body: TypeAlias = dict[str, Any]
 class Cut(NamedTuple):
     """The place where a client leaves, and how far it gets.
 
-    That is the part of the body that is sent, of 1; the seconds from when the client began to send; or the number of
-    events of the stream that are read.
+    `far` is the part of the body that is sent, of 1; or seconds since the client began to send; or the events read.
     """
 
     where: Literal["in its body", "waiting", "in its stream"]

@@ -68,8 +68,9 @@ class Floor:
 class Plan:
     """The memory of all stages, and floors of times.
 
-    tokens: KV slots of a replica, or of a group of its ranks that share attention. decode: floors by requests of
-    `context` tokens each, None if these do not fit. prefill: of `prompt` tokens. picture: seconds in the tower.
+    `tokens` are the KV slots of a replica, or of a group of its ranks that share attention. `decode` has floors by
+    requests of `context` tokens each, None if these do not fit. `prefill` is the floor of `prompt` tokens. `picture` is
+    in seconds.
     """
 
     model: SpreadModel
@@ -88,9 +89,8 @@ class Plan:
 def make_plan(args: EngineArgs, gpu: Gpu, *, context: int, batches: Sequence[int], prompt: int, reserved: int) -> Plan:
     """Make the plan of the folder `args.model`, which has a config.json.
 
-    context: tokens of each request. batches: requests that decode together. prompt: tokens. reserved: bytes of each GPU
-    for CUDA and its libraries. Raises EngineError with numbers for what cannot be, and CheckpointError for a
-    config.json that cannot be.
+    `batches` are requests that decode together, of `context` tokens each. CUDA and its libraries take `reserved` bytes
+    of each GPU. Raises EngineError with numbers for what cannot be, and CheckpointError for a wrong config.json.
     """
     model = lay_out(Path(args.model), args)
     longest = args.max_model_len or model.config.max_position_embeddings
@@ -210,8 +210,8 @@ class _Times:
     ) -> Floor:
         """Return the floor of a step.
 
-        work: each stage, the bytes that it reads, and the operations of its attention. tokens, rows: of the layers and
-        the head, for a GPU's group. all_tokens: of all groups.
+        `work` has each stage, the bytes that it reads, and the operations of its attention. A GPU's group has `tokens`
+        in its layers and `rows` at the head. All groups have `all_tokens`.
         """
         gpu, groups, experts = self._gpu, self._args.attention_groups, self._model.config.experts
         used = 0.0 if experts is None else experts.chosen / experts.count
