@@ -29,6 +29,7 @@ from vlmserve.memory.sizing import Activations, activation_bytes
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.scheduler.sampling_info import info_of
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
@@ -224,8 +225,8 @@ def _dummy_batch(
 
 def dummy_sampling(rows: int) -> SamplingBatchInfo:
     """Make the costliest sampling: every request samples among its likeliest tokens, for which all are sorted."""
-    no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-    return SamplingBatchInfo(
+    return replace(
+        info_of([]),
         batch_indices=np.arange(rows),
         token_indices=np.arange(rows),
         temperatures=np.ones(rows, dtype=np.float32),
@@ -235,15 +236,4 @@ def dummy_sampling(rows: int) -> SamplingBatchInfo:
         seeds=np.arange(rows),
         output_indices=np.zeros(rows, dtype=np.int64),
         num_logprobs=np.full(rows, -1, dtype=np.int64),
-        bias_rows=no_ids,
-        bias_ids=no_ids,
-        bias_values=no_values,
-        count_rows=no_ids,
-        count_ids=no_ids,
-        count_values=no_ids,
-        presence=no_values,
-        frequency=no_values,
-        seen_rows=no_ids,
-        seen_ids=no_ids,
-        repetition=no_values,
     )

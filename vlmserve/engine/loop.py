@@ -326,14 +326,14 @@ class EventLoop:
     def close_kv(self, timeout_s: float) -> int:
         """Write cached prefixes to disk for at most so many seconds. Returns how many tokens are lost."""
         ends = time.monotonic() + timeout_s
-        return sum(one.kv.close(max(0.0, ends - time.monotonic())) for one in self.schedulers)
+        return sum(one.kv.prefix_cache.close(max(0.0, ends - time.monotonic())) for one in self.schedulers)
 
     def close(self) -> None:
         """End the device's thread, the encoder's workers, and the disk's."""
         self.device.close()
         self.encoder.close()
         for scheduler in self.schedulers:
-            scheduler.kv.close()
+            scheduler.kv.prefix_cache.close()
             scheduler.intake.close()
 
 

@@ -11,9 +11,8 @@ import torch
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.logprob_rows import prompt_rows
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.sampling_info import SamplingArrays
+from vlmserve.scheduler.sampling_info import SamplingArrays, prompt_rows
 
 
 class ScheduledReq(NamedTuple):
@@ -196,12 +195,9 @@ class ScheduleBatch:
             return {}
         copies = states.take_copies()
         return {
-            "states": _ints([_state(part.req) for part in self.reqs]),
+            "states": np.array([part.req.state for part in self.reqs], dtype=np.int64),
             "state_copies": copies,
-            "state_snapshots": states.snapshots(
-                ((part.req, part.start, part.end) for part in self.reqs),
-                lambda req, place: self.kv.req_pool.slot(_req_pool_idx(req), place),
-            ),
+            "state_snapshots": states.snapshots(((part.req, part.start, part.end) for part in self.reqs), self.kv.slot),
         }
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:
@@ -225,23 +221,14 @@ class ScheduleBatch:
             if part.req.prefix_unsent:
                 part.req.prefix_unsent = False
                 if part.start:
+                    assert part.req.req_pool_idx is not None
                     slots = self.kv.slots(part.req, 0, part.start)
-                    found.append(PrefixSlots(req_pool_idx=_req_pool_idx(part.req), slots=slots))
+                    found.append(PrefixSlots(req_pool_idx=part.req.req_pool_idx, slots=slots))
         return tuple(found)
 
 
 def _ints(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
-
-
-def _req_pool_idx(req: Req) -> int:
-    assert req.req_pool_idx is not None, req.rid
-    return req.req_pool_idx
-
-
-def _state(req: Req) -> int:
-    assert req.state is not None, req.rid
-    return req.state
 
 
 _Span: TypeAlias = tuple[Req, int, int]

@@ -32,14 +32,14 @@ from vlmserve.ipc.messages import (
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
-from vlmserve.scheduler.drafts import Drafter
+from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.meter import SchedulerMeter, check_pools
 from vlmserve.scheduler.outputs import PartResult, error, part_results, refused, token_output
-from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
@@ -82,13 +82,10 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         kv: KVCacheManager,
         encoder: EncoderPool,
-        policy: SchedulePolicy,
-        new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
-        sessions: Sessions,
         grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
-        drafter: Drafter | None = None,
+        drafter: NGramDrafter | None = None,
         encoder_order: FairOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -98,12 +95,15 @@ class Scheduler:
         self.due = Due()
         self.meter = SchedulerMeter()
         self.kv = kv
+        policy = make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed)
         self.waiting_queue = WaitingQueue(policy)
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
-        self.sessions = sessions
+        self.sessions = Sessions(
+            kv.prefix_cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=clock
+        )
         self.intake = Intake(
-            args,
+            args=args,
             max_req_len=max_req_len,
             eos_token_ids=eos_token_ids,
             kv=kv,
@@ -111,21 +111,21 @@ class Scheduler:
             policy=policy,
             media_keys=media_keys,
             grammars=grammars,
-            encoder_order=encoder_order,
+            encoder_order=encoder_order or FairOrder(),
             clock=clock,
         )
         self._reqs: dict[str, Req] = {}
-        self._ratio = new_token_ratio
+        self._ratio = NewTokenRatio(args.schedule_conservativeness)
         self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
         self._admission = PromptAdmission(
-            args,
+            args=args,
             kv=kv,
             queue=self.waiting_queue,
             running=self.running_batch,
-            sessions=sessions,
+            sessions=self.sessions,
             costs=self._costs,
             policy=policy,
-            ratio=new_token_ratio,
+            ratio=self._ratio,
             encoder_order=self.intake.encoder_order,
             retract=self._retract,
         )
@@ -272,7 +272,7 @@ class Scheduler:
             self._draft(reqs, self._drafter)
         return reqs
 
-    def _draft(self, reqs: Sequence[Req], drafter: Drafter) -> None:
+    def _draft(self, reqs: Sequence[Req], drafter: NGramDrafter) -> None:
         """Guess more tokens of each request, as far as there are slots for them."""
         for req in reqs:
             drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()

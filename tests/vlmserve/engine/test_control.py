@@ -92,7 +92,6 @@ def test_flushing_tells_how_much_and_who_is_there(control: EngineControl) -> Non
 def test_what_fails_is_told(engine: FakeEngine, control: EngineControl) -> None:
     engine.flush_cache = lambda: 1 // 0  # type: ignore[method-assign]
     assert "ZeroDivisionError" in refusal(control.handle(FlushCacheReq()), 500)
-    assert "no handler for a message of type int" in refusal(control.handle(1), 500)  # type: ignore[arg-type]
     assert control.handle(PauseReq()).paused
 
 

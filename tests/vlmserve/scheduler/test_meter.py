@@ -77,7 +77,7 @@ def test_who_is_aborted_waits_for_no_encoder() -> None:
 
 
 def test_retractions_are_counted_and_told() -> None:
-    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, radix=False, conservativeness=0.0))
+    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, radix=False, conservativeness=0.001))
     rig.run(*(request(f"r{place}", [place] * 6, new=40) for place in range(5)))
     stats = rig.loop.stats()
     told = sum(stages(rig, rid)[-1].retractions for rid in rig.outputs)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.ipc.messages import FinishReason
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
@@ -38,7 +37,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         allocator = TokenToKVPoolAllocator(self.pool, self.page)
-        cache = RadixCache(allocator) if self.radix else ChunkCache(allocator.page_size)
+        cache = RadixCache(allocator, shares=self.radix)
         self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(self.rows, self.pool + self.page))
         self.running: list[Req] = []
 
