@@ -110,11 +110,6 @@ def test_what_the_trial_shows_is_kept_free(model, new_cache, caplog) -> None:
     assert caplog.text.rstrip().endswith("they take 90 MiB")
 
 
-def test_a_single_size(model, new_cache) -> None:
-    plan, graphs = made(model, new_cache, Machine(), (3,))
-    assert (plan.sizes, plan.reserved, graphs.sizes) == ((3,), 30 * MIB, (3,))
-
-
 def test_little_memory_means_fewer_sizes_or_none(model, new_cache, caplog) -> None:
     plan, graphs = made(model, new_cache, Machine(), (1, 2, 4, 8), room=60 * MIB)
     assert (plan.sizes, plan.reserved, graphs.sizes) == ((1, 2), 50 * MIB, (1, 2))
@@ -128,21 +123,26 @@ def test_little_memory_means_fewer_sizes_or_none(model, new_cache, caplog) -> No
     assert "none is captured" in line
 
 
-def test_a_trial_that_fails(model, new_cache, caplog) -> None:
-    plan, graphs = made(model, new_cache, Machine(most=0), (1, 2))
-    assert (plan, graphs) == (GraphPlan(), None)
-    assert warnings_of(caplog) == [
-        "decode steps of 1, 2 requests are not all captured as CUDA graphs: CUDA out of memory."
-    ]
-
-
-def test_a_kernel_that_does_not_compile_while_capturing(model, new_cache, caplog) -> None:
-    """Triton's errors are no RuntimeErrors."""
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 3 GiB"), "CUDA out of memory."),
+        (Exception("out of resource: shared memory\nmore"), "out of resource: shared memory"),  # Triton's
+    ],
+    ids=["memory", "compiler"],
+)
+def test_a_trial_that_fails(model, new_cache, caplog, error: Exception, line: str) -> None:
     machine = Machine(most=0)
-    machine.error = Exception("out of resource: shared memory\nmore")
+    machine.error = error
     assert made(model, new_cache, machine, (1, 2)) == (GraphPlan(), None)
-    [line] = warnings_of(caplog)
-    assert line.endswith("not all captured as CUDA graphs: out of resource: shared memory")
+    assert warnings_of(caplog) == [f"decode steps of 1, 2 requests are not all captured as CUDA graphs: {line}"]
+
+
+@pytest.mark.parametrize("each", [0, MIB])
+def test_a_second_graph_that_seems_to_take_nothing(model, new_cache, each: int) -> None:
+    plan, _ = made(model, new_cache, Machine(each=each), (1, 2, 4, 8))
+    assert plan.reserved == 10 * MIB + each + 3 * 8 * MIB
+    assert made(model, new_cache, Machine(each=each), (3,))[0].sizes == (3,)
 
 
 def test_a_capture_that_fails_halfway(model, new_cache, caplog) -> None:
@@ -172,12 +172,6 @@ def test_the_rank_with_the_least_room_decides_for_all(caplog) -> None:
     assert asked == [4]
     [line] = warnings_of(caplog)
     assert "room for 1000 MiB here, and for less at another rank: only those of 1, 2 are captured" in line
-
-
-@pytest.mark.parametrize("each", [0, MIB])
-def test_a_second_graph_that_seems_to_take_nothing(model, new_cache, each: int) -> None:
-    plan, _ = made(model, new_cache, Machine(each=each), (1, 2, 4, 8))
-    assert plan.reserved == 10 * MIB + each + 3 * 8 * MIB
 
 
 def test_where_nothing_is_captured(caplog) -> None:

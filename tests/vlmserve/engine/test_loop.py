@@ -39,6 +39,7 @@ def test_what_is_encoded_ahead_of_time_is_there_for_a_request():
 @pytest.mark.parametrize("encoders", [0, 1, 2])
 @pytest.mark.parametrize("space", [0, 3, 1000])
 def test_alone_they_get_on_and_come_to_an_end(encoders, space):
+    """Clips longer than there is room for, and a picture larger than what may be under way."""
     rig = Rig(Knobs(encoders=encoders, space_rows=space))
     for number in range(3):
         rig.warm_up(f"w{number}", item(clip(20, number * 5)), item(b"big", 30))

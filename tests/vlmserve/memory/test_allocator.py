@@ -233,17 +233,6 @@ def test_drafts_taken_back_cost_no_run(page_size):
     assert allocator.available_size() == 1024 - pages * page_size
 
 
-def test_a_whole_request_can_be_taken_back():
-    allocator = TokenToKVPoolAllocator(32, 4)
-    slots = allocator.alloc_extend(0, 10, -1)
-    allocator.truncate(10, 10, slots[10:])
-    allocator.truncate(5, 10, slots[5:])
-    assert allocator.available_size() == 24
-    assert allocator.alloc_extend(5, 9, int(slots[4])).tolist() == slots[5:9].tolist()
-    allocator.truncate(0, 9, slots[:9])
-    assert allocator.available_size() == 32
-
-
 def test_what_cannot_be_freed_changes_nothing():
     allocator = TokenToKVPoolAllocator(32, 4)
     slots = allocator.alloc_extend(0, 8, -1)
