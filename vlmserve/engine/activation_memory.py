@@ -101,7 +101,7 @@ def measure_activations(
     model's."""
     with torch.inference_mode():
         device = next(model.language_model.parameters()).device
-        batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
+        batch = _dummy_batch(model, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
         info, shard = dummy_sampling(limits.rows), model.comm.shard
 
@@ -185,14 +185,10 @@ def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
 
 
 def _dummy_batch(
-    config: ModelConfig,
-    model_dtype: torch.dtype,
-    dtype: torch.dtype,
-    attn_backend: AttentionBackend,
-    tokens: int,
-    device: torch.device,
+    model: VisionLanguageModel, dtype: torch.dtype, attn_backend: AttentionBackend, tokens: int, device: torch.device
 ) -> ForwardBatch:
     """Make a prompt of so many tokens, in a cache of its own."""
+    config = model.config
     slots = torch.arange(tokens, device=device)
     pool = ReqToTokenPool(1, tokens, device)
     pool.write(0, 0, slots)
@@ -204,7 +200,7 @@ def _dummy_batch(
         dtype=dtype,
         device=device,
     )
-    shape = state_shape(config, model_dtype)
+    shape = state_shape(config, model.dtype)
     span = Span(start=0, length=tokens, prefix_len=0, state=1)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,

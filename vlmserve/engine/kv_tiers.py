@@ -11,7 +11,7 @@ from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_storage import KVStorage
-from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
+from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.sizing import host_pool_size
@@ -31,16 +31,15 @@ def build_prefix_cache(
     host_slots = host_pool_size(args, bytes_per_token=bytes_per_token, device=runner.device)
     if not host_slots:
         return RadixCache(allocator, policy=args.radix_eviction_policy, shares=not args.disable_radix_cache)
-    pool = HostKVPool(num_slots=host_slots + args.page_size, kv_cache=runner.kv_cache)
     storage = None
     if args.hicache_storage_dir is not None:
         storage = KVStorage(
             Path(args.hicache_storage_dir) / _fingerprint(args, runner),
             limit_bytes=int(args.hicache_storage_gib * 2**30),
-            bytes_per_token=pool.bytes_per_token,
+            bytes_per_token=bytes_per_token,
             page_size=args.page_size,
         )
-    transfer = KVTransfer(runner.kv_cache, pool, storage)
+    transfer = KVTransfer(runner.kv_cache, host_slots + args.page_size, storage)
     runner.attach_host_tier(transfer)
     return HiRadixCache(
         allocator,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
@@ -18,7 +18,15 @@ from vlmserve.engine.build import build_loop, build_runner
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
-from vlmserve.engine.replicas import replica_args
+from vlmserve.engine.rank_processes import (
+    LAST_WORDS_S,
+    follow,
+    join_ranks,
+    leading_worker,
+    meeting_place,
+    rank_args,
+    replica_args,
+)
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import FINISH_S, Ready
 from vlmserve.ipc.control import ControlServer
@@ -34,11 +42,6 @@ from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve_common.process.wake_up import WakeUp
-
-if TYPE_CHECKING:
-    from vlmserve.engine.step import GroupsWorker, ModelWorker
-    from vlmserve.executor.model_runner import ModelRunner
-    from vlmserve_common.parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +99,15 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     Between steps it takes all waiting messages and operators' requests. If there is nothing to compute, it sleeps until
     a socket is readable.
     """
-    args = replica_args(args, channels.replica)
-    args, ranks = _join(args, channels, start)
+    args, ranks = replica_args(args, channels.replica), None
+    if args.world_size > 1:
+        args = rank_args(args, 0)
+        ranks = join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
     runner, info = build_runner(args, ranks)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    worker = None if ranks is None else _leading(runner, ranks)
+    worker = None
+    if ranks is not None:  # the launcher sees which rank has ended, and says so
+        worker = leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
     batch_log = BatchLog(args.log_interval_s)
     loop = build_loop(args, runner, info, to_detokenizer.send, start=start, worker=worker, batch_log=batch_log)
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
@@ -142,29 +149,10 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
 
 def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
     """Run the process of any rank but the first."""
-    from vlmserve.engine.rank_processes import follow, meeting_place
-
     args = replica_args(args, channels.replica)
     heartbeat = channels.heartbeat(f"rank-{rank}")
     place = meeting_place(channels.runtime_dir, args, start)
     follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working)
-
-
-def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[EngineArgs, Ranks | None]:
-    """Let the first rank meet the other ranks. Returns its own settings, and the connections to the other ranks."""
-    if args.world_size == 1:
-        return args, None
-    from vlmserve.engine.rank_processes import join_ranks, meeting_place, rank_args
-
-    args = rank_args(args, 0)
-    return args, join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
-
-
-def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | GroupsWorker:
-    from vlmserve.engine.rank_processes import LAST_WORDS_S, leading_worker
-
-    # the launcher sees which rank has ended, and says so
-    return leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
 
 
 def message_dispatcher(

@@ -47,7 +47,7 @@ class HiRadixCache(RadixCache):
     used by the step that brings its job. Therefore jobs that were taken must be done, even if their step is not. KV may
     be inserted only if the step that computes it was sent before the next jobs are.
 
-    host: the allocator of slots in the `HostKVPool`, of the same page size. storage: gets the host's evicted prefixes,
+    host: the allocator of slots in the `KVTransfer`, of the same page size. storage: gets the host's evicted prefixes,
     which `prefetch` finds again; threads read and write its files. identity: names pad values in the same way in every
     process. transfer: does the copies of `close`. Storage needs both.
     """

@@ -35,33 +35,27 @@ class KVCopyJob:
     rows: torch.Tensor | None = None
 
 
-class HostKVPool:
-    """KV of all layers by slot in host memory: `rows` uint8 [num_slots, bytes_per_token]. A token's bytes lie side by
-    side, so a run of slots is one copy. If there is a GPU, the memory is page-locked, so copies need no detour.
-
-    Slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
-    """
-
-    def __init__(self, *, num_slots: int, kv_cache: KVCache) -> None:
-        self.bytes_per_token = sum(part.shape[1] for part in _parts(kv_cache.layers))
-        on_gpu = kv_cache.layers[0].keys.is_cuda
-        # cleared, so that the memory is committed now
-        self.rows = torch.zeros((num_slots, self.bytes_per_token), dtype=torch.uint8, pin_memory=on_gpu)
-
-
 class KVTransfer:
-    """Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
+    """KV of all layers by slot in host memory, rows uint8 [host_slots, bytes_per_token], and the copies between it, the
+    device, and storage.
+
+    A token's bytes lie side by side, so a run of slots is one copy. If there is a GPU, the memory is page-locked, so
+    copies need no detour. Host slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
+
+    Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
     work launched after it sees the job's. No thread waits.
 
     piece_tokens: longer copies go in pieces of so many tokens.
     """
 
-    def __init__(self, kv_cache: KVCache, host: HostKVPool, storage: KVStorage | None = None) -> None:
+    def __init__(self, kv_cache: KVCache, host_slots: int, storage: KVStorage | None = None) -> None:
         self._storage = storage
         self._parts = _parts(kv_cache.layers)
         self._device = self._parts[0].device
-        self._rows = host.rows
-        self.piece_tokens = max(1, STAGED_BYTES // host.bytes_per_token)
+        width = sum(part.shape[1] for part in self._parts)
+        # cleared, so that the memory is committed now
+        self._rows = torch.zeros((host_slots, width), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self.piece_tokens = max(1, STAGED_BYTES // width)
 
     @torch.inference_mode()
     def run(self, jobs: Iterable[KVCopyJob]) -> None:

@@ -18,6 +18,8 @@ from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 
+_MIN_SHARED = 32
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptAdmission:
@@ -87,7 +89,7 @@ class PromptAdmission:
     def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> PrefixLeaders | None:
         if not self.kv.prefix_cache.shares:
             return None
-        leaders = PrefixLeaders(self.kv.matched_len, self.kv.key_of, page_size=self.kv.page_size)
+        leaders = PrefixLeaders(self.kv)
         for req in in_progress:
             leaders.lead(req)
         for batch in in_flight:
@@ -167,36 +169,24 @@ def may_be_tried(req: Req) -> bool:
 class PrefixLeaders:
     """Finds waiting requests whose prefix another request is computing, while one step is decided.
 
-    Requests may share tokens that are not cached yet, such as the `n` answers to one picture. From min_shared tokens on
-    (a page, if that is more), the first request leads. The others wait and find its prefix in the cache.
-
-    match: returns the cached tokens of a waiting request. key_of: returns its prefix cache key, int64, as `match` looks
-    it up.
+    Requests may share tokens that are not cached yet, such as the `n` answers to one picture. From `_MIN_SHARED` tokens
+    on (a page, if that is more), the first request leads. The others wait and find its prefix in the cache.
     """
 
-    def __init__(
-        self,
-        match: Callable[[Req], int],
-        key_of: Callable[[Req], np.ndarray],
-        *,
-        page_size: int,
-        min_shared: int = 32,
-    ) -> None:
-        self._match = match
-        self._key_of = key_of
-        self._page = page_size
-        self._shared = max(min_shared, page_size)
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._shared = max(_MIN_SHARED, kv.page_size)
         # keys with equal uncached tokens from an equal offset on, which are then compared as a whole
         self._leaders: dict[tuple[bytes, int, bytes], list[np.ndarray]] = {}
 
     def lead(self, req: Req) -> None:
         """Let a prompt lead that is being computed. Other requests find the whole pages that it has committed."""
         key = req.radix_key(min(req.fill_len, req.prompt_len))
-        self._join(req.namespace, key, req.kv_committed_len // self._page * self._page)
+        self._join(req.namespace, key, req.kv_committed_len // self._kv.page_size * self._kv.page_size)
 
     def follow(self, req: Req) -> bool:
         """Let a waiting request follow another one, or else lead from now on. Returns whether it follows."""
-        key, cached = self._key_of(req), self._match(req)
+        key, cached = self._kv.key_of(req), self._kv.matched_len(req)
         return len(key) - cached >= self._shared and not self._join(req.namespace, key, cached)
 
     def _join(self, namespace: bytes, key: np.ndarray, cached: int) -> bool:

@@ -14,7 +14,6 @@ A session keeps the slots of a conversation's last turn locked in the tree until
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -228,12 +227,6 @@ class KVCacheManager:
         return self.req_pool.slots(req.req_pool_idx, start, end)
 
 
-@dataclass(frozen=True, slots=True)
-class _Session:
-    node: RadixNode
-    used_at: float
-
-
 class Sessions:
     """Keeps the KV of conversations between their turns, least recently used first.
 
@@ -250,7 +243,7 @@ class Sessions:
         self._max = max_sessions
         self._timeout_s = timeout_s
         self._clock = clock
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, tuple[RadixNode, float]] = {}  # with the time of their last turn
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -263,26 +256,23 @@ class Sessions:
         before = self._sessions.pop(name, None)
         if len(match.indices):
             self._cache.inc_lock_ref(match.last_node)
-            self._sessions[name] = _Session(match.last_node, self._clock())
+            self._sessions[name] = match.last_node, self._clock()
         if before is not None:
-            self._cache.dec_lock_ref(before.node)
+            self._cache.dec_lock_ref(before[0])
         if len(self._sessions) > self._max:
             self.release_oldest()
 
     def expire(self) -> None:
         """Let go of sessions that have been idle for too long."""
-        if not self._sessions:
-            return
-        limit = self._clock() - self._timeout_s
-        while self._sessions and next(iter(self._sessions.values())).used_at < limit:
+        while self._sessions and next(iter(self._sessions.values()))[1] < self._clock() - self._timeout_s:
             self.release_oldest()
 
     def release_oldest(self) -> bool:
         """Let the oldest session go. Returns whether there was one."""
         if not self._sessions:
             return False
-        session = self._sessions.pop(next(iter(self._sessions)))
-        self._cache.dec_lock_ref(session.node)
+        node, _ = self._sessions.pop(next(iter(self._sessions)))
+        self._cache.dec_lock_ref(node)
         return True
 
     def release_all(self) -> None:

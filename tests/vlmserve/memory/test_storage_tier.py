@@ -11,7 +11,7 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_storage import KVStorage
-from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
+from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.media_keys import MediaKeyTable
 
 PAGE = 2
@@ -26,9 +26,8 @@ class Engine:
         self.kv = KVCache(
             num_slots=34, num_layers=2, num_kv_heads=1, head_dim=4, dtype=torch.int8, device=torch.device("cpu")
         )
-        host = HostKVPool(num_slots=10, kv_cache=self.kv)
-        self.storage = KVStorage(folder, limit_bytes=disk_bytes, bytes_per_token=host.bytes_per_token, page_size=PAGE)
-        self.transfer = KVTransfer(self.kv, host, self.storage)
+        self.storage = KVStorage(folder, limit_bytes=disk_bytes, bytes_per_token=BYTES_PER_TOKEN, page_size=PAGE)
+        self.transfer = KVTransfer(self.kv, 10, self.storage)
         self.table = MediaKeyTable()
         for i in range(media_before):
             self.table.intern((bytes([i]), "image", (1, 2, 2), 0.0))
