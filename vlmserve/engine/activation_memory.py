@@ -187,7 +187,6 @@ def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
 def _dummy_batch(
     model: VisionLanguageModel, dtype: torch.dtype, attn_backend: AttentionBackend, tokens: int, device: torch.device
 ) -> ForwardBatch:
-    """Make a prompt of so many tokens, in a cache of its own."""
     config = model.config
     slots = torch.arange(tokens, device=device)
     pool = ReqToTokenPool(1, tokens, device)

@@ -237,7 +237,6 @@ def _pool_sizes(parts: _Parts, activations: Activations, plan: GraphPlan) -> tup
 def _allocate(
     parts: _Parts, info: EngineInfo, states: int, plan: GraphPlan, processors: LogitsProcessors
 ) -> ModelRunner:
-    """Make the runner, with its pools."""
     args, device = parts.args, parts.device
     return ModelRunner(
         model=parts.model,

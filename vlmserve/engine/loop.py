@@ -261,7 +261,6 @@ class EventLoop:
         return sum(map(len, self._running))
 
     def _depth(self) -> int:
-        """Return how many steps are worth having in flight."""
         return self.device.depth if self._num_decoding() >= self.device.least_reqs else 1
 
     def _encoding_group(self) -> int:
@@ -289,7 +288,6 @@ class EventLoop:
         return not len(self._warmups) and self._has_no_requests()
 
     def _has_no_requests(self) -> bool:
-        """Return True if there is no request, and nothing in flight."""
         if self._in_flight or self._slices:
             return False
         return all(scheduler.is_idle() for scheduler in self.schedulers)

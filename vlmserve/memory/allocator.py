@@ -237,7 +237,6 @@ class TokenToKVPoolAllocator:
         return self._open.best_fit(want) or self._open.largest()
 
     def _keep_room(self, at: int, room: int) -> None:
-        """Enlarge the room that begins at page `at` to `room` pages, as far as open pages follow it."""
         have = self._rooms.length_at(at)
         if have < room:
             self._rooms.add(at + have, self._open.take_front(at + have, room - have))

@@ -188,10 +188,6 @@ class HiRadixCache(RadixCache):
                 jobs.append(job)
         return jobs
 
-    def host_cached_size(self) -> int:
-        """Tokens that are kept on the host, including those that the device has, too."""
-        return self._host.size - self._host.available_size()
-
     def reset(self) -> int:
         self._fetches.clear()
         while (node := self._host_queue.pop()) is not None:
@@ -199,7 +195,6 @@ class HiRadixCache(RadixCache):
         return super().reset()
 
     def _allocate(self, start: int, end: int, last_slot: int) -> np.ndarray | None:
-        """Allocate device slots for tokens start..end-1 behind `last_slot`, evicting if need be."""
         short = end - start - self._allocator.available_size()
         if short > self._evictable:
             return None
@@ -229,7 +224,6 @@ class HiRadixCache(RadixCache):
             self._host_queue.add(node)
 
     def _allocate_host(self, length: int) -> np.ndarray | None:
-        """Allocate host slots for so many tokens, evicting if need be."""
         if length > self._host.size:
             return None
         while self._host.available_size() < length and (victim := self._host_queue.pop()) is not None:
@@ -238,7 +232,6 @@ class HiRadixCache(RadixCache):
         return self._host.alloc_extend(0, length, -1)
 
     def _store(self, node: RadixNode) -> None:
-        """Plan to write a node's part on the host to storage, if there is one."""
         if pages := self._new_pages(node):
             self._jobs.append(KVCopyJob(direction="to_storage", host_slots=node.host_values, pages=tuple(pages)))
 
@@ -286,7 +279,6 @@ class HiRadixCache(RadixCache):
 
     @contextlib.contextmanager
     def _keeping(self, nodes: Sequence[RadixNode]) -> Iterator[None]:
-        """Protect these nodes on the host from eviction."""
         self._kept.update(nodes)
         yield
         self._kept.clear()
@@ -294,7 +286,6 @@ class HiRadixCache(RadixCache):
             self._host_queue.add(node)
 
     def _is_host_evictable(self, node: RadixNode) -> bool:
-        """Return whether a node is a leaf of the host's part that no read needs."""
         return node.on_host and not node.host_children and node not in self._kept
 
     def _forget_host(self, node: RadixNode) -> None:

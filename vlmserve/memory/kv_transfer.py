@@ -86,7 +86,6 @@ class KVTransfer:
         self._storage.save(list(job.pages), rows)
 
     def _finish_copies(self) -> None:
-        """Wait until all earlier copies are done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -117,7 +116,6 @@ def _parts(layers: Iterable[CacheLayer]) -> list[torch.Tensor]:
 
 
 def _runs(slots: np.ndarray) -> list[tuple[int, int]]:
-    """Return the runs (start, end) of consecutive slots."""
     cuts = np.flatnonzero(np.diff(slots) != 1) + 1
     bounds = [0, *cuts.tolist(), len(slots)]
     return list(itertools.pairwise(bounds))

@@ -236,13 +236,11 @@ class RadixCache:
         )
 
     def _own(self, node: RadixNode, values: np.ndarray) -> None:
-        """Give the tree the slots of a node's KV on the device."""
         self._tree.set_values(node, values.astype(np.int64))
         self._evictable += len(node.key)
         self._queue.add(node)
 
     def _is_evictable(self, node: RadixNode) -> bool:
-        """Return whether a node is an unlocked leaf of the device's part."""
         return node.on_device and not node.lock_ref and not node.device_children
 
     def _let_go(self, node: RadixNode) -> None:
@@ -250,7 +248,6 @@ class RadixCache:
         self._forget(node)
 
     def _forget(self, node: RadixNode) -> None:
-        """Free the slots of an evictable node, and keep it nowhere."""
         parent = node.parent
         self._free_device(node)
         self._tree.remove(node)

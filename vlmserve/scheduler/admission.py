@@ -152,7 +152,6 @@ class PromptAdmission:
         return AddReqResult.NOT_READY
 
     def _victim_for(self, req: Req) -> Req | None:
-        """Return the running request that gives its place up for one that waits, if there is one."""
         if self.policy.preempts:
             return less_urgent(req, self.running.reqs)
         return over_share(req, self.running.reqs, self.args.max_running_requests)

@@ -160,7 +160,6 @@ class PrefillAdder:
 
     @staticmethod
     def _waits_for_embeds(req: Req, start: int) -> bool:
-        """Return True if a request that is computed up to `start` should wait for its next embeddings."""
         until = req.media.ready_until(start)
         return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds(start, until)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -181,15 +181,13 @@ class ScheduleBatch:
                 [*(self.kv.slots(*span) for span in spans), self.kv.req_pool.slots_at(rows[single:], places)]
             ),
             prefix_slots=self._unsent_prefixes(),
-            mm_embeds=_mm_embeds(spans),
-            input_embeds=_input_embeds(spans),
+            **_embeds(spans),
             **self._returned(ends - starts),
             **self._states(),
             kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
 
     def _states(self) -> dict[str, Any]:
-        """Return the part of the message for recurrent layers."""
         states = self.kv.states
         if states is None:
             return {}
@@ -231,25 +229,13 @@ def _ints(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-_Span: TypeAlias = tuple[Req, int, int]
-"""Tokens [start, end) of a request."""
-
-
-def _placed(spans: Sequence[_Span]) -> Iterator[tuple[Req, int, int, int]]:
-    """Add to each span the batch token that it begins at."""
-    at = 0
+def _embeds(spans: Iterable[tuple[Req, int, int]]) -> dict[str, Any]:
+    """Return the part of the message for tokens [start, end) of requests that take embeddings."""
+    vision, given, at = list[MMEmbeds](), list[MMEmbeds](), 0
     for req, start, end in spans:
-        yield req, start, end, at
+        vision += req.media.embeds(start, end, at=at)
+        if req.input_embeds is not None and start < req.prompt_len:
+            rows = torch.from_numpy(np.array(req.input_embeds.rows[start:end]))
+            given.append(MMEmbeds(token=at, embeds=rows))
         at += end - start
-
-
-def _mm_embeds(spans: Sequence[_Span]) -> tuple[MMEmbeds, ...]:
-    return tuple(part for req, start, end, at in _placed(spans) for part in req.media.embeds(start, end, at=at))
-
-
-def _input_embeds(spans: Sequence[_Span]) -> tuple[MMEmbeds, ...]:
-    return tuple(
-        MMEmbeds(token=at, embeds=torch.from_numpy(np.array(req.input_embeds.rows[start:end])))
-        for req, start, end, at in _placed(spans)
-        if req.input_embeds is not None and start < req.prompt_len
-    )
+    return {"mm_embeds": tuple(vision), "input_embeds": tuple(given)}

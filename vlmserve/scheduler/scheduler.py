@@ -162,7 +162,6 @@ class Scheduler:
             self._cut_off(req, FinishReason(type="abort"))
 
     def _cut_off(self, req: Req, reason: FinishReason) -> None:
-        """End a request early, and send its last output."""
         self._end(req, reason)
         self._aborted += 1
         self._send(BatchTokenOutput(outputs=(token_output(req, ()),)))
@@ -273,7 +272,6 @@ class Scheduler:
         return reqs
 
     def _draft(self, reqs: Sequence[Req], drafter: NGramDrafter) -> None:
-        """Guess more tokens of each request, as far as there are slots for them."""
         for req in reqs:
             drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()
             if drafts and self.kv.extend(req, len(drafts)):
@@ -344,7 +342,6 @@ class Scheduler:
         return True
 
     def _fail_unencodable(self, failures: Mapping[bytes, str]) -> bool:
-        """End the requests that need a picture which could not be encoded. Returns whether there are any."""
         if not failures:
             return False
         found = [(req, key) for req in self._reqs.values() if (key := req.media.holds(failures.keys()))]
@@ -396,14 +393,12 @@ class Scheduler:
         return outputs
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
-        """Drop the wrong ones of a request's guesses, and the KV that was computed for them."""
         self.kv.truncate(req, req.kv_committed_len)
         self.meter.drafted(len(req.drafts), wrong)
         req.drafts = ()
         req.in_flight -= wrong
 
     def _take_tokens(self, req: Req, brought: PartResult) -> TokenOutput:
-        """Append the tokens that a step sampled for a request, and end it if it is complete."""
         reason = None if brought.tokens else FinishReason(type="length")
         for token in brought.tokens:  # only the last one can end it
             req.in_flight -= 1

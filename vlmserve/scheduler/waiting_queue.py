@@ -251,6 +251,5 @@ class WaitingQueue:
 
 
 def _turn_blocked(req: Req) -> tuple[int, int]:
-    """Return the order in which blocked requests become ready."""
     order = req.media.order if req.status is ReqStatus.WAITING_FOR_ENCODER else req.arrival
     return order, req.arrival

@@ -85,7 +85,6 @@ class GrammarQueue:
 
 
 def _is_accident(future: Future[CompiledGrammar]) -> bool:
-    """Return whether compiling failed for a reason other than the grammar."""
     return future.cancelled() or not isinstance(future.exception(), BadRequestError | type(None))
 
 
