@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from processors.inputs import Modality, MultimodalDataItem
 from tests.vision.fake_backend import FakeBackend, make_pool
 from tests.vision.fake_disk import FakeDisk
+from tests.vlmserve.scheduler.prompts import item
 from vision.cache.disk_tier import Saved
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.engine.encoder_warmups import EncoderWarmups
@@ -86,21 +85,9 @@ def rig():
         one.close()
 
 
-def item(content: str, *, rows: int = 2) -> MultimodalDataItem:
-    """A picture, or with dashes a clip of as many temporal patches, of `rows` rows (four vision patches) each."""
-    parts = content.split("-")
-    return MultimodalDataItem(
-        modality=Modality.IMAGE if len(parts) == 1 else Modality.VIDEO,
-        digest=content.encode().ljust(32, b"."),
-        patch_digests=tuple(part.encode().ljust(32, b",") for part in parts),
-        grid_thw=(len(parts), 2, 2 * rows),
-        offsets=(),
-        feature=np.zeros((len(parts) * 4 * rows, 1), np.float32),
-    )
-
-
-def message(rid: str, *contents: str, pin: bool = False, rows: int = 2) -> EncodeReqInput:
-    return EncodeReqInput(rid=rid, items=tuple(item(content, rows=rows) for content in contents), pin=pin)
+def message(rid: str, *contents: str, pin: bool = False) -> EncodeReqInput:
+    """Pictures, or with dashes clips of as many temporal patches, of eight vision patches each."""
+    return EncodeReqInput(rid=rid, items=tuple(item(content.encode()) for content in contents), pin=pin)
 
 
 def figures(rig: Rig, rid: str) -> list[tuple]:
@@ -188,7 +175,7 @@ def test_few_are_under_way_and_messages_go_in_turn(rig):
         one.backend.finish()
         one.settle()
     assert list(one.answers) == ["a", "b", "c"]
-    digests = [digest.rstrip(b",").decode() for digest in one.backend.encoded()]
+    digests = [digest[2:].rstrip(b",").decode() for digest in one.backend.encoded()]
     assert digests == [f"{a}{n}" for a in "abc" for n in "123"]
 
 
@@ -206,7 +193,7 @@ def room_taken_while_writing(one: Rig) -> bytes:
     """An urgent request, whose key is returned, takes the room of rows that wait for the disk."""
     one.warmups.add(message("a", "pic"))
     one.settle()
-    (wanted,) = one.pool.submit(temporal_patches(item("urgent")), order=-1)
+    (wanted,) = one.pool.submit(temporal_patches(item(b"urgent")), order=-1)
     while not one.pool.is_ready(wanted):
         if not one.pool.advance(urgent=wanted):
             one.disk.finish_load()

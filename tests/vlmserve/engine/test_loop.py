@@ -6,17 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from processors.inputs import MultimodalDataItem
-from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.prompts import item, request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
 from vlmserve.ipc.messages import AbortReq
-
-
-def item(content: bytes, each: int = 2) -> MultimodalDataItem:
-    """The same as a request's of that content has, with `each` rows a temporal patch."""
-    rows = each * len(content.split(b"-"))
-    (made,) = request("", [0] * (rows + 2), [(1, rows, content)]).mm_inputs.items
-    return made
 
 
 def clip(length: int, start: int = 0) -> bytes:

@@ -275,17 +275,6 @@ def test_text_before_a_picture_waits_with_it_unless_there_is_much_of_it():
     rig.run()
 
 
-def test_prompt_and_decode_steps_alternate_so_nobody_waits_long():
-    rig = Rig(Knobs(chunk=8, rows=4))
-    rig.handle(request("short", [1, 2], new=20))
-    rig.step()
-    rig.handle(request("long", [3] * 80, new=2))
-    for _ in range(10):
-        rig.step()
-    modes = [batch.forward_mode for batch in rig.worker.batches[1:]]
-    assert modes[:8] == [2, 1] * 4, modes
-
-
 def test_mixed_chunks_decode_and_prefill_in_one_step():
     rig = Rig(Knobs(chunk=8, mixed=True))
     rig.handle(request("short", [1, 2], new=20))
@@ -345,3 +334,28 @@ def test_an_abort_of_who_waits_most_urgently():
     assert rig.tokens["two"] == expected(pictures[1])
     rig.pool.release(keys, order=-1)
     rig.run()
+
+
+def test_decoding_requests_take_turns_in_as_many_groups_as_a_pipeline_has_stages():
+    """Nobody is in a step before the token of his last one is there, and no step waits for another one's tokens."""
+    rig = Rig(Knobs(depth=4, stages=3, rows=6))
+    messages = [request(f"r{i}", [3 + i, 5], new=12) for i in range(6)]
+    rig.handle(*messages)
+    scheduler, most = rig.scheduler, 0
+    decide = scheduler.get_next_batch_to_run
+
+    def watched(in_flight, **options):
+        nonlocal most
+        most = max(most, len(in_flight))
+        batch = decide(in_flight, **options)
+        for part in () if batch is None else batch.decoding:
+            assert not any(part.req is other.req for one in in_flight for other in one.reqs)
+        return batch
+
+    scheduler.get_next_batch_to_run = watched
+    rig.run()
+    rig.check_answers(*messages)
+    decoding = [len(batch.req_pool_indices) for batch in rig.worker.batches if len(batch.prefix_slots) == 0]
+    assert most == 3
+    assert all((batch.input_ids >= 0).all() for batch in rig.worker.batches)
+    assert set(decoding[3:-3]) == {2}
