@@ -43,7 +43,7 @@ def test_a_lost_message_ends_its_requests_and_is_told_on() -> None:
     rig, sent = Rig(), []
     dispatch = process.message_dispatcher(rig.loop, sent.append)
     dispatch(request("a", [1] * 6))
-    lost = RequestsLost(rids=("a", "never came"))
+    lost = RequestsLost(rids=("a", "never came"), message="unreadable")
     dispatch(lost)
     assert sent == [lost]
     assert rig.finish["a"].type == "abort"
