@@ -167,8 +167,8 @@ class HiRadixCache(RadixCache):
         return (sum(len(job.pages) for job in waiting) + (0 if written else last)) * self.page_size
 
     def _unstored(self, storage: KVStorage, most_tokens: int) -> deque[KVCopyJob]:
-        """Return jobs for everything that evicting all nodes would write to disk, as far as there is room: the most
-        recently used first, a prefix before its continuation, in pieces of at most so many tokens, or of a page."""
+        """Return jobs for everything that evicting all nodes would write to disk, as far as there is room. The most
+        recently used come first, a prefix before its continuation. A piece has at most so many tokens, or a page."""
         pages_each, room = max(1, most_tokens // self.page_size), storage.limit_bytes
         jobs: deque[KVCopyJob] = deque()
         leaves = sorted(self._tree.below(self._tree.root), key=lambda node: -node.last_access)

@@ -219,7 +219,7 @@ class RadixCache:
         return ()
 
     def close(self, timeout_s: float | None = None) -> int:
-        """Write what is cached to disk; see `HiRadixCache.close`."""
+        """Write cached prefixes to disk; see `HiRadixCache.close`."""
         return 0
 
     # ------------------------------------------------------------ nodes

@@ -24,9 +24,9 @@ class RecurrentStates:
     """The owners of states. Requests own those of `fork`, until `free_state`; the pool owns its snapshots.
 
     A recurrent state belongs to a whole prefix and cannot be cut. It exists only where a copy was kept, at the end of a
-    chunk. Such a snapshot is attached to the KV slot of its prefix's last token, which ends a page. So the pool knows
-    neither the prefix tree nor requests: a slot that is held stands for one token of one prefix in either, and when its
-    page is freed, its snapshot is dropped. If states are short, snapshots are dropped, the least recently used first.
+    chunk. Such a snapshot is attached to the KV slot of its prefix's last token, which ends a page. A held slot stands
+    for one token of one prefix, in the prefix tree or in a request, so the pool knows neither of them. When a page is
+    freed, its snapshot is dropped. If states are short, snapshots are dropped, the least recently used first.
 
     num_states: without `BLANK`; states are 1 .. num_states. num_slots: KV slots, dummy page included.
     """
