@@ -20,7 +20,8 @@ import torch
 
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
-from vision.workers.inline import InlineBackend, Runner
+from vision.towers.runner import TowerRunner
+from vision.workers.inline import InlineBackend
 from vlmserve.commands.bench.figures import Measure, bench_parser, milliseconds, show_and_write
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.loop import EventLoop
@@ -109,7 +110,7 @@ class SchedulerSubject:
         self.ended = 0
         # of text alone: nothing is ever encoded
         encoder = EncoderPool(
-            InlineBackend(cast(Runner, None)),
+            InlineBackend(cast(TowerRunner, None)),
             EmbeddingCache(MemoryTier(0, torch.device("cpu"))),
             fingerprint=b"none",
             embed_shape=EmbedShape(merge=1, width=1, dtype=torch.float32),
