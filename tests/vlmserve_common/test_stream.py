@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmserve_common.checkpoint.stream import HostCopies, Part, Progress, Stream, cut
+from vlmserve_common.checkpoint.stream import Copies, Part, Progress, Stream, cut
 from vlmserve_common.errors import CheckpointError
 
 THREADS, PART_BYTES = 3, 64
@@ -153,5 +153,5 @@ def test_tensors_for_another_device_have_no_second_copy_in_host_memory(tmp_path)
         nonlocal most
         most = max(most, resident_bytes() - before)
 
-    Stream(HostCopies(), threads=THREADS, part_bytes=part_bytes).run(parts, watch)
+    Stream(Copies(), threads=THREADS, part_bytes=part_bytes).run(parts, watch)
     assert most < 32 * 1024**2

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -65,32 +65,20 @@ class Part:
         return not self.row and self.target.is_cpu and self.target.dtype == self.dtype
 
 
-class Copies(Protocol):
-    """Copies from staging buffers to a device."""
+class Copies:
+    """Copies from staging buffers to a device. These are done when they return: for all devices except NVIDIA's."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """Host memory to read into: uint8 [size]."""
-        ...
-
-    def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait | None:
-        """Begin to copy a part of a buffer, cast where dtypes differ. None: the source is free at once."""
-        ...
-
-
-class HostCopies:
-    """Copies that are done when they return, for all devices except NVIDIA's."""
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """See `Copies`."""
         return torch.empty(size, dtype=torch.uint8)
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait | None:
-        """See `Copies`."""
+        """Begin to copy a part of a buffer, cast where dtypes differ. None: the source is free at once."""
         target.copy_(source)
         return None
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """Copies from pinned memory on a CUDA stream of their own. A copy that does not block casts on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -99,11 +87,9 @@ class CudaCopies:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, size: int) -> torch.Tensor:
-        """See `Copies`."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
-        """See `Copies`."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return self._stream.record_event().synchronize
@@ -111,40 +97,24 @@ class CudaCopies:
 
 def copies_to(device: torch.device) -> Copies:
     """Return the way to copy to a device."""
-    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+    return CudaCopies(device) if device.type == "cuda" else Copies()
 
 
 def cut(part: Part, most: int) -> Iterator[Part]:
     """Cut a part into parts of at most `most` bytes."""
     count = most // part.dtype.itemsize
-    if part.row:
-        yield from _cut_rows(part, max(1, count // part.row))
-        return
-    for first in range(0, part.target.numel(), count):
-        yield Part(
-            file=part.file,
-            name=part.name,
-            start=part.start + first * part.dtype.itemsize,
-            dtype=part.dtype,
-            target=part.target[first : first + count],
-        )
+    step = max(1, count // part.row) if part.row else count
+    for first in range(0, len(part.target), step):
+        start = part.start + first * (part.row or 1) * part.dtype.itemsize
+        yield replace(part, start=start, target=part.target[first : first + step])
 
 
-def _cut_rows(part: Part, rows: int) -> Iterator[Part]:
-    for first in range(0, len(part.target), rows):
-        yield replace(
-            part,
-            start=part.start + first * part.row * part.dtype.itemsize,
-            target=part.target[first : first + rows],
-        )
-
-
+@dataclass
 class _Slot:
     """A staging buffer and the copy that may still be leaving it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.leaving: Wait | None = None
+    buffer: torch.Tensor
+    leaving: Wait | None = None
 
     def wait(self) -> None:
         leaving, self.leaving = self.leaving, None
@@ -169,14 +139,16 @@ class Stream:
         reads: deque[tuple[Part, Future[None], _Slot | None]] = deque()
         # reads end before files are closed
         with ExitStack() as files, ThreadPoolExecutor(self._threads, "checkpoint-reader") as pool:
-            opened = _Opened(files)
+            opened: dict[Path, int] = {}
             for whole in parts:
                 for part in cut(whole, self._part_bytes):
                     if len(reads) == self._ahead:
                         self._finish(*reads.popleft(), done)
                     slot = None if part.is_direct else self._slot()
                     memory = part.target.view(torch.uint8) if slot is None else slot.buffer[: part.size]
-                    read = pool.submit(_fill, opened.number(part.file), part, memory.numpy().data)
+                    if part.file not in opened:
+                        opened[part.file] = _open(part.file, files)
+                    read = pool.submit(_fill, opened[part.file], part, memory.numpy().data)
                     reads.append((part, read, slot))
             while reads:
                 self._finish(*reads.popleft(), done)
@@ -201,22 +173,13 @@ class Stream:
         return slot
 
 
-class _Opened:
-    """File descriptors, opened when they are first asked for."""
-
-    def __init__(self, until: ExitStack) -> None:
-        self._until = until
-        self._numbers: dict[Path, int] = {}
-
-    def number(self, file: Path) -> int:
-        if file not in self._numbers:
-            try:
-                number = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{file}: {error}") from error
-            self._until.callback(os.close, number)
-            self._numbers[file] = number
-        return self._numbers[file]
+def _open(file: Path, until: ExitStack) -> int:
+    try:
+        number = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    until.callback(os.close, number)
+    return number
 
 
 def _fill(file: int, part: Part, memory: memoryview) -> None:

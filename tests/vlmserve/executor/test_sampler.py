@@ -10,7 +10,7 @@ from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.penalties import adjust
 from vlmserve.executor.sampler import _unpacked_zeros, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
-from vlmserve_common.compute.transfers import HostMark, HostTransfers, Upload
+from vlmserve_common.compute.transfers import Mark, Transfers, Upload
 
 VOCAB = 40
 
@@ -42,7 +42,7 @@ def info(rows=1, **overrides):
 
 
 def adjusted(rows, given, in_flight=None):
-    upload = Upload(HostTransfers())
+    upload = Upload(Transfers())
     inputs = SamplerInputs(given, VOCAB, upload)
     upload.send()
     return adjust(rows, inputs, None if in_flight is None else torch.tensor(in_flight))
@@ -57,10 +57,10 @@ def result(rows, given):
         hidden=rows,
         returned=None,
         prompt_logprobs=None,
-        began=HostMark(),
-        ended=HostMark(),
+        began=Mark(),
+        ended=Mark(),
     )
-    return LaunchedResult(forwarded, sample(rows, given), HostMark(), HostTransfers()).result()
+    return LaunchedResult(forwarded, sample(rows, given), Mark(), Transfers()).result()
 
 
 def logits(seed=0):

@@ -18,7 +18,7 @@ from tests.vlmserve.scheduler.prompts import Foresight, expected, request
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.step import OneGroup
-from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput, FinishReason, TokenOutput
 from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.routing import ReplicaRouter
@@ -104,7 +104,7 @@ class Rig:
         self.loop = EventLoop(
             schedulers,
             worker=OneGroup(self.worker) if groups == 1 else self.groups,
-            device=LazyQueue(knobs.depth) if knobs.depth > 1 else InlineQueue(),
+            device=LazyQueue(knobs.depth) if knobs.depth > 1 else DeviceQueue(),
             encoder=self.pool,
             send=send,
             max_patches=knobs.warmup_patches,

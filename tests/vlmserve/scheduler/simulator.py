@@ -18,7 +18,7 @@ from vision.workers.backend import EncodeResult
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.step import OneGroup
-from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.ipc.messages import AbortReq, FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
@@ -94,7 +94,7 @@ class _Pending:
     def compute(self) -> None:
         clock = self._queue.clock
         clock.device_free = max(clock.device_free, self._submitted)
-        self.done = InlineQueue().submit(self._run, *self._args)  # moves device_free on by what it costs
+        self.done = DeviceQueue().submit(self._run, *self._args)  # moves device_free on by what it costs
         self._ended = clock.device_free
 
     def result(self):
