@@ -32,7 +32,7 @@ class ConvWeight(nn.Module):
         self._channels = channels
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cuts]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self._channels
 
 
@@ -71,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         self._index = index
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.A_log", self._heads_cut
         yield f"{name}.dt_bias", self._heads_cut
 

@@ -136,7 +136,7 @@ class Experts(nn.Module):
         self.packed = packed_gate_up, stacked((pack_weight(weight, None, mode) for weight in down), count)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`; by `layout`."""
+        """See `checkpoint.weights`; by `layout`."""
         for leaf, weights in self.named_parameters(recurse=False):
             if self.layout == "each":
                 parts = _PARTS[leaf]
@@ -147,7 +147,7 @@ class Experts(nn.Module):
                 yield f"{name}.{leaf}", weights
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Box]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         part = self.part
         for leaf in () if part.is_whole else ("gate_up_proj", "down_proj"):
             if self.layout != "each":
@@ -157,7 +157,7 @@ class Experts(nn.Module):
                 yield from ((f"{name}.{expert}.{own}.weight", cut) for expert in part.own for own in _PARTS[leaf])
 
     def stored_elsewhere(self, name: str) -> Iterator[str]:
-        """See `checkpoint.weights.StoresSomeOnly`."""
+        """See `checkpoint.weights`."""
         if self.layout == "each":
             yield from (f"{name}.{expert}." for expert in self.part.elsewhere)
 

@@ -126,11 +126,11 @@ class VocabEmbedding(nn.Module):
         return self._comm.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.weight[: self.cut.size]
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.cut
 
 

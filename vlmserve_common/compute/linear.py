@@ -220,7 +220,7 @@ class MergedLinear(Linear):
         return True
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`: `a.qkv_proj` is stored as `a.q_proj` and so on."""
+        """See `checkpoint.weights`: `a.qkv_proj` is stored as `a.q_proj` and so on."""
         parent = name.rpartition(".")[0]
         for leaf, parameter in self.named_parameters(recurse=False):
             pieces = parameter.split(list(self.parts.values()))
@@ -228,7 +228,7 @@ class MergedLinear(Linear):
                 yield f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}", piece
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         parent = name.rpartition(".")[0]
         for leaf, _ in self.named_parameters(recurse=False):
             for part, cut in self._cuts.items():
@@ -263,12 +263,12 @@ class RowLinear(Linear):
         return out if residual is None else out.add_(residual)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         for leaf, parameter in self.named_parameters(recurse=False):
             yield f"{name}.{leaf.removeprefix('sum_')}", parameter
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.cut
 
 
@@ -280,12 +280,12 @@ class VocabLinear(Linear):
         super().__init__(in_features, rows, bias=False)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         if self.weight is not None:
             yield f"{name}.weight", self.weight[: self.cut.size]
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.cut
 
 
@@ -311,7 +311,7 @@ class PatchProjection(Linear):
         self.kernel = kernel
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         if self.weight is not None:
             yield f"{name}.weight", self.weight.view(-1, *self.kernel)
         if self.bias is not None:

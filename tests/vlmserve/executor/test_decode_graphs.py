@@ -176,7 +176,7 @@ def test_a_step_takes_two_launches_beside_its_replay(bench: Bench, monkeypatch: 
     for requests in ([(0, 3), (1, 4), (2, 5)], [(3, 3), (1, 4), (2, 5), (5, 1)]):
         step = bench.step(requests, 0)
         calls.clear()
-        loaded = bench.graphs._buffers.load(static, step)
+        loaded = bench.graphs.load(static, step)
         assert len(calls) == 2
         assert loaded.input_ids.tolist() == [*step.input_ids.tolist(), 0][:4]
         assert loaded.req_pool_indices.tolist() == [*step.req_pool_indices.tolist(), ROWS][:4]

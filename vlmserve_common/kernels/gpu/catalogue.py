@@ -232,14 +232,15 @@ def _products() -> Iterator[str]:
 def _run_experts(dtype: torch.dtype, tokens: int, *, inputs_first: bool, scaled: bool) -> None:
     """In the shapes of 30B-A3B and 235B-A22B."""
     experts, chosen, size, inner = 128, 8, 2048, 768
-    weights = [_empty(experts, *shape, dtype=FP8 if scaled else dtype) for shape in ((2 * inner, size), (size, inner))]
+    kind = FP8 if scaled else dtype
+    gate_up, down = _empty(experts, 2 * inner, size, dtype=kind), _empty(experts, size, inner, dtype=kind)
     if inputs_first:
-        weights = [weight.mT.contiguous().mT for weight in weights]
+        gate_up, down = gate_up.mT.contiguous().mT, down.mT.contiguous().mT
     with torch.device("meta"):
         blocks = Blocks(outputs=GROUP, inputs=GROUP)
         scales = ExpertScales(part_of_experts(experts, inner), size, (blocks, blocks)) if scaled else None
     x, ids = _empty(tokens, size, dtype=dtype), _empty(tokens, chosen, dtype=_INT)
-    run_experts(x, ids, torch.empty_like(ids, dtype=dtype), *weights, x, scales)
+    run_experts(x, ids, torch.empty_like(ids, dtype=dtype), gate_up, down, x, scales)
 
 
 def compiled(variant: Variant, capability: int = 90) -> Resources:
