@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.transport import shm
-from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
-from vlmserve_common.transport.shm_block import Block, block_of
+from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, Block, SharedArrays, block_of
 
 LARGE = (2, MAPPED_FROM_BYTES)
 _Room = namedtuple("_Room", "f_bavail f_frsize f_blocks")

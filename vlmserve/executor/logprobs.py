@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vlmserve.executor.model_worker_batch import LogprobRows, PromptLogprobRows, RowLogprobs
-from vlmserve_common.compute.transfers import Upload
+from vlmserve_common.compute.transfers import Upload, transfers_for
 
 _TILE_BYTES = 64 * 2**20
 """Logits of so many rows of a prompt are there at a time."""
@@ -76,6 +76,14 @@ def prompt_tiles(asked: PromptLogprobRows, vocab: int, upload: Upload) -> list[P
     """Divide prompt tokens into tiles: the logits of a whole prompt may be gigabytes."""
     step = max(_TILE_BYTES // (4 * vocab), 1)
     return [PromptTile(asked, slice(start, start + step), upload) for start in range(0, len(asked.tokens), step)]
+
+
+def sent_tiles(asked: PromptLogprobRows, vocab: int, device: torch.device) -> list[PromptTile]:
+    """Send `prompt_tiles` by themselves, and return them."""
+    upload = Upload(transfers_for(device))
+    tiles = prompt_tiles(asked, vocab, upload)
+    upload.send()
+    return tiles
 
 
 def prompt_logprobs(

@@ -275,28 +275,20 @@ class ModelRunner:
     def take_part_in_sampling(self, forwarded: Forwarded, token_indices: np.ndarray) -> None:
         """Compute this process's part of the logits of tokens int64 [S] of a step. The process that samples brings all
         parts together."""
-        upload = Upload(self._transfers)
-        tokens = upload.add(token_indices)
-        upload.send()
-        self.model.compute_logits(forwarded.hidden.index_select(0, tokens.tensor))
+        [tokens] = self._transfers.upload([token_indices])
+        self.model.compute_logits(forwarded.hidden.index_select(0, tokens))
 
     @torch.inference_mode()
     def recent_tokens(self, req_pool_indices: np.ndarray, places: np.ndarray) -> torch.Tensor:
         """Return tokens int64 [S], on the device, of requests int64 [S] at places int64 [S] modulo `RECENT_TOKENS`."""
-        rows, columns = self._table_places(req_pool_indices, places)
+        rows, columns = self._transfers.upload([req_pool_indices, places])
         return self._recent[rows, columns]
 
     @torch.inference_mode()
     def remember(self, req_pool_indices: np.ndarray, places: np.ndarray, tokens: torch.Tensor) -> None:
         """Store tokens that another process sampled, at the places of `recent_tokens`."""
-        rows, columns = self._table_places(req_pool_indices, places)
+        rows, columns = self._transfers.upload([req_pool_indices, places])
         self._recent[rows, columns] = tokens
-
-    def _table_places(self, req_pool_indices: np.ndarray, places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        upload = Upload(self._transfers)
-        parts = upload.add(req_pool_indices), upload.add(places)
-        upload.send()
-        return parts[0].tensor, parts[1].tensor
 
     def _sample(self, forwarded: Forwarded, info: SamplingBatchInfo, logits: torch.Tensor | None) -> SamplerOutput:
         upload = Upload(self._transfers)

@@ -27,8 +27,7 @@ from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
 from vlmserve_common.checkpoint.weights import WeightPiece, WeightRules, linears_of
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.fp8 import FP8, Fp8Scales, Inputs, can_multiply, dequantize_
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
+from vlmserve_common.compute.fp8 import FP8, Blocks, ExpertScales, Fp8Scales, Inputs, can_multiply, dequantize_
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
 

@@ -12,14 +12,13 @@ from torch import nn
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.communicator import ALONE, Communicator
-from vlmserve_common.compute.expert_exchange import Choice, Replicated, Slots, make_exchange
+from vlmserve_common.compute.expert_exchange import Choice, Dispatched, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
-from vlmserve_common.compute.fp8 import FP8
-from vlmserve_common.compute.fp8_experts import ExpertScales
+from vlmserve_common.compute.fp8 import FP8, ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
-from vlmserve_common.kernels import packed_experts as native
+from vlmserve_common.kernels import packed_linear as native
 from vlmserve_common.kernels.packed_linear import PackedWeight, can_pack, stacked
 from vlmserve_common.kernels.quantized import Mode
 
@@ -271,7 +270,7 @@ class SparseMLP(nn.Module):
         otherwise None."""
         if self.slots is None:
             return 0
-        return self.slots.first if isinstance(self._exchange, Replicated) and self.slots.is_plain else None
+        return None if isinstance(self._exchange, Dispatched) or not self.slots.is_plain else self.slots.first
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
         """Return this process's part of a sum [N, size] of all tokens, which the caller adds; None if there is none. x:

@@ -15,7 +15,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Repeat the recorded work, on the same memory."""
-        ...
 
 
 class Capturer(Protocol):
@@ -29,7 +28,6 @@ class Capturer(Protocol):
         """Record the work that `run` launches. `run` is called a few times, the last time to be recorded. It may read
         and write tensors that outlive the graph, and those it makes itself. It may neither wait for the device, nor
         decide by values on it: RuntimeError, as when memory is short."""
-        ...
 
 
 class CudaCapturer:

@@ -65,28 +65,15 @@ def has_native_products(dtype: torch.dtype) -> bool:
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    act: Activation | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; all of one dtype. Inference only.
+    """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N]; all of one dtype. Inference only.
 
-    workspace: where 16-bit weights are widened; a buffer is allocated for the call without one. act: what the result
-    goes through.
+    workspace: where 16-bit weights are widened; a buffer is allocated for the call without one.
     """
-    columns = x.numel() // max(1, x.shape[-1])
-    out = _product(x, weight, bias, columns, workspace)
-    return out if act is None else act(out)
-
-
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: int, workspace: Workspace | None
-) -> torch.Tensor:
-    if x.dtype == torch.float32 or not x.is_cpu or columns <= NATIVE_ROWS or has_native_products(x.dtype):
+    if x.dtype == torch.float32 or not x.is_cpu or len(x) <= NATIVE_ROWS or has_native_products(x.dtype):
         return F.linear(x, weight, bias)
-    return _widened_linear(x.reshape(columns, -1), weight, bias, workspace or Workspace()).view(*x.shape[:-1], -1)
+    return _widened_linear(x, weight, bias, workspace or Workspace())
 
 
 def _widened_linear(
@@ -175,19 +162,17 @@ class Linear(nn.Module):
         if self.packed is not None:
             name = "" if act is None else act.name
             return packed_products.linear(x, self.packed, act=name, residual=residual)
-        out = self._product(x)
+        assert self.weight is not None
+        if self.fp8 is None:
+            out = linear(x, self.weight, self.bias, self.workspace)
+        else:
+            out = self.fp8(x, self.weight, self.bias)
         if self.gated:
             assert act is not None
             out = act.gate(out)
         elif act is not None:
             out = act(out)
         return out if residual is None else out.add_(residual)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.weight is not None
-        if self.fp8 is not None:
-            return self.fp8(x, self.weight, self.bias)
-        return linear(x, self.weight, self.bias, self.workspace)
 
 
 class MergedLinear(Linear):

@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 
 from vlmserve_common.kernels.attention import CACHE_KINDS, CacheLayer, HeadNorms
-from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.packed_experts import experts_scratch
-from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, WeightStruct, weight_struct
+from vlmserve_common.kernels.library import operators, pointer
+from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, WeightStruct, experts_scratch, weight_struct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +64,10 @@ class Sums(Protocol):
     @property
     def address(self) -> int:
         """The address of the library's `Group`."""
-        ...
 
     def noted(self, lost: int, sums: int, nbytes: int) -> None:
         """Count sums that the library has made: `sums` tensors of `nbytes`. lost: its result; RankLostError unless
         0."""
-        ...
 
 
 class CacheTable:
@@ -79,12 +76,7 @@ class CacheTable:
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         self._layers = tuple(layers)
         self.kind = CACHE_KINDS[layers[0].keys.dtype]
-        self.structs = (_Cache * len(layers))(
-            *(
-                _Cache(*map(pointer, (layer.keys, layer.values, layer.key_scales, layer.value_scales)))
-                for layer in layers
-            )
-        )
+        self.structs = (_Cache * len(layers))(*(_Cache(*layer.pointers) for layer in layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +121,6 @@ class DecoderLayers:
     def run(self, x: torch.Tensor, first: int, last: int, step: DecoderStep) -> None:
         """Layers first .. last - 1 of x [N, hidden], contiguous and of the weights' dtype, in place. RankLostError
         if another rank of the group is gone."""
-        lib = active()
-        assert lib is not None
         assert x.shape == (len(step.slots), self._hidden)
         assert x.dtype == self._dtype
         assert x.is_contiguous()
@@ -148,7 +138,7 @@ class DecoderLayers:
             int(step.cos.dtype == torch.bfloat16),
             step.caches.kind,
         )
-        lost = lib.vs_decoder_layers(
+        lost = operators().vs_decoder_layers(
             ctypes.byref(self._decoder), ctypes.byref(passed), first, last, x.data_ptr(), scratch.data_ptr()
         )
         if self._sums is not None:

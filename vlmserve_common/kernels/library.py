@@ -43,6 +43,12 @@ def active() -> ctypes.CDLL | None:
     return _active
 
 
+def operators() -> ctypes.CDLL:
+    """Return the library, which this process must use."""
+    assert _active is not None
+    return _active
+
+
 def torch_threads(threads: int, dtype: torch.dtype) -> int:
     """Return how many of `threads` torch should use beside the library for a model of this dtype.
 

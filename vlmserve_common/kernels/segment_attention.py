@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve_common.kernels.library import active
+from vlmserve_common.kernels.library import active, operators
 
 BLOCK_PATCHES = 16
 """Patches that are packed together: those of a segment from its begin on."""
@@ -41,8 +41,7 @@ class SegmentAttention:
         bounds: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        lib = active()
-        assert lib is not None
+        lib = operators()
         assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin, bounds, out))
         _, _, heads, dim = qkv.shape
         narrow = int(qkv.dtype == torch.bfloat16)

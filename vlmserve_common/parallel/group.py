@@ -16,11 +16,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from vlmserve_common.compute.graphs import Capturer, Graph
 from vlmserve_common.errors import RankLostError
 from vlmserve_common.parallel.shared_memory import SharedMemory, open_shared_memory
 
@@ -33,17 +34,9 @@ _MOST_SENDING = 4
 """Tensors on their way to a process that has not asked for them yet; more wait until it does."""
 
 
-class Captured(Protocol):
-    """A holder of recorded collectives."""
-
-    def drop(self) -> None:
-        """Drop the recording; it cannot be replayed any more."""
-        ...
-
-
 class ProcessGroup:
     """A group of `size` processes, of which this is number `rank`. counts: collectives so far, by name. bytes: of the
-    tensors in them, by name.
+    tensors in them, by name. captured: recordings of some, which go when the group is closed.
 
     device: where tensors are. host: this machine's address for the group. called: this process's name in errors; by
     default its number in the group. Methods raise RankLostError if a process is gone.
@@ -64,7 +57,7 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         self._called = called or f"rank {rank} of {size}"
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        self._captured: weakref.WeakSet[Captured] = weakref.WeakSet()
+        self.captured: weakref.WeakSet[_Counted] = weakref.WeakSet()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._device, self._timeout = device, timeout
@@ -185,13 +178,9 @@ class ProcessGroup:
             self._group.allreduce([value], options).wait()
         return int(value.item())
 
-    def outlives(self, captured: Captured) -> None:
-        """Drop a recording before connections are closed: NCCL would wait until it is gone."""
-        self._captured.add(captured)
-
     def close(self) -> None:
         """Close the connections; the other processes see that this one is gone."""
-        for captured in self._captured:
+        for captured in self.captured:  # NCCL would wait until they are gone
             captured.drop()
         self._group = None
         if self._shared is not None:
@@ -211,6 +200,50 @@ class ProcessGroup:
             raise RankLostError(
                 f"{self._called} lost another one while {doing}: {str(error).splitlines()[0]}"
             ) from error
+
+
+class CountingCapturer:
+    """A `Capturer` whose graphs count their recorded collectives in the group at each replay. No Python runs then that
+    could count them."""
+
+    def __init__(self, capturer: Capturer, group: ProcessGroup) -> None:
+        self._capturer, self._group = capturer, group
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        """See `Capturer`."""
+        group = self._group
+        counts, sizes = Counter[str](), Counter[str]()
+
+        def counted() -> None:
+            nonlocal counts, sizes
+            before = group.counts.copy(), group.bytes.copy()
+            run()
+            counts, sizes = group.counts - before[0], group.bytes - before[1]
+
+        graph = self._capturer.capture(counted)
+        # the last ones were recorded, and not done
+        group.counts.subtract(counts)
+        group.bytes.subtract(sizes)
+        counting = _Counted(graph, group, counts, sizes)
+        group.captured.add(counting)
+        return counting
+
+
+class _Counted:
+    def __init__(self, graph: Graph, group: ProcessGroup, counts: Counter[str], sizes: Counter[str]) -> None:
+        self._graph: Graph | None = graph
+        self._group, self._counts, self._sizes = group, counts, sizes
+
+    def drop(self) -> None:
+        """Drop the recording; it cannot be replayed any more."""
+        self._graph = None
+
+    def replay(self) -> None:
+        """See `Graph`."""
+        assert self._graph is not None, "the group is closed"
+        self._graph.replay()
+        self._group.counts.update(self._counts)
+        self._group.bytes.update(self._sizes)
 
 
 class Orders:

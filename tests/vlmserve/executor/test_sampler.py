@@ -7,8 +7,7 @@ import torch
 from tests import hf_env  # noqa: F401
 from vlmserve.executor.launched_step import Forwarded, LaunchedResult
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.penalties import adjust
-from vlmserve.executor.sampler import _unpacked_zeros, sample
+from vlmserve.executor.sampler import _unpacked_zeros, adjust, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve_common.compute.transfers import Mark, Transfers, Upload
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve_common.kernels.products import random
 from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.packed_experts import route, run_experts
-from vlmserve_common.kernels.packed_linear import PackedWeight, pack, stacked
+from vlmserve_common.kernels.packed_linear import PackedWeight, pack, route, run_experts, stacked
 from vlmserve_common.kernels.quantized import pack_quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("operators")

@@ -13,8 +13,7 @@ from tests.vlmserve_common.kernels.triton_device import DEVICE, seeded
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.fp8 import FP8
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
+from vlmserve_common.compute.fp8 import FP8, Blocks, ExpertScales
 
 routing = pytest.importorskip("vlmserve_common.kernels.gpu.routing")
 kernels = pytest.importorskip("vlmserve_common.kernels.gpu.experts")

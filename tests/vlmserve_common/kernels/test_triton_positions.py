@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve_common.kernels.triton_device import DEVICE, DTYPES, assert_rounded_alike, seeded
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.base import positioned
+from vlmserve.models.attention.base import Projected, positioned
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -51,7 +51,7 @@ def both(given_case, kv_heads, cache_dtype):
     """Caches and queries by the kernel and by torch."""
     dim = given_case.qkv.shape[-1]
     found, wanted = (poisoned(kv_heads, dim, cache_dtype) for _ in range(2))
-    q, k, v = positioned(given_case.qkv.clone(), given_case.rotary, given_case.norms, kv_heads)
+    q, k, v = positioned(Projected(given_case.qkv.clone(), given_case.rotary, given_case.norms), kv_heads)
     wanted.write(0, given_case.slots, k, v)
     layer = found.layers[0]
     assert positions.can_store(given_case.qkv, layer)

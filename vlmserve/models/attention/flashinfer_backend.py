@@ -24,12 +24,11 @@ from vlmserve.models.attention.base import (
     AttentionBackend,
     AttentionSpec,
     ForwardBatch,
+    Projected,
     RadixAttention,
     position_and_store,
 )
-from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.kernels.attention import HeadNorms
 
 HEAD_DIMS = (64, 128, 256)
 _LEAST_WORKSPACE = 128 << 20  # bytes; what its documentation recommends
@@ -119,16 +118,9 @@ class FlashInferAttentionBackend(AttentionBackend):
         else:
             self._plan_prefill(forward_batch)
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend over the KV cache, which has this step's keys and values already."""
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)
+        q = position_and_store(own, layer, forward_batch)
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         paged = tuple(
             part.view(-1, self._page_size, layer.num_kv_heads, layer.head_dim) for part in (cache.keys, cache.values)

@@ -25,8 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import KernelInterface
 
 from vlmserve_common.compute.expert_part import part_of_experts
-from vlmserve_common.compute.fp8 import FP8, GROUP
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
+from vlmserve_common.compute.fp8 import FP8, GROUP, Blocks, ExpertScales
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
 from vlmserve_common.kernels.gpu import decode, extend, fp8, positions, sampling, segments

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales, step_of
+from vlmserve_common.compute.fp8 import Blocks, ExpertScales, step_of
 from vlmserve_common.kernels.gpu.common import INTERPRETED, rounded
 from vlmserve_common.kernels.gpu.routing import make_plan
 

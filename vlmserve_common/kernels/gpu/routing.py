@@ -30,7 +30,7 @@ class Plan:
 
 
 def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.packed_experts.route`; ids are int32."""
+    """See `kernels.packed_linear.route`; ids are int32."""
     rows, experts = logits.shape
     ids = torch.empty((rows, chosen), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, chosen), dtype=logits.dtype, device=logits.device)
