@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmserve_common.checkpoint.stream import Copies, Part, Progress, Stream, cut
+from vlmserve_common.checkpoint.stream import Copies, Part, Progress, StoredTensor, Stream, cut
 from vlmserve_common.errors import CheckpointError
 
 THREADS, PART_BYTES = 3, 64
@@ -49,7 +49,8 @@ def numbers(file: Path) -> torch.Tensor:
 
 
 def part_of(file: Path, first: int, target: torch.Tensor) -> Part:
-    return Part(file=file, name=f"t{first}", start=4 * first, dtype=torch.float32, target=target)
+    stored = StoredTensor(name=f"t{first}", file=file, dtype=torch.float32, shape=tuple(target.shape), start=4 * first)
+    return Part(stored=stored, start=stored.start, target=target)
 
 
 def test_copies_that_end_late_find_their_bytes_and_the_ring_stays_small(file):

@@ -228,7 +228,6 @@ class ModelRunner:
         return embeds, index, before.receive(new((levels, len(index), model.config.hidden_size)))
 
     def _send(self, behind: Link, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
-        """Send hidden states, and DeepStack embeddings of later layers, to the next stage."""
         behind.send(hidden)
         levels = len(self.model.language_model.layers)
         if deepstack is not None and len(deepstack) > levels:
@@ -306,8 +305,8 @@ class ModelRunner:
         out = sample(
             logits,
             info,
-            self._logits_processors,
-            inputs=inputs,
+            inputs,
+            processors=self._logits_processors,
             in_flight=None if unknown is None else self._recent[unknown[0].tensor, unknown[1].tensor],
         )
         self._recent[sampled[0].tensor, sampled[1].tensor] = out.next_token_ids

@@ -39,18 +39,17 @@ class SamplerOutput:
 def sample(
     logits: torch.Tensor,
     info: SamplingBatchInfo,
-    processors: LogitsProcessors | None = None,
+    inputs: SamplerInputs,
     *,
-    inputs: SamplerInputs | None = None,
+    processors: LogitsProcessors | None = None,
     in_flight: torch.Tensor | None = None,
 ) -> SamplerOutput:
     """Choose one token for each row of logits float32 [S, vocab], which may be written to.
 
     Reported logprobs come from the model's own logits. Grammars come last, so they can forbid any token. On a GPU
-    nothing waits, except logits processors, which may. processors: applied after penalties and bias. inputs: `info`, if
-    it is on the device already. in_flight: ids of the tokens of `info.in_flight_rows`.
+    nothing waits, except logits processors, which may. inputs: of `sent`, or sent with others. processors: applied
+    after penalties and bias. in_flight: ids of the tokens of `info.in_flight_rows`.
     """
-    inputs = inputs or _sent(info, logits)
     raw = logits
     logits = adjust(logits, inputs, in_flight)
     failures: tuple[tuple[int, str], ...] = ()
@@ -76,7 +75,8 @@ def sample(
     return SamplerOutput(tokens, inputs.wanted, found, failures)
 
 
-def _sent(info: SamplingBatchInfo, logits: torch.Tensor) -> SamplerInputs:
+def sent(info: SamplingBatchInfo, logits: torch.Tensor) -> SamplerInputs:
+    """Send what sampling takes besides logits [S, vocab] to their device."""
     upload = Upload(transfers_for(logits.device))
     inputs = SamplerInputs(info, logits.shape[1], upload)
     upload.send()
@@ -192,13 +192,11 @@ def adjust(logits: torch.Tensor, inputs: SamplerInputs, in_flight: torch.Tensor 
 
 
 def _pairs(tokens: Repeated | Counted, in_flight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows and ids."""
     known = tokens.known_ids.tensor
     return tokens.rows.tensor, known if in_flight is None else torch.cat((known, in_flight))
 
 
 def _penalties(counted: Counted, in_flight: torch.Tensor | None) -> torch.Tensor:
-    """Return the penalty float32 of each pair."""
     counts = counted.counts.tensor
     if in_flight is not None:
         counts = _count(counted, counts, counted.row_keys.tensor + in_flight)

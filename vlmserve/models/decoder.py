@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from vlmserve_common.compute.rotary import MRotary, Rotation
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
-from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights, MLPWeights
+from vlmserve_common.kernels.decoder import DecoderLayers, LayerWeights, MLPWeights
 from vlmserve_common.kernels.quantized import Mode
 
 
@@ -189,7 +190,8 @@ class Decoder(nn.Module):
         self._rotary = rotary
         self._comm = comm
         self._packed: DecoderLayers | None = None
-        self._shape = DecoderShape(
+        self._whole_layers = partial(
+            DecoderLayers,
             heads=part.num_heads,
             kv_heads=part.num_kv_heads,
             head_dim=config.head_dim,
@@ -209,7 +211,7 @@ class Decoder(nn.Module):
         # operators add up what all have, and exchange no tokens
         adds_up = self._comm.tokens is None and (together is None or sums is not None)
         all_packed = len(layers) == len(self.layers)
-        self._packed = DecoderLayers(layers, self._shape, sums) if adds_up and all_packed else None
+        self._packed = self._whole_layers(layers, sums) if adds_up and all_packed else None
 
     def forward(
         self,

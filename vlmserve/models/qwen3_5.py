@@ -17,7 +17,6 @@ from vlmserve_common.compute.experts import SparseMLP
 from vlmserve_common.compute.layers import GatedMLP, ZeroCentredRMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear
 from vlmserve_common.compute.rotary import MRotary, Rotation, interleaved_axes, rotate
-from vlmserve_common.kernels.quantized import Mode
 
 QWEN3_5_DEFAULTS = ModelDefaults(
     rope_theta=10_000.0, mrope_section=(11, 11, 10), has_linear_attention=True, partial_rotary_factor=0.25
@@ -71,13 +70,6 @@ def _unturned(rotary: Rotation, dim: int) -> Rotation:
     return cos.new_ones(shape), cos.new_zeros(shape)
 
 
-class _Gate(Linear):
-    """One output, never quantised."""
-
-    def pack(self, mode: Mode | None = None) -> None:
-        super().pack(None)
-
-
 class SharedExpertMLP(SparseMLP):
     """A sparse MLP with one more expert, which all tokens go through, times a gate."""
 
@@ -93,7 +85,8 @@ class SharedExpertMLP(SparseMLP):
             summed=False,
             what="shared_expert_intermediate_size",
         )
-        self.shared_expert_gate = _Gate(size, 1, bias=False)
+        self.shared_expert_gate = Linear(size, 1, bias=False)
+        self.shared_expert_gate.may_be_quantised = False
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """See `SparseMLP.beside`."""

@@ -87,8 +87,6 @@ def _block(fields: Fields, name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """A weight's tensors."""
-
     weight: StoredTensor
     scale: StoredTensor
     input_scale: StoredTensor | None
@@ -208,7 +206,6 @@ class Fp8Tensors:
         return scale.repeat_interleave(block_columns // step, 1)[:, columns[0] // step : -(-columns[1] // step)]
 
     def _fill(self, layer: Linear, pieces: Sequence[WeightPiece]) -> None:
-        """Join the scales of a layer's parts."""
         assert layer.fp8 is not None
         joined = torch.cat([self._scales(piece, layer.fp8.rows) for piece in pieces])
         layer.fp8.weights[: len(joined)].copy_(joined)  # a padded vocabulary has more rows
@@ -218,7 +215,6 @@ class Fp8Tensors:
             layer.fp8.input.copy_(torch.stack([self._read(stored).flatten() for stored in own if stored]).amax(0))
 
     def _read(self, stored: StoredTensor) -> torch.Tensor:
-        """As float32, 2-dimensional."""
         scale = torch.empty(stored.shape, dtype=stored.dtype)
         self._reader.read_into([(stored, scale)])
         return scale.float().reshape(stored.shape if scale.ndim == 2 else (-1, 1))
@@ -242,7 +238,6 @@ def _find(ours: Mapping[str, StoredTensor]) -> dict[str, _Stored]:
 def _check_shape(
     reader: CheckpointReader, stored: StoredTensor, shapes: Sequence[tuple[int, ...]], block: tuple[int, int] | None
 ) -> None:
-    """Raise CheckpointError for a scale that has none of these shapes."""
     if stored.shape not in shapes or not stored.dtype.is_floating_point:
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise CheckpointError(

@@ -9,6 +9,7 @@ which lets other threads run; all else is done by the calling thread.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import TypeAlias
 
 import torch
 
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -33,36 +35,59 @@ Wait: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """The bytes of a file from `start` on that are `target` [n], stored as `dtype`. name: the tensor's, for errors.
+class StoredTensor:
+    """The place of a tensor, or of a part of it, in a file. start: byte offset.
 
-    If `row` is above 0, the file has rows of `row` elements. `target` [n, columns] is the `columns` elements of each
-    row from number `column` on. Whole rows are read, since files are mostly cached and small gaps save nothing.
+    row: elements of a row in the file if only `shape[-1]` of them are wanted, from number `column` on; 0 if all are.
     """
 
-    file: Path
     name: str
-    start: int
+    file: Path
     dtype: torch.dtype
-    target: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
     row: int = 0
     column: int = 0
-    columns: int = 0
+
+    def cut(self, cut: Cut) -> StoredTensor:
+        """Return a part of a whole tensor: some of its rows or of its columns."""
+        if cut.dim == 0:
+            row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+            return replace(self, shape=(cut.size, *self.shape[1:]), start=self.start + cut.start * row_bytes)
+        return replace(self, shape=(*self.shape[:-1], cut.size), row=cut.whole, column=cut.start)
+
+    def at(self, index: int) -> StoredTensor:
+        """Return one entry of the first dimension."""
+        return replace(self.cut(Cut(0, index, 1, self.shape[0])), shape=self.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The bytes of a stored tensor's file from `start` on that are `target` [n].
+
+    Of a tensor with rows, `target` is [n, columns]. Whole rows are read, since files are mostly cached and small gaps
+    save nothing.
+    """
+
+    stored: StoredTensor
+    start: int
+    target: torch.Tensor
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        elements = self.target.numel()
-        return (elements // self.columns * self.row if self.row else elements) * self.dtype.itemsize
+        row, elements = self.stored.row, self.target.numel()
+        return (elements // self.stored.shape[-1] * row if row else elements) * self.stored.dtype.itemsize
 
     def wanted(self, read: torch.Tensor) -> torch.Tensor:
         """Select the target's elements from the elements that were read, in the stored dtype."""
-        return read.view(-1, self.row)[:, self.column : self.column + self.columns] if self.row else read
+        row, first = self.stored.row, self.stored.column
+        return read.view(-1, row)[:, first : first + self.stored.shape[-1]] if row else read
 
     @property
     def is_direct(self) -> bool:
         """Whether the file's bytes can be read into the target as they are."""
-        return not self.row and self.target.is_cpu and self.target.dtype == self.dtype
+        return not self.stored.row and self.target.is_cpu and self.target.dtype == self.stored.dtype
 
 
 class Copies:
@@ -102,10 +127,10 @@ def copies_to(device: torch.device) -> Copies:
 
 def cut(part: Part, most: int) -> Iterator[Part]:
     """Cut a part into parts of at most `most` bytes."""
-    count = most // part.dtype.itemsize
-    step = max(1, count // part.row) if part.row else count
+    count = most // part.stored.dtype.itemsize
+    step = max(1, count // part.stored.row) if part.stored.row else count
     for first in range(0, len(part.target), step):
-        start = part.start + first * (part.row or 1) * part.dtype.itemsize
+        start = part.start + first * (part.stored.row or 1) * part.stored.dtype.itemsize
         yield replace(part, start=start, target=part.target[first : first + step])
 
 
@@ -146,9 +171,9 @@ class Stream:
                         self._finish(*reads.popleft(), done)
                     slot = None if part.is_direct else self._slot()
                     memory = part.target.view(torch.uint8) if slot is None else slot.buffer[: part.size]
-                    if part.file not in opened:
-                        opened[part.file] = _open(part.file, files)
-                    read = pool.submit(_fill, opened[part.file], part, memory.numpy().data)
+                    if part.stored.file not in opened:
+                        opened[part.stored.file] = _open(part.stored.file, files)
+                    read = pool.submit(_fill, opened[part.stored.file], part, memory.numpy().data)
                     reads.append((part, read, slot))
             while reads:
                 self._finish(*reads.popleft(), done)
@@ -158,12 +183,11 @@ class Stream:
     def _finish(self, part: Part, read: Future[None], slot: _Slot | None, done: Callable[[int], object]) -> None:
         read.result()
         if slot is not None:
-            source = part.wanted(slot.buffer[: part.size].view(part.dtype))
+            source = part.wanted(slot.buffer[: part.size].view(part.stored.dtype))
             slot.leaving = self._copies.start(source, part.target.view(source.shape))
         done(part.size)
 
     def _slot(self) -> _Slot:
-        """Return the next slot of the ring once its last copy is done."""
         size = 3 * self._threads
         if len(self._ring) < size:
             self._ring.append(_Slot(self._copies.buffer(self._part_bytes)))
@@ -188,9 +212,9 @@ def _fill(file: int, part: Part, memory: memoryview) -> None:
         try:
             count = os.preadv(file, [memory], start)
         except OSError as error:
-            raise CheckpointError(f"{part.file}: {error}") from error
+            raise CheckpointError(f"{part.stored.file}: {error}") from error
         if not count:
-            raise CheckpointError(f"{part.file}: truncated while {part.name} was read")
+            raise CheckpointError(f"{part.stored.file}: truncated while {part.stored.name} was read")
         memory, start = memory[count:], start + count
 
 

@@ -34,15 +34,13 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class ExpertRouter(Linear):
-    """Chooses `chosen` of `num_experts` for each token. Its weights are never quantised."""
+    """Chooses `chosen` of `num_experts` for each token."""
+
+    may_be_quantised = False
 
     def __init__(self, size: int, num_experts: int, chosen: int) -> None:
         super().__init__(size, num_experts, bias=False)
         self.chosen = chosen
-
-    def pack(self, mode: Mode | None = None) -> None:
-        """See `Linear.pack`."""
-        super().pack(None)
 
     def choose(self, x: torch.Tensor) -> Choice:
         """Choose experts for x [N, size], and return them with their scores. A softmax in float32 over the router's
@@ -161,7 +159,6 @@ class Experts(nn.Module):
             yield from (f"{name}.{expert}." for expert in self.part.elsewhere)
 
     def _box(self, leaf: str) -> Box:
-        """Return this process's part of the tensor of all experts."""
         part = self.part
         parts = len(_PARTS[leaf])
         inner = tuple((half * part.inner + part.first, part.size) for half in range(parts))

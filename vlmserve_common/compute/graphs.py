@@ -30,8 +30,8 @@ class Capturer(Protocol):
         decide by values on it: RuntimeError, as when memory is short."""
 
 
-class CudaCapturer:
-    """See `Capturer`; on a GPU."""
+class CudaCapturer(Capturer):
+    """Records on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -39,7 +39,6 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """See `Capturer`."""
         with torch.cuda.device(self._device):
             # kernels are compiled, and libraries take their workspaces, at the first run: no capture may hold that
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -110,6 +110,8 @@ class Linear(nn.Module):
     """
 
     weight: nn.Parameter | None
+    may_be_quantised = True
+    """Whether `pack` may quantise it: False for few outputs that matter much."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, gated: bool = False) -> None:
         super().__init__()
@@ -133,6 +135,7 @@ class Linear(nn.Module):
         mode: how the weight is quantised, if it can be.
         """
         if self.weight is not None and packed_products.can_pack(self.weight):
+            mode = mode if self.may_be_quantised else None
             self.packed = pack_weight(self.weight, self.bias, mode, gated=self.gated)
             self.weight = self.bias = None
 

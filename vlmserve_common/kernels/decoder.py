@@ -46,18 +46,6 @@ class LayerWeights:
     mlp: MLPWeights
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderShape:
-    """What all layers of a decoder share. eps: of all norms; scale: what scores are multiplied by; act: its name."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    act: str
-
-
 class Sums(Protocol):
     """Sums in shared memory over the ranks, each of which has a part of every layer; see `cpp/exchange.cpp`."""
 
@@ -94,9 +82,20 @@ class DecoderStep:
 
 class DecoderLayers:
     """The layers of a decoder whose weights are all packed. The tensors stay as long as this does. sums: of a part of
-    each layer."""
+    each layer. eps: of all norms; scale: what scores are multiplied by; act: its name."""
 
-    def __init__(self, layers: Sequence[LayerWeights], shape: DecoderShape, sums: Sums | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        sums: Sums | None,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        scale: float,
+        act: str,
+    ) -> None:
         self._layers, self._sums = tuple(layers), sums
         first = layers[0]
         self._dtype, self._hidden = first.qkv.dtype, first.qkv.inner
@@ -108,13 +107,13 @@ class DecoderLayers:
         self._decoder = _Decoder(
             ctypes.addressof(self._structs),
             self._hidden,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.eps,
-            shape.scale,
+            heads,
+            kv_heads,
+            head_dim,
+            eps,
+            scale,
             int(self._dtype == torch.bfloat16),
-            ACTS[shape.act],
+            ACTS[act],
             None if sums is None else sums.address,
         )
 

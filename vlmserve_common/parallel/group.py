@@ -21,8 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vlmserve_common.compute.communicator import Collectives, Link
 from vlmserve_common.compute.graphs import Capturer, Graph
-from vlmserve_common.errors import RankLostError
+from vlmserve_common.errors import RankLostError, first_line
 from vlmserve_common.parallel.shared_memory import SharedMemory, open_shared_memory
 
 # A collective that takes longer has lost a process that neither works nor closes its connection. Waiting for orders may
@@ -34,7 +35,7 @@ _MOST_SENDING = 4
 """Tensors on their way to a process that has not asked for them yet; more wait until it does."""
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives, Link):
     """A group of `size` processes, of which this is number `rank`. counts: collectives so far, by name. bytes: of the
     tensors in them, by name. captured: recordings of some, which go when the group is closed.
 
@@ -73,7 +74,6 @@ class ProcessGroup:
                 self._shared = open_shared_memory(self._store, self.rank, self.size, self._timeout)
 
     def in_operators(self) -> ProcessGroup | None:
-        """See `Collectives`."""
         return None if self._shared is None else self
 
     @property
@@ -90,7 +90,6 @@ class ProcessGroup:
             SharedMemory.check(lost)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`."""
         self._count("all_reduce", x)
         with self._lost("adding up"):
             if self._shared is not None and self._shared.can_add(x):
@@ -100,7 +99,6 @@ class ProcessGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """See `Collectives`."""
         self._count("gather", x)
         if self._shared is not None:
             with self._lost("gathering"):
@@ -113,7 +111,6 @@ class ProcessGroup:
         return parts
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`."""
         out = x.new_empty((self.size * len(x), *x.shape[1:]))
         self._count("all_gather", out)
         with self._lost("gathering"):
@@ -121,7 +118,6 @@ class ProcessGroup:
         return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`."""
         self._count("reduce_scatter", x)
         out = x.new_empty((len(x) // self.size, *x.shape[1:]))
         with self._lost("adding up"):
@@ -129,7 +125,6 @@ class ProcessGroup:
         return out
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """See `Collectives`."""
         self._count("all_to_all", x)
         out = x.new_empty((sum(received), *x.shape[1:]))
         with self._lost("exchanging"):
@@ -147,7 +142,7 @@ class ProcessGroup:
         return x
 
     def send(self, x: torch.Tensor) -> None:
-        """Send x from the first to the second process of a group of two: see `Link`."""
+        """Send x from the first to the second process of a group of two."""
         self._count("send", x)
         with self._lost("sending"):
             if len(self._sending) == _MOST_SENDING:
@@ -197,12 +192,10 @@ class ProcessGroup:
         except (RuntimeError, ConnectionError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise RankLostError(
-                f"{self._called} lost another one while {doing}: {str(error).splitlines()[0]}"
-            ) from error
+            raise RankLostError(f"{self._called} lost another one while {doing}: {first_line(error)}") from error
 
 
-class CountingCapturer:
+class CountingCapturer(Capturer):
     """A `Capturer` whose graphs count their recorded collectives in the group at each replay. No Python runs then that
     could count them."""
 
@@ -210,7 +203,6 @@ class CountingCapturer:
         self._capturer, self._group = capturer, group
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """See `Capturer`."""
         group = self._group
         counts, sizes = Counter[str](), Counter[str]()
 
@@ -229,7 +221,7 @@ class CountingCapturer:
         return counting
 
 
-class _Counted:
+class _Counted(Graph):
     def __init__(self, graph: Graph, group: ProcessGroup, counts: Counter[str], sizes: Counter[str]) -> None:
         self._graph: Graph | None = graph
         self._group, self._counts, self._sizes = group, counts, sizes
@@ -239,7 +231,6 @@ class _Counted:
         self._graph = None
 
     def replay(self) -> None:
-        """See `Graph`."""
         assert self._graph is not None, "the group is closed"
         self._graph.replay()
         self._group.counts.update(self._counts)

@@ -17,6 +17,7 @@ from tests import hf_env  # noqa: F401
 from tests.fake_cuda.engine import move_engine
 from tests.fake_cuda.tensors import CUDA, Counts, CudaTensor, FakeCuda
 from tests.tiny_checkpoints import make_checkpoint
+from tests.vlmserve.executor import test_sampler
 from tests.vlmserve.executor.test_sampler import info
 from tests.vlmserve.reference import conversations
 from vision.towers import attention
@@ -207,7 +208,7 @@ def test_grammars_wait_for_nothing_either(temperature):
     allowed = np.unpackbits(masks[1].view(np.uint8), count=70, bitorder="little") == 1
     logits[2, torch.from_numpy(allowed)] = -torch.inf
     given = info(3, temperatures=np.full(3, temperature, np.float32), masked_rows=[0, 2], bitmasks=masks)
-    want = sample(logits.clone(), given).next_token_ids
+    want = test_sampler.sample(logits.clone(), given).next_token_ids
     upload_and_sample(FakeCuda(), logits, given, want)
 
 
@@ -216,7 +217,7 @@ def upload_and_sample(cuda: FakeCuda, logits: torch.Tensor, given: SamplingBatch
         upload = Upload(PackedTransfers(CUDA, cuda.mark))
         inputs = SamplerInputs(given, logits.shape[1], upload)
         upload.send()
-        out = sample(CudaTensor(logits.clone()), given, inputs=inputs)
+        out = sample(CudaTensor(logits.clone()), given, inputs)
         assert not cuda.counts.syncs
         assert cuda.counts.uploads == 1
     assert torch.equal(out.next_token_ids.inner, want)

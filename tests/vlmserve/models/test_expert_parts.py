@@ -41,7 +41,7 @@ def test_every_rank_has_its_part_of_each_expert(folder: Path, tp: int, ep: int, 
 
     def watched(self: stream.Stream, parts, done):
         parts = list(parts)
-        read.extend(part for part in parts if ".experts." in part.name)
+        read.extend(part for part in parts if ".experts." in part.stored.name)
         run(self, parts, done)
 
     whole = load_model(folder)

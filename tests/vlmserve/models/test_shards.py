@@ -63,7 +63,7 @@ def test_a_part_reads_its_rows_only_and_is_never_whole(folder: Path, monkeypatch
 
     def watched(self: stream.Stream, parts, done):
         parts = list(parts)
-        wanted.update({part.name: wanted.get(part.name, 0) + part.size for part in parts})
+        wanted.update({part.stored.name: wanted.get(part.stored.name, 0) + part.size for part in parts})
         run(self, parts, done)
         nonlocal largest
         largest = max([largest, *(slot.buffer.nbytes for slot in self._ring)])

@@ -23,7 +23,7 @@ from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, first_line
 from vlmserve_common.kernels.attention import can_attend
 
 log = logging.getLogger(__name__)
@@ -202,14 +202,7 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else "no reason given"
-
-
 def _first_error(output: str) -> str:
-    """Return the first line of a build's output that tells of an error."""
     lines = [line.strip() for line in output.splitlines()]
     return next((line for line in lines[1:] if "error" in line.lower()), lines[0])
 

@@ -7,6 +7,8 @@ wrongly.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -14,6 +16,16 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels, on a CPU; this is settled when Triton is imported. Kernels that
 multiply matrices take it as a constexpr, and widen bfloat16 first if it is true."""
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The shape of an attention kernel's programs: rows of a tile, keys of a block, warps, stages of the pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
 @triton.jit

@@ -9,7 +9,6 @@ its answer does not depend on these.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,25 +16,15 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
-from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
+from vlmserve_common.kernels.gpu.common import INTERPRETED, Shape, weigh
 from vlmserve_common.kernels.gpu.decode import padded
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileShape:
-    """Rows of a tile, keys of a block, warps, stages of the pipeline."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_shape(dtype: torch.dtype, dim: int) -> TileShape:
+def tile_shape(dtype: torch.dtype, dim: int) -> Shape:
     """Five stages: slots are loaded two blocks ahead, keys and values by them one block later."""
     if dtype == torch.float32:
-        return TileShape(rows=32, keys=16, warps=8, stages=2)  # on no tensor core: operands are in registers
-    return TileShape(rows=128, keys=64 if dim <= 128 else 32, warps=8, stages=5)
+        return Shape(rows=32, keys=16, warps=8, stages=2)  # on no tensor core: operands are in registers
+    return Shape(rows=128, keys=64 if dim <= 128 else 32, warps=8, stages=5)
 
 
 def tile_tokens(q_dtype: torch.dtype, cache: CacheLayer, heads: int) -> int:
