@@ -16,7 +16,8 @@ import torch
 from tests import hf_env  # noqa: F401
 from tests.fake_cuda.engine import move_engine
 from tests.fake_cuda.tensors import CUDA, Counts, CudaTensor, FakeCuda
-from tests.tiny_checkpoints import make_checkpoint
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.vlmserve import reference
 from tests.vlmserve.executor import test_sampler
 from tests.vlmserve.executor.test_sampler import info
 from tests.vlmserve.reference import conversations
@@ -194,6 +195,36 @@ def test_a_backend_that_waits_is_seen(watched):
     finally:
         runner.runner.attn_backend = good
     assert all(step.counts.syncs["copy to the host"] == 1 for step in runner.steps)
+
+
+def test_no_step_of_a_hybrid_model_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "gpu_kernels_work", lambda device, dtype, dim: False)
+    folder = make_checkpoint(HYBRID, tmp_path / "model")
+    greedy = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    long = "How many red circles are there on the left side of the blue square? " * 4
+    asked = [reference.ask(long), reference.ask("Hi."), reference.ask(long + "Count.", reference.picture(1, 112, 112))]
+    settings = {"num_threads": 1, "max_total_tokens": 4096, "cpu_kernels": "off", "page_size": 16}
+    with LLM(str(folder), **settings) as llm:
+        wanted = [llm.chat_batch(asked, greedy) for _ in range(2)]
+    with LLM(str(folder), **settings) as llm, FakeCuda() as cuda:
+        runner = move_engine(llm, cuda)
+        syncs = []
+        forward = runner.forward
+
+        def counted(batch):
+            with cuda.counting() as counts:
+                forwarded = forward(batch)
+            syncs.append(counts.syncs)
+            return forwarded
+
+        monkeypatch.setattr(runner, "forward", counted)
+        got = [llm.chat_batch(asked, greedy) for _ in range(2)]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
+        assert [answer.cached_tokens for answer in ours] == [answer.cached_tokens for answer in theirs]
+    assert got[1][0].cached_tokens >= 64
+    assert len(syncs) > 10
+    assert not any(syncs), syncs
 
 
 def bitmasks(rows: int, vocab: int) -> np.ndarray:

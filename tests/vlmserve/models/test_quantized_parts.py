@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.quantized_checkpoints import FORMATS, make_quantized
+from tests.rank_threads import at_all
 from tests.vlmserve.models.dense_attention import assert_close, distance_of, logits_of
-from tests.vlmserve.models.parts import in_parts
 from tests.vlmserve.models.test_fp8 import kept
 from tests.vlmserve.models.test_quantized import kinds
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import library
@@ -26,8 +28,17 @@ SIZES = (2, 4)
 CUT_INSIDE = (24, 40)
 
 
-def together(folder: Path, size: int, **how) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
-    return in_parts(size, lambda comm: load_model(folder, comm=comm, **how), logits_of)
+def together(
+    folder: Path, size: int, compute: Callable[[VisionLanguageModel], torch.Tensor] = logits_of, **how
+) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
+    """What the first part computes together with all others, each in a thread of its own, and all parts."""
+
+    def work(comm: Communicator) -> tuple[torch.Tensor, VisionLanguageModel]:
+        model = load_model(folder, comm=comm, **how)
+        return compute(model), model
+
+    done = at_all(size, work)
+    return done[0][0], [model for _, model in done]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -101,7 +112,7 @@ def test_parts_are_quantised_at_the_start_as_the_whole_is(plain, mode):
     truth = logits_of(load_model(plain))
     library.activate("auto", threads=1)
     try:
-        logits, parts = in_parts(2, lambda comm: load_model(plain, comm=comm), quantised)
+        logits, parts = together(plain, 2, quantised)
         assert [kinds(part) for part in parts] == [{mode}] * 2
     finally:
         library.activate("off", threads=1)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
 from vlmserve_common.kernels.gpu.common import INTERPRETED, Shape, weigh
-from vlmserve_common.kernels.gpu.decode import padded
+from vlmserve_common.kernels.gpu.decode import padded, paged
 
 
 def tile_shape(dtype: torch.dtype, dim: int) -> Shape:
@@ -72,14 +72,7 @@ def extend_attention(
     shape = tile_shape(q.dtype, dim)
     # in one dimension, since a grid's second and third ones end at 65535
     extend_kernel[(kv_heads * len(tiles),)](
-        q,
-        cache.keys,
-        cache.values,
-        cache.key_scales if cache.key_scales is not None else seq_lens,
-        cache.value_scales if cache.value_scales is not None else seq_lens,
-        table,
-        req_pool_indices,
-        seq_lens,
+        *paged(q, cache, table, req_pool_indices, seq_lens),
         starts,
         tiles,
         out,
