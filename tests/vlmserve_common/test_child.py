@@ -17,6 +17,10 @@ from vlmserve_common.process.child import ChildProcess, Parent
 def hold_the_interpreter(parent: Parent, fifo: Path) -> None:
     """From the byte on that it writes, no other thread of the process gets on, not even the one that would end it."""
     parent.ready({})
+    hold_while_starting(parent, fifo)
+
+
+def hold_while_starting(parent: Parent, fifo: Path) -> None:
     to = os.open(fifo, os.O_WRONLY)
     library = ctypes.PyDLL(None)  # whose calls keep the interpreter's lock
     sys.setswitchinterval(1000)
@@ -48,3 +52,15 @@ def test_a_child_is_ended(tmp_path, main, stopped, killed, caplog):
     assert ("the child does not stop: killing it" in caplog.text) == killed
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_child_that_was_still_starting_is_ended_without_a_word(tmp_path, caplog):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    child = ChildProcess("c", hold_while_starting, (fifo,), title="the child", log_level="info", stop_patience_s=0.2)
+    with fifo.open("rb") as waiting:
+        assert waiting.read(1) == b"!"
+    child.stop()
+    assert not caplog.text
+    with pytest.raises(ProcessLookupError):
+        os.kill(child.pid, 0)

@@ -66,6 +66,7 @@ class ChildProcess:
         self.name = name
         self.title = title
         self._stop_patience_s = stop_patience_s
+        self._was_ready = False
         self.pipe, theirs = context.Pipe(duplex=True)
         parent_pid = None if forked else os.getpid()
         self._process = context.Process(  # type: ignore[attr-defined]
@@ -122,6 +123,7 @@ class ChildProcess:
             raise EngineError(f"{self.how_it_died()} while starting{hint}") from None
         if "error" in report:
             raise EngineError(report["error"])
+        self._was_ready = True
         return report["ready"]
 
     def hang_up(self) -> None:
@@ -150,7 +152,8 @@ class ChildProcess:
         self.signal(signal.SIGCONT)  # a child that was stopped (SIGSTOP) could not end in order
         self._process.join(timeout=self._stop_patience_s)
         if self._process.is_alive():
-            logger.warning("%s does not stop: killing it", self.title)
+            if self._was_ready:  # one that was still starting has nothing to finish
+                logger.warning("%s does not stop: killing it", self.title)
             self._process.kill()
             self._process.join()
         self._process.close()
