@@ -29,8 +29,7 @@ class DecodeGraphs:
     differ in which rows they sample.
 
     Steps of all sizes lie in the same static memory, one at a time. A step with too few requests is padded by requests
-    of one token. These use the pool's padding row, the dummy page's first slot, and the padding state of recurrent
-    layers.
+    of one token. These use the pool's padding row, the dummy page's first slot and recurrent layers' padding state.
 
     max_batch_size: requests of the largest step. sizes: of the captured steps, ascending; none at first.
     recurrent_cache: for models with recurrent layers; has a padding state. hidden: [max_batch_size, hidden], the output

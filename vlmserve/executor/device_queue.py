@@ -60,8 +60,7 @@ class StreamQueue(DeviceQueue):
 
 
 class ThreadQueue(DeviceQueue):
-    """Does what is submitted in a thread of its own, while the caller prepares the next step. started: called there
-    first.
+    """Does all work in a thread of its own, while the caller prepares the next step. started: called there first.
 
     Steps of fewer than `least_reqs` requests are not worth handing over: it takes longer than it saves.
     """

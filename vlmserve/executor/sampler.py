@@ -47,8 +47,8 @@ def sample(
     """Choose one token for each row of logits float32 [S, vocab], which may be written to.
 
     Reported logprobs come from the model's own logits. Grammars come last, so they can forbid any token. On a GPU
-    nothing waits, except logits processors, which may. inputs: of `sent`, or sent with others. processors: applied
-    after penalties and bias. in_flight: ids of the tokens of `info.in_flight_rows`.
+    nothing waits, except logits processors, which may. inputs: made by `sent`. processors: applied after
+    penalties and bias. in_flight: ids of the tokens of `info.in_flight_rows`.
     """
     raw = logits
     logits = adjust(logits, inputs, in_flight)

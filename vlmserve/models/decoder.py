@@ -175,8 +175,8 @@ class StageLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Embedding, layers and final norm, or a pipeline stage's part of these.
 
-    layers: those here, in order. norm: the final one; other stages than the last go without. rotary: positions -> the
-    angles that attention layers turn by.
+    layers: those here, in order. norm: the final one, of the last stage only. rotary: positions -> the angles that
+    attention layers turn by.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class _Tensors:
         )
 
     def match(self) -> list[tuple[StoredTensor, torch.Tensor]]:
-        """Match them with what they fill. CheckpointError for missing, unexpected or misshaped tensors."""
+        """Match them with the tensors to fill. CheckpointError for missing, unexpected or misshaped tensors."""
         return match_weights(
             self._module,
             self._reader,

@@ -65,7 +65,7 @@ class StoredTensor:
 class Part:
     """The bytes of a stored tensor's file from `start` on that are `target` [n].
 
-    Of a tensor with rows, `target` is [n, columns]. Whole rows are read, since files are mostly cached and small gaps
+    `target` is [n, columns] for a tensor with rows. Whole rows are read, since files are mostly cached and small gaps
     save nothing.
     """
 

@@ -1,10 +1,10 @@
 """Loads a checkpoint into a module: every tensor of the one accounted for in the other, before any data is read.
 
 A module's parameters have the published names, up to prefixes (`WeightRules.prefixes`). A module for which this does
-not hold has some of these methods, which are given its own name:
+not hold has some of these methods. Each is given the module's own name.
 
-- stored_parameters: checkpoint names and the views to fill, which have the stored shape, of merged or reshaped weights;
-- stored_cuts: checkpoint names, and which part of each tensor is here;
+- stored_parameters: checkpoint names and the views to fill, which have the stored shape, of merged or reshaped weights.
+- stored_cuts: checkpoint names, and which part of each tensor is here.
 - stored_elsewhere: prefixes of the checkpoint names of tensors that other processes have.
 """
 

@@ -120,7 +120,7 @@ class Replicated:
     ) -> torch.Tensor:
         """Compute the sum of each token's experts [n, size], from x of `tokens` and the choice of each.
 
-        beside: this process's part of another sum [N, size] of all tokens, which is added; it may be overwritten.
+        beside: this process's part of another sum [N, size] of all tokens. It is added, and may be overwritten.
         """
         ids, scores = choice
         self._slots.note(self._comm.own_tokens(ids))

@@ -11,8 +11,8 @@ from vlmserve_common.compute.transfers import CudaMark, Mark
 
 
 class Lane:
-    """A sequence of work. It is done in order, and in no order with work of other lanes. This one is of a CPU, where
-    everything is done when a call returns."""
+    """A sequence of work. It is done in order, and in no order with work of other lanes. On a CPU everything is done
+    when a call returns."""
 
     def launching(self) -> AbstractContextManager[object]:
         """Launch everything in this context in the lane."""

@@ -18,8 +18,8 @@ _ALIGNMENT = 16  # bytes: of each array in a packed copy, for vector loads
 
 
 class Mark:
-    """A place in a device's work, behind everything that was launched before. This one is of a CPU, which has done
-    everything when a call returns."""
+    """A place in a device's work, behind everything that was launched before. A CPU has done everything when a call
+    returns."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()

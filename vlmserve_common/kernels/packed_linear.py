@@ -214,7 +214,7 @@ def run_experts(
 ) -> torch.Tensor:
     """Return residual + the sum over each token's experts `ids` int64 [N, chosen], times `scores` [N, chosen].
 
-    x [N, size] and the result have one dtype and are contiguous, as are scores and residual. gate_up (gated), down: of
+    x [N, size] and the result have one dtype. They, scores and residual are contiguous. gate_up (gated), down: of
     all experts. Experts with ids below 0 are on other ranks, and add nothing.
     """
     rows, chosen = ids.shape

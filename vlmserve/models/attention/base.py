@@ -83,8 +83,11 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """A layer's queries, keys and values, not turned yet: qkv [N, num_heads + 2 * num_kv_heads, head_dim], which may be
-    overwritten. norms: of the heads, if the model normalises them before they are turned."""
+    """A layer's queries, keys and values, not turned yet.
+
+    qkv: [N, num_heads + 2 * num_kv_heads, head_dim]; may be overwritten. norms: of the heads, if the model normalises
+    them before they are turned.
+    """
 
     qkv: torch.Tensor
     rotary: Rotation

@@ -1,6 +1,6 @@
 """Every kernel in the variants that users meet, and the resources they need when compiled for a GPU, also without one.
 
-The variants are what is launched for tensors in the shapes of published models. These tensors have no memory, and
+The variants are those launched for tensors in the shapes of published models. These tensors have no memory, and
 launches are only noted.
 """
 
