@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vlmserve_common.checkpoint.stream import Copies, Part, Progress, StoredTensor, Stream, cut
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 
 THREADS, PART_BYTES = 3, 64
@@ -110,6 +111,13 @@ def test_parts_are_cut_at_whole_elements(file):
     target = torch.zeros(40)
     sizes = [(part.start, len(part.target)) for part in cut(part_of(file, 10, target), 63)]
     assert sizes == [(40, 15), (100, 15), (160, 10)]
+
+
+def test_columns_are_read_a_few_rows_at_a_time(file):
+    whole = StoredTensor(name="t", file=file, dtype=torch.float32, shape=(500, 10), start=0)
+    part = Part(stored=whole.cut(Cut(1, 3, 4, 10)), start=0, target=torch.zeros(500, 4))
+    Stream(LateCopies(), threads=THREADS, part_bytes=100).run([part], int)
+    assert torch.equal(part.target, numbers(file).view(500, 10)[:, 3:7])
 
 
 def test_progress_is_told_every_few_seconds_and_at_the_end(caplog):
