@@ -7,38 +7,47 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
-    from processors.fetch.limits import FetchSettings
-    from vlmserve.commands.client.boxes import Box, Marks, Point, parse_boxes
-    from vlmserve.commands.offline.async_llm import AsyncLLM
-    from vlmserve.commands.offline.llm import LLM, Completion
-    from vlmserve.config.checks import SettingsError
-    from vlmserve.config.engine_args import EngineArgs
-    from vlmserve.frontend.chat_messages import EmbedsRef, ImageRef, MediaCounts, VideoRef
-    from vlmserve.frontend.input_embeds import read_input_embeds
-    from vlmserve.frontend.live_requests import RequestAbortedError
-    from vlmserve.frontend.request_builder import (
-        ChatPrompt,
-        EmbedsPrompt,
-        GenerateReqInput,
-        TextPrompt,
-        TokensPrompt,
-    )
-    from vlmserve.frontend.sampling import SamplingOverrides
-    from vlmserve.frontend.sampling import SamplingOverrides as SamplingParams
-    from vlmserve.frontend.scores import LabelScore
-    from vlmserve.frontend.stage import StageLimits
-    from vlmserve.frontend.tokenizer_manager import ChoiceOutput, EngineUnavailableError
-    from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions
-    from vlmserve_common.errors import BadRequestError, CheckpointError, EngineError, VlmserveError
+    from processors.fetch.limits import FetchSettings as FetchSettings
+    from vlmserve.commands.client.boxes import Box as Box
+    from vlmserve.commands.client.boxes import Marks as Marks
+    from vlmserve.commands.client.boxes import Point as Point
+    from vlmserve.commands.client.boxes import parse_boxes as parse_boxes
+    from vlmserve.commands.offline.async_llm import AsyncLLM as AsyncLLM
+    from vlmserve.commands.offline.llm import LLM as LLM
+    from vlmserve.commands.offline.llm import Completion as Completion
+    from vlmserve.config.checks import SettingsError as SettingsError
+    from vlmserve.config.engine_args import EngineArgs as EngineArgs
+    from vlmserve.frontend.chat_messages import EmbedsRef as EmbedsRef
+    from vlmserve.frontend.chat_messages import ImageRef as ImageRef
+    from vlmserve.frontend.chat_messages import MediaCounts as MediaCounts
+    from vlmserve.frontend.chat_messages import VideoRef as VideoRef
+    from vlmserve.frontend.input_embeds import read_input_embeds as read_input_embeds
+    from vlmserve.frontend.live_requests import RequestAbortedError as RequestAbortedError
+    from vlmserve.frontend.request_builder import ChatPrompt as ChatPrompt
+    from vlmserve.frontend.request_builder import EmbedsPrompt as EmbedsPrompt
+    from vlmserve.frontend.request_builder import GenerateReqInput as GenerateReqInput
+    from vlmserve.frontend.request_builder import TextPrompt as TextPrompt
+    from vlmserve.frontend.request_builder import TokensPrompt as TokensPrompt
+    from vlmserve.frontend.sampling import SamplingOverrides as SamplingOverrides
+    from vlmserve.frontend.scores import LabelScore as LabelScore
+    from vlmserve.frontend.stage import StageLimits as StageLimits
+    from vlmserve.frontend.tokenizer_manager import ChoiceOutput as ChoiceOutput
+    from vlmserve.frontend.tokenizer_manager import EngineUnavailableError as EngineUnavailableError
+    from vlmserve.ipc.messages import GrammarSpec as GrammarSpec
+    from vlmserve.ipc.messages import LogitsProcessorCall as LogitsProcessorCall
+    from vlmserve.ipc.messages import ReturnOptions as ReturnOptions
+    from vlmserve_common.errors import BadRequestError as BadRequestError
+    from vlmserve_common.errors import CheckpointError as CheckpointError
+    from vlmserve_common.errors import EngineError as EngineError
+    from vlmserve_common.errors import VlmserveError as VlmserveError
+
+    SamplingParams = SamplingOverrides
 
 _EXPORTS = {
     "processors.fetch.limits": "FetchSettings",
@@ -61,43 +70,7 @@ _EXPORTS = {
 _PLACES = {name: (module, name) for module, names in _EXPORTS.items() for name in names.split()}
 _PLACES["SamplingParams"] = ("vlmserve.frontend.sampling", "SamplingOverrides")  # the field's name for it
 
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BadRequestError",
-    "Box",
-    "ChatPrompt",
-    "CheckpointError",
-    "ChoiceOutput",
-    "Completion",
-    "EmbedsPrompt",
-    "EmbedsRef",
-    "EngineArgs",
-    "EngineError",
-    "EngineUnavailableError",
-    "FetchSettings",
-    "GenerateReqInput",
-    "GrammarSpec",
-    "ImageRef",
-    "LabelScore",
-    "LogitsProcessorCall",
-    "Marks",
-    "MediaCounts",
-    "Point",
-    "RequestAbortedError",
-    "ReturnOptions",
-    "SamplingOverrides",
-    "SamplingParams",
-    "SettingsError",
-    "StageLimits",
-    "TextPrompt",
-    "TokensPrompt",
-    "VideoRef",
-    "VlmserveError",
-    "__version__",
-    "parse_boxes",
-    "read_input_embeds",
-]
+__all__ = [*_PLACES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -113,25 +86,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-class _FormerModules(MetaPathFinder, Loader):
-    """Imports modules by names that the documentation of version 0.1 had. They have all names of this package."""
-
-    _names = frozenset(
-        f"vlmserve.{name}"
-        for name in (
-            *("client", "client.boxes", "messages", "offline", "offline.async_llm", "offline.llm"),
-            *("tokenizer", "tokenizer.chat_messages", "tokenizer.input_embeds"),
-            *("tokenizer.request_builder", "tokenizer.sampling", "tokenizer.stage"),
-        )
-    )
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__getattr__"] = __getattr__
-
-
-sys.meta_path.append(_FormerModules())  # behind the finders of modules that exist
+# Names of modules that the documentation of version 0.1 had. They have all names of this package.
+for _former in (
+    *("client", "client.boxes", "messages", "offline", "offline.async_llm", "offline.llm"),
+    *("tokenizer", "tokenizer.chat_messages", "tokenizer.input_embeds"),
+    *("tokenizer.request_builder", "tokenizer.sampling", "tokenizer.stage"),
+):
+    _module = sys.modules[f"{__name__}.{_former}"] = ModuleType(f"{__name__}.{_former}")
+    vars(_module).update(__getattr__=__getattr__, __path__=[])
+    _parent, _, _last = _module.__name__.rpartition(".")
+    setattr(sys.modules[_parent], _last, _module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.frontend.openai.protocol import ChatCompletionRequest, FormedRequest
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest, FormedRequest, SampledRequest
 
 FIELDS = set(ChatCompletionRequest.model_fields)
 PAGE = (ROOT / "docs" / "flags-of-others.md").read_text(encoding="utf-8")
@@ -28,6 +28,7 @@ def test_what_is_said_to_be_refused_is_not_there() -> None:
 
 
 def test_all_that_is_not_openai_s_is_in_the_table() -> None:
-    names = list(ChatCompletionRequest.model_fields)
-    ours = {*FormedRequest.model_fields, *names[names.index("function_call") + 1 :]} - {"response_format"}
+    names, shared = list(ChatCompletionRequest.model_fields), list(SampledRequest.model_fields)
+    extensions = {*shared[shared.index("user") + 1 :], *names[names.index("function_call") + 1 :]}
+    ours = extensions | set(FormedRequest.model_fields) - {"response_format"}
     assert ours - set().union(*(here for _, _, here in ROWS)) == set()

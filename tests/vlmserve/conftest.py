@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,3 +31,16 @@ def shared_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory)
     flags = ("--enable-return-hidden-states", "--profile-dir", str(profiles))
     with serving(folder / "run", *flags, model=default_model) as server:
         yield server
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts modules as servers, which end with the test: module, its words, and more of its environment."""
+    with tempfile.TemporaryDirectory(prefix="v") as short, ExitStack() as stack:  # a socket's path may have 107 bytes
+
+        def make(module: str, *words: str, **environment: str) -> ServerProcess:
+            server = ServerProcess([sys.executable, "-m", module, *words], Path(short) / "run", **environment)
+            stack.callback(server.end)
+            return server
+
+        yield make

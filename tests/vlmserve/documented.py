@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from vlmserve.api.app import all_operations
 from vlmserve.api.errors import Error
-from vlmserve.api.openapi.operation import Operation
+from vlmserve.api.openapi import Operation
 
 BY_ID = {operation.id: operation for operation in all_operations()}
 

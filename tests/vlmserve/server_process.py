@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
+import json
+import mimetypes
 import os
 import re
 import shutil
@@ -12,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from vlmserve.commands.bench.processes import children_of
 from vlmserve_common.kernels.build import LEVEL_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLES = ROOT / "assets" / "samples"
 PATIENCE_S = 60.0
 
 
@@ -79,23 +83,34 @@ class ServerProcess:
         return openai_client(self.port())
 
     def get(self, path: str) -> tuple[int, str]:
+        return self._ask("GET", path)
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        """The status and the JSON of an answer."""
+        status, text = self._ask("POST", path, json.dumps(body))
+        return status, json.loads(text)
+
+    def figures(self) -> dict[str, float]:
+        """Those of /metrics whose only label is the model's name."""
+        found = re.findall(r'^vlmserve:(\w+)\{model_name="[^"]*"\} ([\d.e+-]+)$', self.get("metrics")[1], re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port(), timeout=PATIENCE_S)
-        try:
-            connection.request("GET", "/" + path)
+        with contextlib.closing(connection):
+            connection.request(method, "/" + path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, response.read().decode()
-        finally:
-            connection.close()
 
     def children(self) -> dict[str, int]:
         """Pids of the scheduler and the detokenizer, by the names that they show."""
-        names, deadline = ("scheduler", "detokenizer"), time.monotonic() + PATIENCE_S
-        while True:
-            named = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(self.process.pid)}
-            if named.keys() >= set(names):
-                return {name: named[name] for name in names}
-            assert time.monotonic() < deadline, f"there are only {named}"
-            time.sleep(0.02)
+        names = ("scheduler", "detokenizer")
+        await_that(lambda: self.processes().keys() >= set(names))
+        return {name: self.processes()[name] for name in names}
+
+    def processes(self) -> dict[str, int]:
+        """Pids of all children, by the names that they show."""
+        return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(self.process.pid)}
 
     def wait(self) -> int:
         status = self.process.wait(PATIENCE_S)
@@ -113,6 +128,17 @@ class ServerProcess:
     def directories(self) -> list[Path]:
         """The private directories that the launcher holds open: for sockets, shared memory and uploaded files."""
         return private_directories(self.process.pid)
+
+
+def data_url(file: Path) -> str:
+    return f"data:{mimetypes.guess_type(file)[0]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
+def await_that(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
 
 
 def openai_client(port: int) -> openai.OpenAI:

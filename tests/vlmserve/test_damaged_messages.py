@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +10,10 @@ import openai
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url
 from vlmserve_common.transport.shm import SharedArrays
 
-SHAPES = base64.b64encode((ROOT / "assets" / "samples" / "shapes.png").read_bytes()).decode()
-PICTURE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{SHAPES}"}}
+PICTURE = {"type": "image_url", "image_url": {"url": data_url(SAMPLES / "shapes.png")}}
 UNDER_WAY = ("num_requests_running", "num_requests_waiting", "num_warmups")
 LONG: dict[str, Any] = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
@@ -59,23 +55,15 @@ def ask(client: openai.OpenAI, **options: Any) -> Any:
     )
 
 
-def figures_of(server: ServerProcess) -> dict[str, float]:
-    _, text = server.get("metrics")
-    found = re.findall(r"^vlmserve:(\w+)\{[^}]*\} ([\d.e+-]+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in found}
-
-
 @pytest.fixture
 def await_idle(server: ServerProcess) -> Callable[[], None]:
     """Waits until nothing is under way; then nothing may be left, and nobody's answer was computed to its end."""
     server.port()
-    steps = figures_of(server)["forward_steps_total"]
+    steps = server.figures()["forward_steps_total"]
 
     def wait() -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while any((figures := figures_of(server))[name] for name in UNDER_WAY):
-            assert time.monotonic() < deadline
-        assert figures["forward_steps_total"] - steps < LONG["max_tokens"] - 500
+        await_that(lambda: not any(map(server.figures().get, UNDER_WAY)))
+        assert server.figures()["forward_steps_total"] - steps < LONG["max_tokens"] - 500
         [shared] = (SharedArrays(path) for path in server.directories() if "/shm/" in str(path))
         assert shared.outstanding() == 0
         assert not (server.runtime.parent / "damage").exists(), "what was to be damaged was not sent"

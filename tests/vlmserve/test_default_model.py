@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import mimetypes
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,9 @@ from assets.recipe.exam.ask import asker
 from assets.recipe.exam.questions import make_questions
 from assets.recipe.exam.report import examine
 from tests.vlmserve.reference import Reference, assert_equal_answers
-from tests.vlmserve.server_process import ROOT, ServerProcess, serving
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url, serving
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.model_path import DEFAULT_MODEL
-
-SAMPLES = ROOT / "assets" / "samples"
 
 
 def _samples() -> list[dict[str, Any]]:
@@ -54,9 +50,8 @@ def _is_clip(name: str) -> bool:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    encoded = base64.b64encode(path.read_bytes()).decode()
     kind = "video_url" if _is_clip(path.name) else "image_url"
-    return {"type": kind, kind: {"url": f"data:{mimetypes.guess_type(path)[0]};base64,{encoded}"}}
+    return {"type": kind, kind: {"url": data_url(path)}}
 
 
 def _messages(sample: dict[str, Any]) -> list[dict[str, Any]]:

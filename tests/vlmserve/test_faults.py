@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
 import os
 import signal
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,7 @@ from typing import Any
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone
-from vlmserve.commands.bench.processes import children_of
+from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, await_that, data_url, gone
 
 # What the documentation promises: a stopped process shows in /health, and a stopped server ends, within so long.
 SEEN_WITHIN_S = 5.0
@@ -30,39 +26,29 @@ FIRES_WITHIN_S = WATCHDOG_S + 7.0
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+def start(run: Callable[..., ServerProcess], tmp_path: Path) -> Callable[..., ServerProcess]:
     """A server of the real launcher, with fake insides (`fake`), or with all its own."""
-    servers: list[ServerProcess] = []
 
     def make(*flags: str, fake: bool) -> ServerProcess:
-        module = "tests.vlmserve.fake_server" if fake else "vlmserve.cli"
         model = tmp_path / "model"
         model.mkdir()
-        if not fake:
-            copy_default_model(model)
-            flags = ("--num-threads", "1", "--max-total-tokens", "16384", "--served-model-name", "m", *flags)
-        words = [sys.executable, "-m", module, *([] if fake else ["serve"]), str(model), "--port", "0", *flags]
-        servers.append(ServerProcess(words, Path(short) / "run"))
-        return servers[-1]
+        if fake:
+            return run("tests.vlmserve.fake_server", str(model), "--port", "0", *flags)
+        copy_default_model(model)
+        small = ("--num-threads", "1", "--max-total-tokens", "16384", "--served-model-name", "m")
+        return run("vlmserve.cli", "serve", str(model), "--port", "0", *small, *flags)
 
-    with tempfile.TemporaryDirectory(prefix="v") as short:  # a socket's path may have 107 bytes
-        yield make
-        for server in servers:
-            server.end()
+    return make
 
 
 def named(server: ServerProcess) -> dict[str, int]:
     """The pids of all processes of a server, by the names that they show."""
-    pids = children_of(server.process.pid)
-    return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in pids} | {"api": server.process.pid}
+    return server.processes() | {"api": server.process.pid}
 
 
 def await_status(server: ServerProcess, path: str, status: int, seconds: float) -> str:
-    deadline = time.monotonic() + seconds
-    while (answer := server.get(path))[0] != status:
-        assert time.monotonic() < deadline, answer
-        time.sleep(0.05)
-    return answer[1]
+    await_that(lambda: server.get(path)[0] == status, seconds)
+    return server.get(path)[1]
 
 
 # ------------------------------------------------------------ the launcher, with fake insides
@@ -134,10 +120,9 @@ class Load:
     def _ask(self, number: int, stream: bool, tokens: int, picture: bool) -> tuple[int, str]:
         content: list[dict[str, Any]] = [{"type": "text", "text": f"Number {number}: what is this?"}]
         if picture:
-            data = (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
-            url = "data:image/png;base64," + base64.b64encode(data).decode()
+            url = {"url": data_url(SAMPLES / "shapes.png")}
             # another size, so that none finds another's in a cache
-            content.insert(0, {"type": "image_url", "image_url": {"url": url}, "max_pixels": 40000 + 4096 * number})
+            content.insert(0, {"type": "image_url", "image_url": url, "max_pixels": 40000 + 4096 * number})
         body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": tokens}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
         try:
@@ -160,10 +145,7 @@ class Load:
 
 
 def await_running(server: ServerProcess, number: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while f'num_requests_running{{model_name="m"}} {float(number)}' not in server.get("metrics")[1]:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    await_that(lambda: server.figures().get("num_requests_running") == number)
 
 
 def assert_told(answers: list[tuple[int, str]], reason: str) -> None:
@@ -227,10 +209,7 @@ def test_killed_itself_it_leaves_no_process_and_no_client_waiting(start) -> None
     server.process.kill()
     for status, text in load.results(SEEN_WITHIN_S):
         assert status == 0 or "[DONE]" not in text
-    deadline = time.monotonic() + SEEN_WITHIN_S
-    while not all(gone(pid) for name, pid in pids.items() if name != "api"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    await_that(lambda: all(gone(pid) for name, pid in pids.items() if name != "api"), SEEN_WITHIN_S)
 
 
 @pytest.mark.slow

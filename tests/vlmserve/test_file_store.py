@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from processors.fetch.limits import ByteLimit
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
 from vlmserve.api import file_store
@@ -100,28 +99,6 @@ def test_deleting(store, tmp_path):
     assert store.files("a") == [other]
     assert store.bytes == 4
     assert len(names(tmp_path)) == 2
-
-
-def test_another_owner_finds_nothing(store):
-    record = put(store, owner="a")
-    refused(store.find, "b", record.id, code="file_not_found", status=404, match=f"there is no file '{record.id}'")
-    refused(store.open, "b", record.id, code="file_not_found", status=404)
-    refused(store.delete, "b", record.id, code="file_not_found", status=404)
-    refused(store.for_owner("b"), record.id, code="file_not_found", status=404)
-    assert store.files("b") == []
-    assert content(store, record) == b"data"
-
-
-@pytest.mark.parametrize("name", ["", "x", "../x", "file-" + "0" * 32, "x" * 10_000, "file-\0"])
-def test_names_that_are_none(store, name):
-    refused(store.find, "a", name, code="file_not_found", status=404)
-
-
-def test_a_file_over_the_limit_leaves_nothing(store, tmp_path):
-    with store.begin("a") as upload:
-        upload.write(bytes(1000))
-        refused(upload.write, b"x", code="file_too_large", status=413, match=r"1000 bytes \(setting --max-file-bytes\)")
-    assert (store.bytes, names(tmp_path), store.files("a")) == (0, [], [])
 
 
 def test_all_files_together_are_limited_those_under_way_too(store):
@@ -277,34 +254,3 @@ def test_many_threads(tmp_path):
     assert len({r.sequence for r in kept}) == 20
     assert len(os.listdir(tmp_path)) == 40
     store.close()
-
-
-def test_as_a_medium(store):
-    png = encoded(picture(4, 4))
-    find = store.for_owner("a")
-    file = find(put(store, png).id)
-    assert file.modality is Modality.IMAGE
-    assert file.read(ByteLimit(bytes=len(png), setting="s")) == png
-    refused(
-        file.read,
-        ByteLimit(bytes=len(png) - 1, setting="--media-max-bytes"),
-        code="invalid_media_url",
-        match=rf"{len(png)} bytes, the limit is {len(png) - 1} \(setting --media-max-bytes\)",
-    )
-    store.delete("a", file.record.id)
-    refused(file.read, ByteLimit(bytes=1000, setting="s"), code="file_not_found", status=404)
-
-
-@pytest.mark.parametrize(
-    ("head", "modality"),
-    [
-        (b"\0\0\0\x18ftypisom", Modality.VIDEO),
-        (b"\x1aE\xdf\xa3", Modality.VIDEO),
-        (b"GIF89a", Modality.IMAGE),
-        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", None),
-        (b"%PDF-1.7", None),
-        (b"", None),
-    ],
-)
-def test_the_first_bytes_tell_what_a_file_is(store, head, modality):
-    assert put(store, head).modality is modality

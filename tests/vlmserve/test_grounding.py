@@ -14,9 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.api.fake_engine import MODEL, make_served, png_url, real_server
-from tests.vlmserve.server_process import ROOT, ServerProcess, openai_client, serve
-from vlmserve import LLM, SamplingOverrides
+from tests.vlmserve.server_process import ROOT, ServerProcess, serve
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
@@ -96,45 +94,6 @@ def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) 
         assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((112.5, 75, 225, 150))
 
 
-def test_a_stream_says_it_at_its_end(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
-    with servers["qwen2_5"].client() as client:
-        chunks = list(
-            client.chat.completions.create(
-                model="tiny",
-                messages=message(sideways(), "Where?", "jpeg", max_pixels=10**9),
-                max_tokens=1,
-                logit_bias={str(answer_token(qwen2_5)): 100},
-                stream=True,
-                extra_body=REPORT,
-            )
-        )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-    (box,) = parse_boxes(text).to_source(chunks[-1].mm_report["media"][0]).boxes
-    assert (box.x1, box.y1, box.x2, box.y2) == pytest.approx((75, 50, 150, 100))
-    assert "max_pixels 1000000000 was changed to 50176" in chunks[-1].warnings[0]
-
-
-def test_the_offline_form_reports_the_same(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
-    kwargs = {"max_pixels": 16 * 784}
-    bias = answer_token(qwen2_5)
-    with servers["qwen2_5"].client() as client:
-        served = client.chat.completions.create(
-            model="tiny",
-            messages=message(sideways(), "Where?", "jpeg"),
-            max_tokens=1,
-            logit_bias={str(bias): 100},
-            extra_body=REPORT | {"mm_processor_kwargs": kwargs},
-        )
-    sampling = SamplingOverrides(max_new_tokens=1, logit_bias={bias: 100.0})
-    with LLM(str(qwen2_5), num_threads=1) as llm:
-        part, text = {"type": "image", "image": sideways()}, {"type": "text", "text": "Where?"}
-        answer = llm.chat([{"role": "user", "content": [part, text]}], sampling, mm_processor_kwargs=kwargs)
-    assert answer.mm_report == served.mm_report
-    assert answer.mm_report["media"][0]["tokens"] <= 16
-    assert answer.prompt_tokens == served.usage.prompt_tokens
-    assert answer.warnings == ()
-
-
 def overlap(box: Box, truth: tuple[float, float, float, float]) -> float:
     """Intersection over union."""
     width = max(0.0, min(box.x2, truth[2]) - max(box.x1, truth[0]))
@@ -173,21 +132,3 @@ def test_thousandths(
     assert overlap(box, truth) > 0.35, box
     assert cut.choices[0].finish_reason == "length"
     assert parse_boxes(cut.choices[0].message.content).problems
-
-
-def test_qwen2_vls_own_tokens(tmp_path: Path) -> None:
-    """Its special tokens are left out of an answer unless they are asked for."""
-    from tests.vlmserve.api.fake_engine import write_checkpoint_folder
-
-    served = make_served(write_checkpoint_folder(tmp_path))
-    content = [{"type": "image_url", "image_url": {"url": png_url(size=(500, 250))}}, {"type": "text", "text": "?"}]
-    with real_server(served.app) as port, openai_client(port) as client:
-        for said in ("<|box_start|>(100,200),(500,600)<|box_end|>", "a dog(100,200),(500,600)"):
-            served.scheduler.say(said)
-            answer = client.chat.completions.create(
-                model=MODEL,
-                messages=[{"role": "user", "content": content}],
-                extra_body=REPORT | {"skip_special_tokens": False},
-            )
-            marks = parse_boxes(answer.choices[0].message.content).to_source(answer.mm_report["media"][0])
-            assert marks.boxes == (Box(x1=50, y1=50, x2=250, y2=150),)

@@ -10,51 +10,29 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, gone
-from vlmserve.commands.bench.processes import children_of
-
-
-def _fake_server(folder: Path, runtime: Path, *flags: str, port: int = 0, **environment: str) -> ServerProcess:
-    words = [sys.executable, "-m", "tests.vlmserve.fake_server", str(folder), "--port", str(port), *flags]
-    return ServerProcess(words, runtime, **environment)
+from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, await_that, gone
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    servers: list[ServerProcess] = []
+def start(run: Callable[..., ServerProcess], tmp_path: Path) -> Callable[..., ServerProcess]:
+    def make(*flags: str, port: int = 0, **environment: str) -> ServerProcess:
+        return run("tests.vlmserve.fake_server", str(tmp_path), "--port", str(port), *flags, **environment)
 
-    def make(*flags: str, **options: Any) -> ServerProcess:
-        servers.append(_fake_server(tmp_path, Path(short) / "run", *flags, **options))
-        return servers[-1]
-
-    with tempfile.TemporaryDirectory(prefix="v") as short:  # a socket's path may have 107 bytes
-        yield make
-        for server in servers:
-            server.end()
+    return make
 
 
 def test_silent_connections_and_few_descriptors(tmp_path) -> None:
     """More of them than there may be open files, without and with the right to raise that."""
     for hard, warned in ((1024, True), (4096, False)):
         command = f'ulimit -Sn 1024; ulimit -Hn {hard}; exec "$0" "$@"'
-        words = [
-            "bash",
-            "-c",
-            command,
-            sys.executable,
-            "-m",
-            "tests.vlmserve.fake_server",
-            str(tmp_path),
-            "--port",
-            "0",
-        ]
+        fake = ("-m", "tests.vlmserve.fake_server", str(tmp_path), "--port", "0")
+        words = ["bash", "-c", command, sys.executable, *fake]
         with tempfile.TemporaryDirectory(prefix="v") as short:
             server = ServerProcess(words, Path(short) / "run")
             try:
@@ -75,13 +53,6 @@ def test_a_key_file_that_is_wrong_is_told_before_the_model_is_loaded(start, tmp_
     server = start("--api-key-file", str(keys), FAKE_START="hang")
     assert server.wait() == 1
     assert "line 1: it has 3 words; it must be a name and a key" in "".join(server.log)
-
-
-def _await(condition: object, seconds: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.02)
 
 
 def test_serves_and_stops_in_order(start, tmp_path) -> None:
@@ -113,7 +84,7 @@ def test_running_requests_finish_after_a_signal_to_the_whole_group(start) -> Non
         server.await_log("postponed")
         os.killpg(server.process.pid, signal.SIGINT)  # as a terminal's Ctrl-C does
         server.await_log("running requests get")
-        _await(lambda: not _accepts(server.port()))
+        await_that(lambda: not _accepts(server.port()))
         os.kill(children["scheduler"], signal.SIGUSR1)
         assert answer.result(PATIENCE_S) == (200, "slow")
     assert server.wait() == 0
@@ -178,7 +149,7 @@ def test_a_dead_child_of_a_replica_is_named_and_ends_all(start) -> None:
     with ThreadPoolExecutor(2) as pool:
         answers = [pool.submit(server.get, f"hang{n}") for n in range(2)]
         server.await_log("hanging\n(.*\n)*.*hanging")
-        names = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in children_of(server.process.pid)}
+        names = server.processes()
         assert {f"r{n}-{kind}" for n in range(2) for kind in ("scheduler", "detokenizer")} <= names.keys()
         directories = server.directories()
         os.kill(names["r1-detokenizer"], signal.SIGKILL)
@@ -215,7 +186,7 @@ def test_children_die_with_a_killed_launcher_and_the_next_start_clears_up(start)
     server.port()
     children, directories = server.children(), server.directories()
     server.process.kill()
-    _await(lambda: all(gone(pid) for pid in children.values()))
+    await_that(lambda: all(gone(pid) for pid in children.values()))
     server.wait()
     assert all(path.is_dir() for path in directories)
     for path in directories:
@@ -269,7 +240,7 @@ def test_a_child_that_has_nothing_to_be_forked_of_is_told(start, tmp_path) -> No
 
 def test_a_signal_while_starting_ends_it(start) -> None:
     server = start(FAKE_START="hang")
-    _await(lambda: len(list(server.runtime.glob("*/detokenizer"))) == 1)
+    await_that(lambda: len(list(server.runtime.glob("*/detokenizer"))) == 1)
     children = server.children()
     os.killpg(server.process.pid, signal.SIGINT)
     assert server.wait() == 0

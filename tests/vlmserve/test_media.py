@@ -11,7 +11,7 @@ from processors.fetch.fetching import MediaFetcher
 from processors.fetch.limits import FetchSettings
 from processors.pool.pool import PoolSettings, ProcessorPool
 from tests import hf_env  # noqa: F401
-from tests.processors.helpers import encoded, picture, tiny_processor
+from tests.processors.helpers import tiny_processor
 from vlmserve.frontend.chat_messages import ImageRef
 from vlmserve.frontend.media import RequestMedia
 from vlmserve_common.errors import BadRequestError
@@ -23,12 +23,6 @@ def media(tmp_path):
     media = RequestMedia(processor, ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings()))
     yield media
     asyncio.run(media.close())
-
-
-def test_a_path_is_read(media, tmp_path):
-    (tmp_path / "x.png").write_bytes(encoded(picture(60, 60)))
-    [one] = asyncio.run(media.load([ImageRef(source=tmp_path / "x.png", param="here")]))
-    assert one.source_size == (60, 60)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.nasty_media import NastyFile, jpeg_of_scans, nasty_files, slow_files
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
 from tests.vlmserve.server_process import ServerProcess, serving
+from vlmserve.commands.bench.processes import children_of
 
 MOST_S = 60.0  # for an answer, on a busy machine
 MOST_SERVER_MIB, MOST_WORKERS_MIB = 512, 9216  # more than at first
@@ -45,15 +46,6 @@ def outcome(client: openai.OpenAI, file: NastyFile) -> tuple[str, int, float, st
     except openai.APIStatusError as error:
         return file.name, error.status_code, time.monotonic() - begun, error.message
     return file.name, 200, time.monotonic() - begun, "answered"
-
-
-def family(pid: int) -> set[int]:
-    """A process and all that come from it, each thread having children of its own."""
-    found = {pid}
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            found |= family(int(child))
-    return found
 
 
 def own_mib(pid: int) -> int:
@@ -95,7 +87,7 @@ class Watch:
 
     def _look(self) -> tuple[int, int]:
         try:
-            others = family(self._pid) - {self._pid}
+            others = children_of(self._pid)
         except (FileNotFoundError, ProcessLookupError):  # one has just ended
             return self._first
         return own_mib(self._pid), sum(map(own_mib, others))

@@ -9,10 +9,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.vlmserve.server_process import ROOT, ServerProcess
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url
 
-PICTURE = (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
-PICTURE_URL = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+PICTURE = (SAMPLES / "shapes.png").read_bytes()
+PICTURE_URL = data_url(SAMPLES / "shapes.png")
 QUESTION = {"type": "input_text", "text": "What is in this picture?"}
 
 
@@ -150,10 +150,9 @@ def test_an_answer_has_at_least_so_many_tokens(ai: openai.OpenAI) -> None:
 
 
 def test_usage_tells_what_the_prompt_is_of(ai: openai.OpenAI) -> None:
-    clip = base64.b64encode((ROOT / "assets" / "samples" / "rolling.mp4").read_bytes()).decode()
     media: Any = [
         {"type": "image_url", "image_url": {"url": PICTURE_URL}},
-        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64," + clip}},
+        {"type": "video_url", "video_url": {"url": data_url(SAMPLES / "rolling.mp4")}},
         {"type": "text", "text": "What is it?"},
     ]
     wanted = {"return_usage_details": True, "return_mm_report": True}
@@ -271,7 +270,7 @@ def test_pictures_come_in_many_forms(ai: openai.OpenAI) -> None:
 
 
 def test_a_video_is_an_input_file(ai: openai.OpenAI) -> None:
-    clip = next((ROOT / "assets" / "samples").glob("*.mp4"))
+    clip = next(SAMPLES.glob("*.mp4"))
     file = ai.files.create(file=clip, purpose="user_data")
     data = base64.b64encode(clip.read_bytes()).decode()
     by_id = _respond(ai, _user({"type": "input_file", "file_id": file.id}), store=False)

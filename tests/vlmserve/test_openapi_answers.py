@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,18 +10,16 @@ import httpx
 import pytest
 
 from tests.vlmserve.documented import BY_ID, ask
-from tests.vlmserve.server_process import ROOT, ServerProcess
+from tests.vlmserve.server_process import ROOT, SAMPLES, ServerProcess, data_url
 
-SAMPLES = ROOT / "assets" / "samples"
-PICTURE = "data:image/png;base64," + base64.b64encode((SAMPLES / "shapes.png").read_bytes()).decode()
-CLIP = "data:video/mp4;base64," + base64.b64encode((SAMPLES / "rolling.mp4").read_bytes()).decode()
+PICTURE = data_url(SAMPLES / "shapes.png")
 MODEL = {"model": "tiny"}
 HI: dict[str, Any] = {**MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 TEXT: dict[str, Any] = {**MODEL, "prompt": "Hello wörld", "max_tokens": 3}
 INPUT: dict[str, Any] = {**MODEL, "input": "Hello", "max_output_tokens": 3}
 MEDIA = [
     {"type": "image_url", "image_url": {"url": PICTURE}, "max_pixels": 5000},
-    {"type": "video_url", "video_url": {"url": CLIP}, "fps": 1.0, "max_frames": 10**9},
+    {"type": "video_url", "video_url": {"url": data_url(SAMPLES / "rolling.mp4")}, "fps": 1.0, "max_frames": 10**9},
     {"type": "text", "text": "What is it?"},
 ]
 REPORTS = {"return_mm_report": True, "return_usage_details": True}

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.vlmserve.server_process import serving
 from vlmserve.api.app import all_operations
-from vlmserve.api.openapi.document import openapi_document
+from vlmserve.api.openapi import openapi_document
 
 MODEL = "tiny"
 MOST_TOKENS = 2

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +13,7 @@ import openai
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serve, serving
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url, gone, serve, serving
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 
@@ -35,8 +32,7 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 def _question(picture: str | None = "shapes.png", text: str = "What is in this picture?") -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = [{"type": "text", "text": text}]
     if picture is not None:
-        encoded = base64.b64encode((ROOT / "assets" / "samples" / picture).read_bytes()).decode()
-        content.insert(0, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}})
+        content.insert(0, {"type": "image_url", "image_url": {"url": data_url(SAMPLES / picture)}})
     return [{"role": "user", "content": content}]
 
 
@@ -48,13 +44,6 @@ def _answer(client: openai.OpenAI, messages: list[dict[str, Any]], **options: An
 
 def _tokens(answer: Any) -> list[str]:
     return [entry.token for entry in answer.choices[0].logprobs.content]
-
-
-def _figures(server: ServerProcess) -> dict[str, float]:
-    status, text = server.get("metrics")
-    assert status == 200
-    lines = re.findall(r"^vlmserve:(\w+)(?:\{[^}]*\})? ([\d.e+-]+)$", text, re.MULTILINE)
-    return {name: float(value) for name, value in lines}
 
 
 def test_answers_about_a_picture_the_same_way_streamed_or_not(client: openai.OpenAI) -> None:
@@ -91,11 +80,10 @@ def test_a_bad_request_is_its_own_sender_s_problem(client: openai.OpenAI) -> Non
 def test_a_client_that_goes_away_frees_its_request(client: openai.OpenAI, server: ServerProcess) -> None:
     stream = _answer(client, _question(), stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
     next(iter(stream))
-    assert _figures(server)["num_requests_running"] == 1
+    assert server.figures()["num_requests_running"] == 1
     stream.close()
-    deadline = time.monotonic() + PATIENCE_S
-    while (figures := _figures(server))["num_requests_running"]:
-        assert time.monotonic() < deadline
+    await_that(lambda: not server.figures()["num_requests_running"])
+    figures = server.figures()
     assert figures["kv_cache_free_tokens"] + figures["kv_cache_reusable_tokens"] == figures["kv_cache_tokens"] == 4096
 
 

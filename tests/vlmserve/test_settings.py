@@ -27,10 +27,6 @@ def _value(settings: ServerSettings, name: str) -> object:
     return getattr(settings, name) if hasattr(settings, name) else getattr(settings.engine, name)
 
 
-def test_defaults_are_those_of_the_dataclasses() -> None:
-    assert load_settings({}) == ServerSettings(engine=EngineArgs(model=""))
-
-
 def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {setting.name for setting in iter_settings()} == (
         {field.name for field in dataclasses.fields(EngineArgs)}
@@ -112,7 +108,7 @@ def test_the_file_may_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest
 def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLMSERVE_PORT", "")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert load_settings({}, config=str(tmp_path / "empty.yaml")) == load_settings({})
+    assert load_settings({}, config=str(tmp_path / "empty.yaml")) == ServerSettings(engine=EngineArgs(model=""))
 
 
 @pytest.mark.parametrize("chunk", [-1, 16, 64, 2048])
@@ -125,21 +121,14 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        ({"page_size": "0"}, "--page-size is 0; it must be 1 or more"),
         ({"page_size": "x"}, "--page-size is 'x'; it must be a whole number"),
         ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be 'auto', 'float32', 'bfloat16' or 'float16'"),
-        ({"chunked_prefill_size": "0"}, "--chunked-prefill-size is 0; it must be -1 (whole prompts), or a positive"),
-        (
-            {"chunked_prefill_size": "24"},
-            "or a positive multiple of --page-size, which is 16",
-        ),
+        ({"chunked_prefill_size": "24"}, "is 24; it must be -1 (whole prompts), or a positive multiple of --page-size"),
         ({"max_total_tokens": "8"}, "--max-total-tokens is 8; it must be at least two pages (--page-size is 16)"),
-        ({"mem_fraction_static": "1.5"}, "--mem-fraction-static is 1.5; it must be above 0 and at most 1"),
         ({"mem_fraction_static": "nan"}, "--mem-fraction-static is nan; it must be above 0 and at most 1"),
         ({"enable_mixed_chunk": "perhaps"}, "--enable-mixed-chunk is 'perhaps'; it must be true or false"),
         ({"max_model_len": "0"}, "--max-model-len is 0; it must be 1 or more, or left out"),
         ({"port": "65536"}, "--port is 65536; it must be between 0 and 65535"),
-        ({"media_timeout_s": "0"}, "--media-timeout-s is 0.0; it must be above 0 and at most 2000000"),
         (
             {"allowed_media_domains": "a.example,,b"},
             "--allowed-media-domains is 'a.example,,b'; it must be host names such as example.com or",
@@ -147,13 +136,10 @@ def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
         ({"startup_timeout_s": "3e6"}, "--startup-timeout-s is 3000000.0; it must be above 0 and at most 2000000"),
         ({"shutdown_timeout_s": "inf"}, "--shutdown-timeout-s is inf; it must be 0 or more, at most 2000000"),
         ({"max_body_mib": "inf"}, "--max-body-mib is inf; it must be above 0, and finite"),
-        ({"cpu_kv_cache_gib": "nan"}, "--cpu-kv-cache-gib is nan; it must be above 0, and finite"),
         ({"allowed_local_media_path": "/no/such"}, "--allowed-local-media-path is '/no/such'; it must be an existing"),
         ({"file_store_dir": "/no/such"}, "--file-store-dir is '/no/such'; it must be an existing folder that can be"),
-        ({"max_files": "-1"}, "--max-files is -1; it must be 0 or more"),
         ({"max_pixels": "all"}, "--max-pixels is 'all'; it must be auto, checkpoint, or a whole number of 1 or more"),
         ({"max_pixels": 1.5}, "--max-pixels is 1.5; it must be"),
-        ({"log_level": "loud"}, "--log-level is 'loud'; it must be 'debug', 'info', 'warning' or 'error'"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(flags: dict[str, str], complaint: str) -> None:
@@ -198,13 +184,11 @@ def test_a_broken_file_is_told(tmp_path: Path, content: str | None, complaint: s
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("preset", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
-def test_the_presets_are_accepted(preset: Path) -> None:
-    assert load_settings({}, config=str(preset)) != load_settings({})
-
-
-def test_there_are_presets() -> None:
-    assert {path.name for path in CONFIGS.glob("*.yaml")} >= {"cpu.yaml", "h200.yaml"}
+def test_the_presets_are_accepted() -> None:
+    presets = sorted(CONFIGS.glob("*.yaml"))
+    assert {path.name for path in presets} >= {"cpu.yaml", "h200.yaml"}
+    for preset in presets:
+        assert load_settings({}, config=str(preset)) != load_settings({})
 
 
 @pytest.mark.parametrize(
@@ -212,9 +196,6 @@ def test_there_are_presets() -> None:
     [
         ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),
         ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
-        ({"encoder_dp_size": -1}, "--encoder-dp-size is -1"),
-        ({"embedding_cache_gib": 0.0}, "--embedding-cache-gib is 0.0"),
-        ({"encoder_threads": 0}, "--encoder-threads is 0"),
         ({"encoder_timeout_s": 0.0}, "--encoder-timeout-s is 0.0; it must be above 0 and at most 2000000, or left out"),
     ],
 )

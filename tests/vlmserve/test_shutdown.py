@@ -2,71 +2,52 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import signal
-import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess
+from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, data_url
+from vlmserve.commands.bench.processes import children_of
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+def start(run: Callable[..., ServerProcess], tmp_path: Path) -> Callable[..., ServerProcess]:
     """A server with embeddings in `tmp_path`/cache that are written when there is something in the pipe `tmp_path`/go.
     It was asked about a picture, and has answered."""
-    servers: list[ServerProcess] = []
     (tmp_path / "model").mkdir()
     copy_default_model(tmp_path / "model")
     os.mkfifo(tmp_path / "go")
 
     def make(*words: str, **environment: str) -> ServerProcess:
-        command = [sys.executable, "-m", "tests.vlmserve.slow_disk_server", str(tmp_path / "model")]
-        server = ServerProcess(
-            [*command, str(tmp_path / "cache"), *words], tmp_path / "run", GO=str(tmp_path / "go"), **environment
-        )
-        servers.append(server)
+        folders = (str(tmp_path / "model"), str(tmp_path / "cache"))
+        server = run("tests.vlmserve.slow_disk_server", *folders, *words, GO=str(tmp_path / "go"), **environment)
         ask(server)
         return server
 
-    yield make
-    for server in servers:
-        server.end()
+    return make
 
 
 def ask(server: ServerProcess) -> None:
-    picture = base64.b64encode((ROOT / "assets" / "samples" / "shapes.png").read_bytes()).decode()
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
-    body = {"model": "m", "messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
-    url = f"http://127.0.0.1:{server.port()}/v1"
-    with urllib.request.urlopen(f"{url}/models", timeout=PATIENCE_S) as response:
-        body["model"] = json.load(response)["data"][0]["id"]
-    request = urllib.request.Request(
-        f"{url}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-        assert json.load(response)["usage"]["completion_tokens"] == 1
+    image = {"type": "image_url", "image_url": {"url": data_url(SAMPLES / "shapes.png")}}
+    model = json.loads(server.get("v1/models")[1])["data"][0]["id"]
+    messages = [{"role": "user", "content": [image]}]
+    answer = server.post("v1/chat/completions", model=model, messages=messages, max_tokens=1)[1]
+    assert answer["usage"]["completion_tokens"] == 1
 
 
 def entries(folder: Path) -> list[Path]:
     return list(folder.rglob("*.safetensors"))
 
 
-def descendants(pid: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*children, *(below for child in children for below in descendants(child))]
-
-
 def end(server: ServerProcess, number: int) -> list[int]:
     """Send a signal to all processes, as a terminal does; their file descriptors."""
-    pids = descendants(server.process.pid)
+    pids = children_of(server.process.pid)
     watched = [os.pidfd_open(pid) for pid in pids]
     os.killpg(server.process.pid, number)
     return watched

@@ -171,9 +171,70 @@ def test_thoughts_come_before_the_form(client):
 def test_an_answer_is_of_the_form_or_calls(client):
     begin = {str(TOKENIZER.encode("<tool_call>")[0]): 100}
     assert text_of(ask(client, tools=TOOLS, guided_choice=["yes", "no"])) in ("yes", "no")
-    called = ask(client, tools=TOOLS, guided_choice=["yes", "no"], logit_bias=begin, parallel_tool_calls=False)
-    assert called.choices[0].finish_reason == "tool_calls"
-    assert called.choices[0].message.content is None
+    calling = ask(client, tools=TOOLS, guided_choice=["yes", "no"], logit_bias=begin, parallel_tool_calls=False)
+    assert calling.choices[0].finish_reason == "tool_calls"
+    assert calling.choices[0].message.content is None
+
+
+# ---- calls that must be made, by a model that would make none by itself
+
+TURN = {
+    "name": "turn",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"to": {"enum": ["left", "right"]}, "times": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["to", "times"],
+        "additionalProperties": False,
+    },
+}
+CALLED: dict[str, Any] = {"type": "function", "function": {"name": "turn"}}
+
+
+def called(client: openai.OpenAI, choice: Any, **options: Any) -> Any:
+    tools = [{"type": "function", "function": function} for function in (TURN, {"name": "halt"})]
+    return ask(client, tools=tools, tool_choice=choice, max_tokens=400, parallel_tool_calls=False, **options)
+
+
+def check_call(answer: Any) -> None:
+    [choice] = answer.choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "halt":
+        assert arguments == {}
+    else:
+        assert (call.function.name, set(arguments)) == ("turn", {"to", "times"})
+        assert arguments["to"] in ("left", "right")
+        assert arguments["times"] in range(1, 10)
+
+
+def test_a_call_is_made_as_its_schema_says(client):
+    check_call(called(client, "required"))
+    whole = called(client, CALLED)
+    check_call(whole)
+    [call] = whole.choices[0].message.tool_calls
+    chunks = called(client, CALLED, stream=True)
+    deltas = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(delta.arguments for delta in deltas) == call.function.arguments
+    assert [delta.name for delta in deltas if delta.name] == ["turn"]
+
+
+@pytest.mark.slow
+def test_a_call_in_the_form_of_qwen3_coder(tmp_path):
+    with serving(tmp_path / "run", "--tool-call-parser", "qwen3_coder") as server, server.client() as client:
+        check_call(called(client, "required"))
+        check_call(called(client, CALLED))
+
+
+def test_calls_that_cannot_be_made(client):
+    bad = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, tools=bad, tool_choice="required")
+    assert caught.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="exclude each other") as caught:
+        called(client, "required", response_format={"type": "json_object"})
+    assert caught.value.param == "tool_choice"
 
 
 class Anything(BaseModel):

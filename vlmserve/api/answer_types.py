@@ -120,6 +120,12 @@ class Remarks(TypedDict):
 # ---- answers
 
 
+class _Head(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
 class FunctionOfCall(TypedDict):
     """A called function. arguments: JSON, as the model wrote it."""
 
@@ -154,13 +160,10 @@ class ChatChoice(TypedDict):
     hidden_states: NotRequired[list[list[float]]]
 
 
-class ChatCompletion(Remarks):
+class ChatCompletion(_Head, Remarks):
     """A whole answer."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: NotRequired[PromptLogprobs]
@@ -199,13 +202,10 @@ class ChunkChoice(TypedDict):
     stop_reason: NotRequired[str | None]
 
 
-class ChatCompletionChunk(Remarks):
+class ChatCompletionChunk(_Head, Remarks):
     """A part of a streamed answer; the last one has the usage, if the request asks for it."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
 
@@ -233,13 +233,10 @@ class TextChoice(TypedDict):
     prompt_logprobs: NotRequired[PromptLogprobs]
 
 
-class TextCompletion(TypedDict):
+class TextCompletion(_Head):
     """The answers to all prompts."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
     usage: Usage
 
@@ -252,12 +249,9 @@ class TextChunkChoice(TypedDict):
     stop_reason: NotRequired[str | None]
 
 
-class TextCompletionChunk(TypedDict):
+class TextCompletionChunk(_Head):
     """A part of streamed answers; the last one has the usage, if the request asks for it."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChunkChoice]
     usage: NotRequired[Usage | None]

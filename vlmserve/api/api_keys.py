@@ -7,7 +7,7 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,38 +61,30 @@ def _entries_of(path: Path) -> list[tuple[bytes, KeyHolder]]:
         exposed = path.stat().st_mode & 0o044
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--api-key-file {path}: cannot be read: {error}") from None
-    entries: list[tuple[bytes, KeyHolder]] = []
-    digests: set[bytes] = set()
+    found: dict[bytes, KeyHolder] = {}
     plain = False
-    for place, (name, key) in _pairs(path, lines):
-        hashed = _DIGEST.fullmatch(key)
-        plain = plain or hashed is None
-        digest = hashlib.sha256(key.encode()).digest() if hashed is None else bytes.fromhex(hashed.group(1))
-        if digest in digests:
-            raise SettingsError(f"{place}: the same key is in an earlier line")
-        digests.add(digest)
-        entries.append((digest, KeyHolder(name=name, owner=_owner(b" by name", name.encode()))))
-    if not entries:
-        raise SettingsError(f"--api-key-file {path}: there is no key in it")
-    if plain and exposed and path.stat().st_uid == os.getuid():
-        logger.warning("--api-key-file %s has keys, and others can read it: chmod 600, or sha256: digests", path)
-    return entries
-
-
-def _pairs(path: Path, lines: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield names and keys, with the place of each for errors, which must not show keys."""
     for number, line in enumerate(lines, 1):
-        words, place = line.split(), f"--api-key-file {path}, line {number}"
+        words, place = line.split(), f"--api-key-file {path}, line {number}"  # no error shows a key
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2:
             raise SettingsError(f"{place}: it has {len(words)} words; it must be a name and a key")
         name, key = words
+        hashed = _DIGEST.fullmatch(key)
         if not _NAME.fullmatch(name):
             raise SettingsError(f"{place}: a name is 1 to 64 letters, digits and any of . _ @ + -")
-        if key.startswith("sha256:") and not _DIGEST.fullmatch(key):
+        if key.startswith("sha256:") and hashed is None:
             raise SettingsError(f"{place}: sha256: must be followed by 64 hexadecimal digits")
-        yield place, (name, key)
+        plain = plain or hashed is None
+        digest = hashlib.sha256(key.encode()).digest() if hashed is None else bytes.fromhex(hashed.group(1))
+        if digest in found:
+            raise SettingsError(f"{place}: the same key is in an earlier line")
+        found[digest] = KeyHolder(name=name, owner=_owner(b" by name", name.encode()))
+    if not found:
+        raise SettingsError(f"--api-key-file {path}: there is no key in it")
+    if plain and exposed and path.stat().st_uid == os.getuid():
+        logger.warning("--api-key-file %s has keys, and others can read it: chmod 600, or sha256: digests", path)
+    return list(found.items())
 
 
 def _owner(kind: bytes, what: bytes) -> str:

@@ -18,7 +18,7 @@ from vlmserve.api.auth import ApiKeyMiddleware
 from vlmserve.api.batches.api import BatchesApi
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.runner import batch_endpoints, make_runner
-from vlmserve.api.body_budget import BodyBudget, BodyBudgetMiddleware
+from vlmserve.api.body import BodyBudget
 from vlmserve.api.chat import complete_chat
 from vlmserve.api.completions import complete
 from vlmserve.api.control import AskEngine, ControlApi, no_engine
@@ -26,8 +26,7 @@ from vlmserve.api.errors import error_body, install_error_handlers
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
-from vlmserve.api.openapi.document import add_pages
-from vlmserve.api.openapi.operation import ID_ERRORS, Operation, add_operations, endpoints_of, operation
+from vlmserve.api.openapi import ID_ERRORS, Operation, add_operations, add_pages, endpoints_of, operation
 from vlmserve.api.outermost import OutermostMiddleware, log_request
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.api.responses.api import ResponsesApi
@@ -178,7 +177,6 @@ def build_app(
         batches = BatchesApi(stores.batches, app.state.batches, files, settings)
         add_operations(app, [*endpoints_of(responses), *endpoints_of(batches)])
     add_operations(app, endpoints_of(operators))
-    app.add_middleware(BodyBudgetMiddleware, budget=app.state.bodies)
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)
     add_pages(app, model=model_name, keys=keys is not None, admin_key=settings.admin_api_key is not None)
@@ -198,7 +196,13 @@ def build_app(
             allow_headers=["*"],
             expose_headers=[REQUEST_ID_HEADER],
         )
-    app.add_middleware(OutermostMiddleware, metrics=metrics, access_log=settings.access_log, tracer=tracer)
+    app.add_middleware(
+        OutermostMiddleware,
+        metrics=metrics,
+        bodies=app.state.bodies,
+        access_log=settings.access_log,
+        tracer=tracer,
+    )
     return app
 
 

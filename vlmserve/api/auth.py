@@ -90,24 +90,13 @@ def owner_of(request: Request) -> str:
     return getattr(request.state, "owner", "")
 
 
-def client_of(request: Request) -> str:
-    """Return the client that takes turns with other clients: the key's name, or the API key and the address."""
-    name = getattr(request.state, "client_name", "")
-    return f"name {name}" if name else f"{owner_of(request)} {request.client.host if request.client else ''}"
-
-
-def tenant_of(request: Request) -> str:
-    """Return the tenant, which shares cached prefixes and media with no other one; "" for requests without one."""
-    return getattr(request.state, "tenant", "")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
     """The caller of an endpoint: a client, or a batch that a client left here.
 
-    client: takes turns with other clients. owner: files, sessions and stored answers belong to it. tenant: see
-    `GenerateReqInput`. ended: gets the statistics of each choice. priority: the priority of requests that have none;
-    lower goes first.
+    client: takes turns with other clients; it is the key's name, or the API key and the address. owner: files, sessions
+    and stored answers belong to it. tenant: shares cached prefixes and media with no other one; "" without one.
+    ended: gets the statistics of each choice. priority: the priority of requests that have none; lower goes first.
     """
 
     client: str = ""
@@ -119,9 +108,11 @@ class Caller:
 
 def caller_of(request: Request) -> Caller:
     """Return the caller of an HTTP request."""
+    state, owner = request.state, owner_of(request)
+    name = getattr(state, "client_name", "")
     return Caller(
-        client=client_of(request),
-        owner=owner_of(request),
-        tenant=tenant_of(request),
-        ended=request.state.answers.add,
+        client=f"name {name}" if name else f"{owner} {request.client.host if request.client else ''}",
+        owner=owner,
+        tenant=getattr(state, "tenant", ""),
+        ended=state.answers.add,
     )

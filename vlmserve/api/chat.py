@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -15,15 +16,14 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.errors import Error, describe
-from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
+from vlmserve.api.errors import Error
+from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, while_connected
+from vlmserve.api.streaming import EventStream, while_connected
 from vlmserve.api.tracing import asked_of
 from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
 from vlmserve.frontend.openai.convert import to_generate_request, tool_use
-from vlmserve.frontend.openai.json_bodies import sse_event
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve.frontend.parsers.answer import AnswerReading
 from vlmserve.frontend.request_builder import GenerateReqInput
@@ -56,33 +56,20 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
 async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
     """Return the chat.completion. own_id: an id that no other request has. Raises the errors of `errors`."""
     wanted, writer = _prepare(served, chat, own_id, caller)
-    async with aclosing(served.manager.generate(wanted)) as outputs:
+    async with aclosing(served.manager.generate(*wanted)) as outputs:
         return await writer.whole(outputs)
 
 
-async def chat_events(
+def chat_events(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of the stream.
-
-    An error before the first output is raised, while a status can still be sent. A later error becomes an event, as
-    OpenAI's API has it.
-    """
-    wanted, writer = _prepare(served, chat, own_id, caller)
-    async with aclosing(served.manager.stream(wanted)) as batches:
-        yield writer.events(await anext(batches))
-        try:
-            async for items in batches:
-                yield writer.events(items)
-            yield writer.usage_event()
-        except Exception as error:
-            yield sse_event(describe(error)[1])
-        yield DONE
+    """Return the events of the stream, as `ServedModel.events` does."""
+    return served.events(partial(_prepare, served, chat, own_id, caller))
 
 
 def _prepare(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
-) -> tuple[GenerateReqInput, AnswerWriter]:
+) -> tuple[list[GenerateReqInput], AnswerWriter]:
     head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
     wanted = to_generate_request(
         chat,
@@ -105,4 +92,4 @@ def _prepare(
         usage_details=bool(chat.return_usage_details),
         reading=AnswerReading(calls=tool_use(chat, served.formats), reasoning=served.formats.reasoning),
     )
-    return wanted, writer
+    return [wanted], writer

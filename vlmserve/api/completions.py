@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -14,16 +15,16 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.api.answer_types import TextCompletion, TextCompletionChunk
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.errors import Error, describe
-from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
+from vlmserve.api.errors import Error
+from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, while_connected
+from vlmserve.api.streaming import EventStream, while_connected
 from vlmserve.frontend.openai.answers import AnswerHead
 from vlmserve.frontend.openai.completion_answers import CompletionWriter
 from vlmserve.frontend.openai.completion_protocol import CompletionRequest
 from vlmserve.frontend.openai.convert import named, sampling_of
-from vlmserve.frontend.openai.json_bodies import invalid_value, sse_event
+from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.request_builder import GenerateReqInput, TextPrompt, TokensPrompt
 from vlmserve.frontend.sampling import MAX_TOP_LOGPROBS, check_range
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
@@ -57,32 +58,20 @@ async def complete(served: ServedModel, request: Request) -> Response:
 
 async def whole_completion(served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
     """Return the text_completion. own_id: an id that no other request has. Raises the errors of `errors`."""
-    wanted, writer = _prepare(served, body, own_id, caller)
-    try:
+    with _prompts_named():
+        wanted, writer = _prepare(served, body, own_id, caller)
         async with aclosing(served.manager.stream(*wanted)) as batches:
             return await writer.whole(batches)
-    except BadRequestError as error:
-        raise _named(error) from None
 
 
 async def _events(
     served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of the stream, as `chat.chat_events` does."""
-    wanted, writer = _prepare(served, body, own_id, caller)
-    async with aclosing(served.manager.stream(*wanted)) as batches:
-        try:
-            first = await anext(batches)
-        except BadRequestError as error:
-            raise _named(error) from None
-        yield writer.events(first)
-        try:
-            async for items in batches:
-                yield writer.events(items)
-            yield writer.usage_event()
-        except Exception as error:
-            yield sse_event(describe(error)[1])
-        yield DONE
+    """Yield the events of the stream, as `ServedModel.events` does."""
+    with _prompts_named():
+        async with aclosing(served.events(partial(_prepare, served, body, own_id, caller))) as events:
+            async for some in events:
+                yield some
 
 
 def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -> list[GenerateReqInput]:
@@ -159,11 +148,15 @@ def _check(body: CompletionRequest) -> None:
         raise invalid_value("echo", "echo with logprobs and n above 1 comes with a whole answer only: leave stream out")
 
 
-def _named(error: BadRequestError) -> BadRequestError:
-    """Give an error about a prompt the name that the prompt has in this API."""
-    if error.param == "messages":
-        error.param = "prompt"
-    return error
+@contextmanager
+def _prompts_named() -> Iterator[None]:
+    """Give errors about a prompt the name that the prompt has in this API."""
+    try:
+        yield
+    except BadRequestError as error:
+        if error.param == "messages":
+            error.param = "prompt"
+        raise
 
 
 def _unsupported(param: str, what: str) -> BadRequestError:

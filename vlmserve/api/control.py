@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar
+from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar, cast
 
 from fastapi import Request
 from pydantic import Field, model_validator
@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error, error_body
-from vlmserve.api.openapi.operation import BODY_ERRORS, ENGINE_ERRORS, ID_ERRORS, operation
+from vlmserve.api.openapi import BODY_ERRORS, ENGINE_ERRORS, ID_ERRORS, operation
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
@@ -248,11 +248,7 @@ class ControlApi:
     async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
         result = await self._ask(question, PauseResult)
         self.paused = result.paused
-        return {
-            "paused": result.paused,
-            "num_running_reqs": result.num_running_reqs,
-            "num_waiting_reqs": result.num_waiting_reqs,
-        }
+        return cast("PauseState", asdict(result))
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
         """Read a small JSON object. An empty body stands for an empty object."""

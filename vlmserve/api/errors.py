@@ -48,6 +48,16 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def shortened(text: str) -> str:
+    """Return a client's text as an error may repeat it."""
+    return text if len(text) <= 80 else text[:80] + "..."
+
+
+def not_found(kind: str, name: str) -> BadRequestError:
+    """Return the error (404) of a missing thing, or of another owner's. kind: a word for the thing."""
+    return BadRequestError(f"there is no {kind} {shortened(name)!r}", code=f"{kind}_not_found", status=404)
+
+
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and body of an exception. Unexpected ones are logged and answered without details."""
     if isinstance(error, BadRequestError):

@@ -26,6 +26,7 @@ from processors.fetch.fetching import MediaFile
 from processors.fetch.limits import ByteLimit
 from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
+from vlmserve.api.errors import not_found
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -54,29 +55,20 @@ class FileRecord:
 class FileStore:
     """A thread-safe store. One store at a time uses a folder, which must exist; EngineError otherwise.
 
-    settings: the limits, in which unfinished uploads count. clock: seconds since 1970.
+    settings: the limits, in which unfinished uploads count. clock: seconds since 1970. folder: belongs to this store
+    alone. bytes: of files and unfinished uploads.
     """
 
     def __init__(self, folder: Path, settings: ServerSettings, *, clock: Callable[[], float] = time.time) -> None:
-        self._folder = folder
+        self.folder = folder
         self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
         self._records: dict[str, FileRecord] = {}
         self._uploads = 0
-        self._bytes = 0  # of files and uploads
+        self.bytes = 0
         self._folder_fd = _lock_folder(folder)
         self._load()
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder of the files, which belongs to this store alone."""
-        return self._folder
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of files and unfinished uploads."""
-        return self._bytes
 
     def begin(self, owner: str) -> Upload:
         """Begin an upload, which must be closed in any case. Raises BadRequestError if the store has too many files."""
@@ -92,7 +84,7 @@ class FileStore:
             self._uploads += 1
         file_id = "file-" + secrets.token_hex(16)
         try:
-            return Upload(self, file_id, owner, _create(self._folder / f"{file_id}.part"))
+            return Upload(self, file_id, owner, _create(self.folder / f"{file_id}.part"))
         except BaseException:
             self._release(0)
             raise
@@ -109,23 +101,23 @@ class FileStore:
             self._drop_expired()
             record = self._records.get(file_id)
         if record is None or record.owner != owner:
-            raise _not_found(file_id)
+            raise not_found("file", file_id)
         return record
 
     def open(self, owner: str, file_id: str) -> tuple[FileRecord, BinaryIO]:
         """Return a file's record and bytes, which stay readable while they are open. Raises BadRequestError (404)."""
         record = self.find(owner, file_id)
         try:
-            return record, (self._folder / f"{file_id}.bin").open("rb")
+            return record, (self.folder / f"{file_id}.bin").open("rb")
         except FileNotFoundError:  # deleted meanwhile
-            raise _not_found(file_id) from None
+            raise not_found("file", file_id) from None
 
     def delete(self, owner: str, file_id: str) -> None:
         """Delete a file. Raises BadRequestError (404)."""
         record = self.find(owner, file_id)
         with self._lock:
             if self._records.pop(file_id, None) is None:
-                raise _not_found(file_id)
+                raise not_found("file", file_id)
             self._remove(record)
 
     def for_owner(self, owner: str) -> Callable[[str], StoredFile]:
@@ -140,17 +132,17 @@ class FileStore:
         """Make room for `count` more bytes of an upload. Raises BadRequestError if there is none."""
         limit = self._settings.max_file_store_bytes
         with self._lock:
-            if self._bytes + count > limit:
+            if self.bytes + count > limit:
                 raise BadRequestError(
-                    f"the uploaded files would take {self._bytes + count} bytes, the limit is {limit} (setting "
+                    f"the uploaded files would take {self.bytes + count} bytes, the limit is {limit} (setting "
                     "--max-file-store-bytes); delete some",
                     code="file_store_full",
                 )
-            self._bytes += count
+            self.bytes += count
 
     def commit(self, upload: Upload, *, filename: str, purpose: str, expire_after_s: float | None) -> FileRecord:
         """Make an upload a file. Called by `Upload.commit` only."""
-        part, final = (self._folder / f"{upload.id}.{ending}" for ending in ("part", "bin"))
+        part, final = (self.folder / f"{upload.id}.{ending}" for ending in ("part", "bin"))
         with part.open("rb") as file:
             head = file.read(HEAD_BYTES)
         expire_after_s = self._settings.file_expire_after_s if expire_after_s is None else expire_after_s
@@ -169,7 +161,7 @@ class FileStore:
             )
             part.replace(final)
             try:
-                _write_whole(self._folder / f"{upload.id}.json", json.dumps(_described(record)).encode())
+                _write_whole(self.folder / f"{upload.id}.json", json.dumps(_described(record)).encode())
                 os.fsync(self._folder_fd)
             except BaseException:
                 final.unlink(missing_ok=True)
@@ -180,7 +172,7 @@ class FileStore:
 
     def abandon(self, upload: Upload) -> None:
         """Forget an upload that was not committed. Called by `Upload.close` only."""
-        (self._folder / f"{upload.id}.part").unlink(missing_ok=True)
+        (self.folder / f"{upload.id}.part").unlink(missing_ok=True)
         self._release(upload.bytes)
 
     def check_size(self, size: int) -> None:
@@ -196,7 +188,7 @@ class FileStore:
     def _release(self, count: int) -> None:
         with self._lock:
             self._uploads -= 1
-            self._bytes -= count
+            self.bytes -= count
 
     def _drop_expired(self) -> None:
         now = self._clock()
@@ -207,33 +199,32 @@ class FileStore:
     def _remove(self, record: FileRecord) -> None:
         """Remove a file from disk, which has left the records."""
         for ending in ("json", "bin"):  # in this order: see above
-            (self._folder / f"{record.id}.{ending}").unlink(missing_ok=True)
-        self._bytes -= record.bytes
+            (self.folder / f"{record.id}.{ending}").unlink(missing_ok=True)
+        self.bytes -= record.bytes
 
     def _load(self) -> None:
         found: dict[str, set[str]] = {}
-        for path in self._folder.iterdir():
+        for path in self.folder.iterdir():
             match = _OURS.fullmatch(path.name)
             if match:
                 found.setdefault(match.group(1), set()).add(match.group(2))
         for file_id, endings in found.items():
             if "json" not in endings:
                 for ending in endings:
-                    (self._folder / f"{file_id}.{ending}").unlink(missing_ok=True)
-                logger.info("removed %s from %s: its upload was not finished", file_id, self._folder)
+                    (self.folder / f"{file_id}.{ending}").unlink(missing_ok=True)
+                logger.info("removed %s from %s: its upload was not finished", file_id, self.folder)
             elif (record := self._read(file_id)) is None:
-                logger.warning("%s in %s is damaged and left alone", file_id, self._folder)
+                logger.warning("%s in %s is damaged and left alone", file_id, self.folder)
             else:
                 self._records[file_id] = record
-                self._bytes += record.bytes
+                self.bytes += record.bytes
         self._drop_expired()
 
     def _read(self, file_id: str) -> FileRecord | None:
-        """Return the record of a file found on disk, or None if the file is not whole."""
         try:
-            with (self._folder / f"{file_id}.bin").open("rb") as file:
+            with (self.folder / f"{file_id}.bin").open("rb") as file:
                 modality, size = modality_of(file.read(HEAD_BYTES)), os.fstat(file.fileno()).st_size
-            raw = json.loads((self._folder / f"{file_id}.json").read_bytes())
+            raw = json.loads((self.folder / f"{file_id}.json").read_bytes())
             record = FileRecord(**raw, modality=modality)
         except (OSError, TypeError, ValueError):
             return None
@@ -349,8 +340,3 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _described(record: FileRecord) -> dict[str, object]:
     return {name: value for name, value in asdict(record).items() if name != "modality"}
-
-
-def _not_found(file_id: str) -> BadRequestError:
-    shown = file_id if len(file_id) <= 80 else file_id[:80] + "..."
-    return BadRequestError(f"there is no file {shown!r}", code="file_not_found", status=404)

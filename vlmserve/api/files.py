@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 from urllib.parse import quote
 
 from fastapi import Request
@@ -15,8 +15,8 @@ from vlmserve.api.auth import owner_of
 from vlmserve.api.body import body_parts
 from vlmserve.api.database import NO_SPACE
 from vlmserve.api.file_store import FileRecord, FileStore, Upload
-from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
-from vlmserve.api.paging import Page, PageRequest, page_query
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.paging import Page, page_of, page_query
 from vlmserve.api.upload_form import UploadForm
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import invalid_value
@@ -108,12 +108,12 @@ class FilesApi:
     )
     async def list(self, request: Request) -> Response:
         """List uploaded files."""
-        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=_LIST_LIMIT)
         records = await asyncio.to_thread(self._store.files, owner_of(request))
-        purpose = request.query_params.get("purpose")
+        query = request.query_params
+        purpose = query.get("purpose")
         if purpose is not None:
             records = [record for record in records if record.purpose == purpose]
-        records, page = asked.cut(records, lambda record: record.id)
+        records, page = page_of(query, records, lambda record: record.id, most=_LIST_LIMIT, usual=_LIST_LIMIT)
         return JSONResponse(page | {"data": [_describe(record) for record in records]})
 
     @operation("GET", "/v1/files/{file_id}", "getFile", "Files", answer=FileObject, errors=ID_ERRORS)
@@ -180,16 +180,8 @@ def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
 
 
 def _describe(record: FileRecord) -> FileObject:
-    return {
-        "id": record.id,
-        "object": "file",
-        "bytes": record.bytes,
-        "created_at": record.created_at,
-        "expires_at": record.expires_at,
-        "filename": record.filename,
-        "purpose": record.purpose,
-        "status": "processed",
-    }
+    same = {name: getattr(record, name) for name in FileObject.__annotations__ if hasattr(record, name)}
+    return cast("FileObject", same | {"object": "file", "status": "processed"})
 
 
 async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:

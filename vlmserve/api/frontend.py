@@ -23,34 +23,28 @@ from vlmserve.config.start_settings import StartSettings
 from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
-from vlmserve.ipc.messages import PreparedMessage, SchedulerInput, TokenizerManagerInput
+from vlmserve.ipc.messages import PreparedMessage, SchedulerInput
 from vlmserve.ipc.private_dir import PrivateDirectory
 
 
 class ApiFrontend:
-    """The API process's half of a server. `app` is the ASGI application; the launcher calls the rest."""
+    """The API process's half of a server. `app` is the ASGI application; the launcher calls the rest.
+
+    handle: takes a message from the detokenizer. fail_all: answers all pending and later requests, and /health, with
+    503 and the message; may be called again. suspend: answers later requests and /health so until it is called with
+    None; pending requests wait.
+    """
 
     def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI, stack: ExitStack) -> None:
         self.app = app
         self.manager = manager
+        self.handle, self.fail_all, self.suspend = manager.handle, manager.fail, manager.suspend
         self._media = media
         self._stack = stack
 
     def start(self) -> None:
         """Go on with the batches of the last server."""
         self.app.state.batches.start()
-
-    def handle(self, message: TokenizerManagerInput) -> None:
-        """Take a message from the detokenizer."""
-        self.manager.handle(message)
-
-    def fail_all(self, message: str) -> None:
-        """Answer every pending and every later request with 503 and the message."""
-        self.manager.fail(message)
-
-    def suspend(self, message: str | None) -> None:
-        """Answer later requests with 503 and the message, until it is None."""
-        self.manager.suspend(message)
 
     async def close(self) -> None:
         """Free threads and connections."""

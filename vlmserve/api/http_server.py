@@ -3,25 +3,30 @@
 uvicorn limits how long a connection idles between two requests. This module limits the rest: connections, the time and
 size of headers, bytes sent after an answer is refused or over, and clients that do not read. Slow bodies are refused
 where they are read (`api.body`).
+
+A connection waits until the headers of a request have arrived, and works until the answer was sent. A waiting
+connection costs its client nothing and may be ended at any time. If there are too many connections, the one that has
+waited longest is ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
+import math
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from http import HTTPStatus
+from typing import Any, cast
 
 import uvicorn
+from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from vlmserve.api.connections import ConnectionLimits, Connections
 from vlmserve.api.errors import RETRY_AFTER_S, error_body
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.process.limits import open_files_limit
@@ -36,6 +41,8 @@ _RESET = struct.pack("ii", 1, 0)  # linger for 0 s
 _SWEEP_TICKS = 5  # of uvicorn's, which are 0.1 s
 # Descriptors that are not for connections: files, fetches, other processes.
 _OTHER_FILES = 512
+SPARE = 32
+"""Connections that are taken above the limit, since /health is always answered."""
 
 
 class HttpServer(uvicorn.Server):
@@ -61,13 +68,9 @@ class HttpServer(uvicorn.Server):
             forwarded_allow_ips=settings.forwarded_allow_ips,
         )
         super().__init__(config)
-        limits = ConnectionLimits(
-            most=_most_connections(settings.max_connections),
-            header_timeout_s=settings.header_timeout_s,
-            send_timeout_s=settings.send_timeout_s,
-        )
-        self.guard = Connections(limits, self.server_state.connections)  # type: ignore[arg-type]  # all are guarded
-        self.refuse = _Refusal(settings.max_connections, limits.most)
+        most = _most_connections(settings.max_connections)
+        self.guard = Connections(most, settings, cast("set[GuardedProtocol]", self.server_state.connections))
+        self.refuse = _Refusal(settings.max_connections, most)
         self._backlog = backlog
         self._started = started
         self._quiet = OnceInAWhile()
@@ -102,6 +105,62 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
+class Connections:
+    """All connections of one server, in one event loop. most: the limit. open: as the HTTP server counts them."""
+
+    def __init__(self, most: int, settings: ServerSettings, open: set[GuardedProtocol]) -> None:
+        self._most = most
+        self._settings = settings
+        self._open = open
+        # Those without a request in work, the longest waiting first, and until when each may wait.
+        self.waiting: dict[GuardedProtocol, float] = {}
+        self.stuck: dict[GuardedProtocol, float] = {}  # those whose clients take no bytes, and since when
+
+    @property
+    def crowded(self) -> bool:
+        """Return True if more connections work than the limit."""
+        return len(self._open) - len(self.waiting) > self._most
+
+    def admit(self, new: GuardedProtocol) -> bool:
+        """Take a new connection, which is in `open` already. Returns False if there is no room for it at all."""
+        if len(self._open) > self._most + SPARE:
+            if not self.waiting:
+                return False
+            next(iter(self.waiting)).drop()
+        self.reads_headers(new)
+        return True
+
+    def idles(self, connection: GuardedProtocol) -> None:
+        """Note that a connection was answered. The HTTP server decides how long it is kept."""
+        self.waiting[connection] = math.inf
+
+    def reads_headers(self, connection: GuardedProtocol) -> None:
+        """Note that a connection has to send a request from now on."""
+        self.waiting.pop(connection, None)
+        self.waiting[connection] = time.monotonic() + self._settings.header_timeout_s
+
+    def works(self, connection: GuardedProtocol) -> None:
+        """Note that the request of a connection is there."""
+        self.waiting.pop(connection, None)
+
+    def forget(self, connection: GuardedProtocol) -> None:
+        """Forget a connection that has ended."""
+        self.waiting.pop(connection, None)
+        self.stuck.pop(connection, None)
+
+    def sweep(self) -> None:
+        """End the connections whose time is over. Call this every now and then."""
+        now = time.monotonic()
+        for connection in [each for each, until in self.waiting.items() if until <= now]:
+            self.waiting.pop(connection, None)
+            connection.give_up()
+        for connection in list(self._open):
+            if not connection.stuck:
+                self.stuck.pop(connection, None)
+            elif now - self.stuck.setdefault(connection, now) >= self._settings.send_timeout_s:
+                connection.cut()
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection, which reports its state to `Connections` and ends when that says so."""
 
@@ -125,12 +184,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count the bytes of headers."""
-        if self._guard.idle(self):
+        if self._idles:
             self._guard.reads_headers(self)
         if not self._in_body:
             self._header_bytes += len(data)
         super().data_received(data)
-        if self._header_bytes > _MAX_HEADER_BYTES and self._guard.waits(self) and not self._in_body:
+        if self._header_bytes > _MAX_HEADER_BYTES and self in self._guard.waiting and not self._in_body:
             self._end_with(431, f"the request's headers are longer than {_MAX_HEADER_BYTES} bytes", "headers_too_large")
 
     def on_headers_complete(self) -> None:
@@ -155,12 +214,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         """Report that the client takes the bytes sent to it."""
-        self._guard.moves(self)
+        self._guard.stuck.pop(self, None)
         super().resume_writing()
 
     def drop(self) -> None:
         """End the waiting connection. A client that was answered before may just ask again on another one."""
-        if self._guard.idle(self):
+        if self._idles:
             self._guard.works(self)  # it is not to be dropped again
             self.transport.close()
         else:
@@ -185,9 +244,17 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
+    @property
+    def _idles(self) -> bool:
+        """Return True if the connection was answered, and has sent nothing since."""
+        return self._guard.waiting.get(self) == math.inf
+
     def _end_with(self, status: int, message: str, code: str) -> None:
         self._guard.works(self)
-        self.transport.write(_answer(status, message, code))
+        answer = _answer(status, message, code)
+        head = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode())]
+        head += [name + b": " + value for name, value in answer.raw_headers]
+        self.transport.write(b"\r\n".join([*head, b"", bytes(answer.body)]))
         self.transport.close()
 
 
@@ -205,10 +272,7 @@ class _Refusal:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         logger.warning("requests are answered 503: %s", self.message)
-        body = _body(503, self.message, "too_many_connections")
-        headers = [(name.encode(), value.encode()) for name, value in _headers(503, body).items()]
-        await send({"type": "http.response.start", "status": 503, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await _answer(503, self.message, "too_many_connections")(scope, receive, send)
 
 
 def _most_connections(setting: int) -> int:
@@ -224,22 +288,9 @@ def _most_connections(setting: int) -> int:
     return most
 
 
-_PHRASES = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
-
-
-def _body(status: int, message: str, code: str) -> bytes:
-    return json.dumps(error_body(status, message, code=code)).encode()
-
-
-def _headers(status: int, body: bytes) -> dict[str, str]:
-    headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-    return headers | ({"retry-after": str(RETRY_AFTER_S)} if status == 503 else {})
-
-
-def _answer(status: int, message: str, code: str) -> bytes:
-    body = _body(status, message, code)
-    lines = [f"HTTP/1.1 {status} {_PHRASES[status]}", *(f"{n}: {v}" for n, v in _headers(status, body).items())]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+def _answer(status: int, message: str, code: str) -> JSONResponse:
+    headers = {"connection": "close"} | ({"retry-after": str(RETRY_AFTER_S)} if status == 503 else {})
+    return JSONResponse(error_body(status, message, code=code), status, headers=headers)
 
 
 class OnceInAWhile(logging.Filter):

@@ -24,7 +24,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, TypeAlias, get_args
 
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.launch_children import (
@@ -54,6 +54,7 @@ from vlmserve_common.process.stop_signals import (
 )
 
 if TYPE_CHECKING:
+    from vlmserve.api.frontend import ApiFrontend
     from vlmserve.api.http_server import HttpServer
     from vlmserve.ipc.engines import Engines
 
@@ -66,29 +67,7 @@ _BACKLOG = 2048
 _STACKS_S = 1.0
 
 
-class Frontend(Protocol):
-    """The API process's half of the engine, as the launcher needs it.
-
-    app: the ASGI application. start: begins work that no request asks for. handle: takes a message from the
-    detokenizer. fail_all: answers all pending and later requests, and /health, with 503 and the message; may be called
-    again. suspend: answers later requests and /health so until it is called with None; pending requests wait. close:
-    frees threads and connections.
-    """
-
-    app: Any
-
-    def start(self) -> None: ...
-
-    def handle(self, message: TokenizerManagerInput) -> None: ...
-
-    def fail_all(self, message: str) -> None: ...
-
-    def suspend(self, message: str | None) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-MakeFrontend: TypeAlias = Callable[..., Frontend]
+MakeFrontend: TypeAlias = "Callable[..., ApiFrontend]"
 """Called as `vlmserve.api.frontend.make_frontend` is."""
 
 
@@ -243,8 +222,7 @@ class _Serving:
         shown = f"[{host}]" if ":" in host else host
         logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
 
-    async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
-        """Watch the children for as long as there is a server."""
+    async def _watch(self, frontend: ApiFrontend, server: HttpServer) -> None:
         children = {child.process.pid: child.process for child in self.children}
 
         def suspend(problem: str | None) -> None:
@@ -277,7 +255,7 @@ class _Serving:
             await asyncio.sleep(LOOK_S)
             self.watchdog.look()
 
-    def _on_signal(self, server: HttpServer, frontend: Frontend, number: int) -> None:
+    def _on_signal(self, server: HttpServer, frontend: ApiFrontend, number: int) -> None:
         name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
@@ -292,16 +270,16 @@ class _Serving:
         server.should_exit = True
         asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
 
-    def _cut_short(self, server: HttpServer, frontend: Frontend) -> None:
+    def _cut_short(self, server: HttpServer, frontend: ApiFrontend) -> None:
         frontend.fail_all("the server is shutting down")
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _on_death(self, child: ChildProcess, frontend: Frontend, server: HttpServer) -> None:
+    def _on_death(self, child: ChildProcess, frontend: ApiFrontend, server: HttpServer) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.sentinel)
         self._fail(child.how_it_died(), frontend, server)
 
-    def _fail(self, failure: str, frontend: Frontend, server: HttpServer) -> None:
+    def _fail(self, failure: str, frontend: ApiFrontend, server: HttpServer) -> None:
         if self.failure is not None:
             return
         self.failure = failure
@@ -311,7 +289,7 @@ class _Serving:
         loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
         loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _receive(self, frontend: Frontend, engines: Engines, message: TokenizerManagerInput) -> None:
+    def _receive(self, frontend: ApiFrontend, engines: Engines, message: TokenizerManagerInput) -> None:
         try:
             frontend.handle(message)
         except Exception:

@@ -31,25 +31,12 @@ class _Alias:
 _LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
 _SAME_IN_VLLM = (
     *_LATENCIES,
-    "num_requests_running",
-    "num_requests_waiting",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "num_preemptions",
-    "prompt_tokens",
-    "prompt_tokens_cached",
-    "generation_tokens",
-    "request_success",
-    "request_time_per_output_token_seconds",
-    "request_queue_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "iteration_tokens_total",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
+    *("num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc"),
+    *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached", "generation_tokens"),
+    *("request_success", "request_time_per_output_token_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_queue_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "iteration_tokens_total"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 )
 ALIASES: Mapping[str, Mapping[str, _Alias]] = {
     "vllm": {

@@ -10,10 +10,11 @@ from urllib.parse import quote
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vlmserve.api.body import BodyBudget, HeldBody
 from vlmserve.api.errors import CLIENT_CLOSED_REQUEST, error_response
 from vlmserve.api.metrics import ServerMetrics
 from vlmserve.api.request_id import HEADER, given_id, new_id
-from vlmserve.api.tracing import TRACED_ROUTES, EndedAnswers, EndedRequest, RequestTracer
+from vlmserve.api.tracing import TRACED_ROUTES, EndedAnswers, RequestTracer
 from vlmserve.frontend.request_stats import RequestStats
 from vlmserve_common.logs import request_id
 
@@ -25,15 +26,23 @@ _REASONS = {401: "invalid_api_key", 404: "not_found", 405: "not_found", 408: "ti
 class OutermostMiddleware:
     """Counts requests by route and status, names every answer, and answers unexpected errors with OpenAI's 500.
 
-    access_log: log a line for each ended request: client, method, path, status, duration, request id. tracer: gets each
-    ended chat request.
+    bodies: each request's body takes room of them until the request has ended, since its texts and media are parts of
+    the body. access_log: log a line for each ended request: client, method, path, status, duration, request id.
+    tracer: gets each ended chat request.
     """
 
     def __init__(
-        self, app: ASGIApp, metrics: ServerMetrics, *, access_log: bool, tracer: RequestTracer | None = None
+        self,
+        app: ASGIApp,
+        metrics: ServerMetrics,
+        *,
+        bodies: BodyBudget,
+        access_log: bool,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._bodies = bodies
         self._access_log = access_log
         self._tracer = tracer
 
@@ -46,6 +55,7 @@ class OutermostMiddleware:
         given = given_id(scope["headers"])
         state: dict[str, Any] = scope.setdefault("state", {})
         state |= {"given_request_id": given, "request_id": given or new_id("req"), "answers": EndedAnswers()}
+        state["body"] = body = HeldBody(self._bodies)
         token = request_id.set(state["request_id"])
 
         async def watched_send(message: Message) -> None:
@@ -62,6 +72,7 @@ class OutermostMiddleware:
                 raise
             await error_response(error)(scope, receive, watched_send)
         finally:
+            body.release()
             request_id.reset(token)
             known = CLIENT_CLOSED_REQUEST if status is None else status
             route = getattr(scope.get("route"), "path", "other")
@@ -69,27 +80,13 @@ class OutermostMiddleware:
             if self._access_log:
                 _log(scope, known, time.monotonic() - started, state["request_id"])
             if self._tracer is not None and route in TRACED_ROUTES:
-                self._tracer.record(_ended(scope, route, known, began_ns, state))
+                self._tracer.record(route, known, scope["headers"], began_ns, state)
 
     def _count(self, route: str, status: int, state: dict[str, Any]) -> None:
         self._metrics.observe_http(route, status)
         if (400 <= status < 500 and status != CLIENT_CLOSED_REQUEST) or status == 503:
             reason = state.get("error_code") or _REASONS.get(status)
             self._metrics.observe_refusal(reason or ("unavailable" if status == 503 else "invalid_request"))
-
-
-def _ended(scope: Scope, route: str, status: int, began_ns: int, state: dict[str, Any]) -> EndedRequest:
-    return EndedRequest(
-        request_id=state["request_id"],
-        route=route,
-        began_ns=began_ns,
-        ended_ns=time.time_ns(),
-        headers=scope["headers"],
-        asked=state.get("asked", {}),
-        status=status,
-        error=state.get("error_code"),
-        answers=state["answers"],
-    )
 
 
 def _log(scope: Scope, status: int, seconds: float, name: str) -> None:
@@ -107,11 +104,6 @@ _STAGES = ("fetch", "preprocess", "encode", "queue", "prefill", "decode")
 
 def log_request(stats: RequestStats) -> None:
     """Log a line for an answer that has ended (`--log-requests`): its length and the time of each stage."""
-    requests.info("%s", describe(stats))
-
-
-def describe(stats: RequestStats) -> str:
-    """Return the line."""
     timings, media = stats.timings, stats.media
     counts = [f"{stats.prompt_tokens} prompt tokens ({stats.cached_tokens} cached)"] if stats.prompt_tokens else []
     counts += [f"{count} {word}" for count, word in ((media.images, "pictures"), (media.videos, "videos")) if count]
@@ -126,4 +118,4 @@ def describe(stats: RequestStats) -> str:
             stages.append(f"{name} {seconds:.3f}{found}")
     stages.append(f"total {timings.total_s:.3f} s")
     status = "" if stats.status is None else f" {stats.status}"
-    return f"{stats.rid} {stats.finish}{status}: {', '.join(counts)}; {', '.join(stages)}"
+    requests.info("%s %s%s: %s; %s", stats.rid, stats.finish, status, ", ".join(counts), ", ".join(stages))

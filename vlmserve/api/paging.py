@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -31,32 +30,21 @@ def page_query(most: int, usual: int) -> dict[str, dict[str, Any]]:
     }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PageRequest:
-    """The page that a client asks for. after: the id that the page before ended with."""
-
-    limit: int
-    descending: bool
-    after: str | None
-
-    @classmethod
-    def read(cls, query: Mapping[str, str], *, most: int, usual: int) -> Self:
-        """Read the query parameters. Raises BadRequestError."""
-        limit, order = query.get("limit", str(usual)), query.get("order", "desc")
-        if not (limit.isdecimal() and 1 <= int(limit) <= most):
-            raise invalid_value("limit", f"limit is {limit[:80]!r}; it must be between 1 and {most}")
-        if order not in ("asc", "desc"):
-            raise invalid_value("order", f"order is {order[:80]!r}; it must be asc or desc")
-        return cls(limit=int(limit), descending=order == "desc", after=query.get("after"))
-
-    def cut(self, oldest_first: Sequence[_T], id_of: Callable[[_T], str]) -> tuple[list[_T], dict[str, Any]]:
-        """Return the items of the page, and the page without its data. Raises BadRequestError."""
-        found = list(reversed(oldest_first)) if self.descending else list(oldest_first)
-        if self.after is not None:
-            places = [place for place, item in enumerate(found) if id_of(item) == self.after]
-            if not places:
-                raise invalid_value("after", f"after is {self.after[:80]!r}; it must be an id in the list")
-            found = found[places[0] + 1 :]
-        items = found[: self.limit]
-        ids = {"first_id": id_of(items[0]) if items else None, "last_id": id_of(items[-1]) if items else None}
-        return items, {"object": "list", **ids, "has_more": len(items) < len(found)}
+def page_of(
+    query: Mapping[str, str], oldest_first: Sequence[_T], id_of: Callable[[_T], str], *, most: int, usual: int
+) -> tuple[list[_T], dict[str, Any]]:
+    """Return the items of the page that a client asks for, and the page without its data. Raises BadRequestError."""
+    limit, order, after = query.get("limit", str(usual)), query.get("order", "desc"), query.get("after")
+    if not (limit.isdecimal() and 1 <= int(limit) <= most):
+        raise invalid_value("limit", f"limit is {limit[:80]!r}; it must be between 1 and {most}")
+    if order not in ("asc", "desc"):
+        raise invalid_value("order", f"order is {order[:80]!r}; it must be asc or desc")
+    found = list(oldest_first) if order == "asc" else list(reversed(oldest_first))
+    if after is not None:
+        places = [place for place, item in enumerate(found) if id_of(item) == after]
+        if not places:
+            raise invalid_value("after", f"after is {after[:80]!r}; it must be an id in the list")
+        found = found[places[0] + 1 :]
+    items = found[: int(limit)]
+    ids = {"first_id": id_of(items[0]) if items else None, "last_id": id_of(items[-1]) if items else None}
+    return items, {"object": "list", **ids, "has_more": len(items) < len(found)}

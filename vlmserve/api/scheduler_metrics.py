@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
+from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -104,34 +105,35 @@ class SchedulerCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
             gauge.add_metric(labels, value)
             yield gauge
-        for family, figures in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
-            for name, (text, where) in figures.items():
-                metric = family(PREFIX + name, text, labels=("model_name",))
-                metric.add_metric(labels, attrgetter(where)(stats))
-                yield metric
+        whole = [(labels, stats)]
+        encoder = {"device": stats.encoder.device, "host": stats.encoder.host, "disk": stats.encoder.disk}
+        tiers = [((*labels, name), tier) for name, tier in encoder.items() if tier is not None]
+        replicas = [((*labels, str(one.replica)), one) for one in replicas_of(stats)]
+        yield from _families(_GAUGES, _COUNTERS, whole)
+        yield from _families(_TIER_GAUGES, _TIER_COUNTERS, tiers, "tier")
+        if replicas:
+            yield from _families(_REPLICA_GAUGES, _REPLICA_COUNTERS, replicas, "replica")
         for name, (text, where) in _HISTOGRAMS.items():
             histogram = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
             values: HistogramStats = attrgetter(where)(stats)
             histogram.add_metric(labels, _buckets(values), values.sum)
             yield histogram
-        yield from self._tiers(stats)
-        replicas = replicas_of(stats)
-        for family, figures in ((GaugeMetricFamily, _REPLICA_GAUGES), (CounterMetricFamily, _REPLICA_COUNTERS)):
-            for name, (text, where) in figures.items() if replicas else ():
-                metric = family(PREFIX + name, text, labels=("model_name", "replica"))
-                for one in replicas:
-                    metric.add_metric((self._model_name, str(one.replica)), attrgetter(where)(one))
-                yield metric
 
-    def _tiers(self, stats: SchedulerStats) -> Iterator[Metric]:
-        tiers = {"device": stats.encoder.device, "host": stats.encoder.host, "disk": stats.encoder.disk}
-        for family, figures in ((GaugeMetricFamily, _TIER_GAUGES), (CounterMetricFamily, _TIER_COUNTERS)):
-            for name, (text, where) in figures.items():
-                metric = family(PREFIX + name, text, labels=("model_name", "tier"))
-                for tier, tier_stats in tiers.items():
-                    if tier_stats is not None:
-                        metric.add_metric((self._model_name, tier), getattr(tier_stats, where))
-                yield metric
+
+_Figures: TypeAlias = Mapping[str, tuple[str, str]]
+
+
+def _families(
+    gauges: _Figures, counters: _Figures, labelled: Sequence[tuple[tuple[str, ...], object]], *more: str
+) -> Iterator[Metric]:
+    """Yield the families of some figures. labelled: where they come from, each with its values of the labels. more: the
+    labels besides the model's."""
+    for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (text, where) in figures.items():
+            metric = family(PREFIX + name, text, labels=("model_name", *more))
+            for labels, stats in labelled:
+                metric.add_metric(labels, attrgetter(where)(stats))
+            yield metric
 
 
 def _buckets(stats: HistogramStats) -> list[tuple[str, float]]:

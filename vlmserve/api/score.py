@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import Request
@@ -16,7 +15,7 @@ from typing_extensions import TypedDict
 from vlmserve.api.answer_types import PromptTokensDetails
 from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
+from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
@@ -25,7 +24,6 @@ from vlmserve.frontend.openai.answers import finite
 from vlmserve.frontend.openai.convert import named
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.openai.protocol import ScoreRequest
-from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.frontend.requests import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.scores import label_scores, softmax
 from vlmserve.ipc.messages import ReturnOptions, SamplingParams, TokenOutput
@@ -69,11 +67,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
 
 async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> Scores:
     """Return the body of the answer. name: an id that no other request has. Raises the errors of `errors`."""
-    find_file = served.files.for_owner(caller.owner)
-    wanted = to_score_requests(
-        body, name, find_file=find_file, client=caller.client, tenant=caller.tenant, ended=caller.ended
-    )
-    wanted = [replace(one, priority=one.priority or caller.priority) for one in wanted]
+    wanted = _requests(served, body, name, caller)
     outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
@@ -93,38 +87,31 @@ async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, calle
     }
 
 
-def to_score_requests(
-    body: ScoreRequest,
-    own_id: str,
-    *,
-    find_file: FindFile | None,
-    client: str = "",
-    tenant: str = "",
-    ended: Callable[[RequestStats], None] | None = None,
-) -> list[GenerateReqInput]:
+def _requests(served: ServedModel, body: ScoreRequest, own_id: str, caller: Caller) -> list[GenerateReqInput]:
     """Return a request for each item: the next token's logprobs at the labels' ids, or the labels' texts as
     continuations. Raises BadRequestError for fields that contradict each other."""
     if (body.label_token_ids is None) == (body.labels is None):
         raise invalid_value("label_token_ids", "give label_token_ids, or labels as texts: one of them")
     if body.items is not None and not body.items:
         raise invalid_value("items", "items is an empty list; it must have an item, or be left out")
+    find_file = served.files.for_owner(caller.owner)
     return [
         GenerateReqInput(
             prompt=_prompt(body, item, index, find_file),
             sampling_params=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
-            client=client,
-            tenant=tenant,
-            ended=ended,
+            client=caller.client,
+            tenant=caller.tenant,
+            ended=caller.ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
-            **named(body, f"{own_id}-{index}"),
+            **named(body, f"{own_id}-{index}", caller.priority),
         )
         for index, item in enumerate(body.items or [None])
     ]
 
 
-def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_file: FindFile | None) -> Prompt:
+def _prompt(body: ScoreRequest, item: str | list[int] | None, index: int, find_file: FindFile) -> Prompt:
     query, first = body.query, body.item_first
     if isinstance(query, str):
         if isinstance(item, list):
@@ -171,7 +158,6 @@ async def _whole(served: ServedModel, wanted: Sequence[GenerateReqInput]) -> lis
 
 
 def _logprobs(body: ScoreRequest, outputs: Sequence[TokenOutput]) -> list[float]:
-    """Return the logprobs of an item's labels."""
     if body.labels is not None:
         scores = label_scores(body.labels, [output.prompt_logprobs for output in outputs])
         return [score.logprob for score in scores]

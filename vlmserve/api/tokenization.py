@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, MODEL_ERRORS, operation
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected

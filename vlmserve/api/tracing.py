@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -52,24 +52,6 @@ class EndedAnswers:
         self.ended.append((self.clock_ns(), stats))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndedRequest:
-    """A chat request that is over. began_ns, ended_ns: Unix time. headers: the client's, raw.
-
-    asked: the request's attributes (`asked_of`). status: the HTTP status. error: the code of its error, if it has one.
-    """
-
-    request_id: str
-    route: str
-    began_ns: int
-    ended_ns: int
-    headers: Iterable[tuple[bytes, bytes]]
-    asked: Mapping[str, Any]
-    status: int
-    error: str | None
-    answers: EndedAnswers
-
-
 def asked_of(request: object) -> dict[str, Any]:
     """Return the attributes of a chat request, without anything of its messages."""
     given = [(attribute, getattr(request, name, None)) for name, attribute in _ASKED.items()]
@@ -109,45 +91,59 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("vlmserve", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, request: EndedRequest) -> None:
-        """Make the spans of a request. The parent is the client's span, if the client sent a `traceparent`."""
+    def record(
+        self,
+        route: str,
+        status: int,
+        headers: Iterable[tuple[bytes, bytes]],
+        began_ns: int,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Make the spans of a request that ends now. The parent is the client's span, if the client sent a
+        `traceparent`.
+
+        status: the HTTP status. headers: the client's, raw. began_ns: Unix time. state: the request's own, with its
+        `request_id`, its `answers`, and if it came so far `asked` (of `asked_of`) and `error_code`.
+        """
         from opentelemetry import trace
 
-        names = {name.lower(): value.decode("latin-1") for name, value in request.headers}
+        names = {name.lower(): value.decode("latin-1") for name, value in headers}
         carrier = {name.decode(): value for name, value in names.items() if name in _CONTEXT_HEADERS}
+        ended = state["answers"].ended
         span = self._tracer.start_span(
             f"chat {self._model_name}",
             context=self._propagator.extract(carrier),
             kind=trace.SpanKind.SERVER,
-            attributes=self._attributes(request),
-            start_time=request.began_ns,
+            attributes=self._attributes(route, status, state, [stats for _, stats in ended]),
+            start_time=began_ns,
         )
-        if request.status >= 500 or any(stats.finish == "error" for _, stats in request.answers.ended):
+        if status >= 500 or any(stats.finish == "error" for _, stats in ended):
             span.set_status(trace.StatusCode.ERROR)
         below = trace.set_span_in_context(span)
-        for index, (ended_ns, stats) in enumerate(request.answers.ended):
+        for index, (ended_ns, stats) in enumerate(ended):
             self._stages(below, index, ended_ns, stats)
-        span.end(request.ended_ns)
+        span.end(time.time_ns())
 
     def close(self) -> None:
         """Send the waiting spans, which may block for seconds."""
         self._provider.shutdown()
 
-    def _attributes(self, request: EndedRequest) -> dict[str, Any]:
-        answers = [stats for _, stats in request.answers.ended]
+    def _attributes(
+        self, route: str, status: int, state: Mapping[str, Any], answers: Sequence[RequestStats]
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "vlmserve",
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.model": self._model_name,
             "http.request.method": "POST",
-            "http.route": request.route,
-            "http.response.status_code": request.status,
-            "vlmserve.request_id": request.request_id,
-            **request.asked,
+            "http.route": route,
+            "http.response.status_code": status,
+            "vlmserve.request_id": state["request_id"],
+            **state.get("asked", {}),
         }
-        if request.status >= 400:
-            found["error.type"] = request.error or str(request.status)
+        if status >= 400:
+            found["error.type"] = state.get("error_code") or str(status)
         if not answers:
             return found
         media = answers[0].media

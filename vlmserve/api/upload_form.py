@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
+from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from processors.formats import words
 from vlmserve_common.errors import BadRequestError
@@ -38,7 +38,6 @@ class UploadForm:
         self._disposition = b""
         self._field: str | None = None  # the part being read
         self._value = b""
-        self._ended = False
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -50,7 +49,6 @@ class UploadForm:
                     "on_headers_finished": self._open_part,
                     "on_part_data": lambda data, start, end: self._take(data[start:end]),
                     "on_part_end": self._end_part,
-                    "on_end": self._end,
                 },
             )
         except FormParserError as error:
@@ -65,7 +63,7 @@ class UploadForm:
 
     def finish(self) -> None:
         """Take the end of the body."""
-        if not self._ended:
+        if self._parser.state != MultipartState.END:
             raise BadRequestError("the form is cut off: its last boundary is missing", code="invalid_form")
         if self.filename is None:
             raise BadRequestError("file is missing", param=_FILE, code="invalid_value")
@@ -112,9 +110,6 @@ class UploadForm:
     def _end_part(self) -> None:
         if self._field is not None and self._field != _FILE:
             self.fields[self._field] = self._value.decode("utf-8", "replace")
-
-    def _end(self) -> None:
-        self._ended = True
 
 
 def _malformed(error: FormParserError) -> BadRequestError:

@@ -9,9 +9,9 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from vlmserve.api.auth import client_of, owner_of, tenant_of
+from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
-from vlmserve.api.openapi.operation import MODEL_ERRORS, operation
+from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.streaming import while_connected
@@ -57,14 +57,15 @@ async def warm_up(served: ServedModel, request: Request) -> Response:
             param="pin",
             code="no_embedding_cache",
         )
+    caller = caller_of(request)
     wanted = WarmupInput(
         request_id=name_answer(request, "warmup"),
         messages=body.messages,  # type: ignore[arg-type]  # kept as the client wrote them
-        find_file=served.files.for_owner(owner_of(request)),
+        find_file=served.files.for_owner(caller.owner),
         mm_processor_kwargs=body.mm_processor_kwargs or {},
         pin=bool(body.pin),
-        client=client_of(request),
-        tenant=tenant_of(request),
+        client=caller.client,
+        tenant=caller.tenant,
     )
     items = await while_connected(request.receive, served.manager.warm_up(wanted))
     answer = {"id": wanted.request_id, "object": "warmup", "items": [_describe(item) for item in items]}

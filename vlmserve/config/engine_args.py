@@ -139,11 +139,7 @@ class EngineArgs:
         "most vision patches in one step; a larger picture goes alone; default: 1024 on a CPU, 65536 on a GPU",
         AT_LEAST_1,
     )
-    encoder_cache_mib: int = _encoder(
-        256,
-        "memory for embeddings on the model's device, in MiB",
-        CACHE_SIZE,
-    )
+    encoder_cache_mib: int = _encoder(256, "memory for embeddings on the model's device, in MiB", CACHE_SIZE)
     encoder_host_cache_mib: int = _encoder(
         1024, "GPU: host memory for embeddings that the device has no room for, in MiB", CACHE_SIZE
     )
@@ -269,8 +265,7 @@ class EngineArgs:
         "sent to the ranks of its experts; auto: the way that moves less data",
     )
     enable_eplb: bool = _parallel(
-        False,
-        "count how often each expert is chosen, and move busy experts to ranks with less work",
+        False, "count how often each expert is chosen, and move busy experts to ranks with less work"
     )
     ep_num_redundant_experts: int = _parallel(
         0, "with --enable-eplb: extra copies of busy experts, over all of --ep-size", _NOT_NEGATIVE
@@ -314,10 +309,7 @@ class EngineArgs:
         256, "most conversations (session_id) whose KV is kept between turns; 0: none", _NOT_NEGATIVE
     )
     session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
-    disable_overlap_schedule: bool = _scheduling(
-        False,
-        "decide a step only when the step before has ended",
-    )
+    disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the step before has ended")
     max_decode_slowdown: float = _scheduling(
         2.0, "how many times longer prompts and pictures may make the time between tokens; 0: no limit", _NOT_NEGATIVE
     )

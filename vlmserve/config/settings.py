@@ -138,14 +138,10 @@ class ServerSettings:
     )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
     max_bodies_mib: float = _http(
-        1024.0,
-        "bodies of all requests together, until their answers' ends, in MiB; at least --max-body-mib",
-        ABOVE_0,
+        1024.0, "bodies of all requests together, until their answers' ends, in MiB; at least --max-body-mib", ABOVE_0
     )
     body_timeout_s: float = _http(
-        30.0,
-        "seconds without a byte of a request's body or upload, after which it is dropped",
-        SECONDS,
+        30.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
     )
     min_body_bytes_per_s: int = _http(
         500,
@@ -186,11 +182,7 @@ class ServerSettings:
         "URL that gets a trace of each request, by OTLP over HTTP (http://HOST:4318/v1/traces); needs vlmserve[otel]",
         _URL,
     )
-    startup_timeout_s: float = _http(
-        1800.0,
-        "seconds that loading the model, or starting a process, may take",
-        SECONDS,
-    )
+    startup_timeout_s: float = _http(1800.0, "seconds that loading the model, or starting a process, may take", SECONDS)
     shutdown_timeout_s: float = _http(30.0, "seconds that running requests get when the server is stopped", _PATIENCE)
     watchdog_timeout_s: float = _http(
         300.0,
@@ -215,9 +207,7 @@ class ServerSettings:
     max_images_per_request: int = _pictures(64, "most pictures in one request", AT_LEAST_0, common=True)
     max_image_pixels: int = _pictures(64_000_000, "largest picture, in pixels; checked before decoding", AT_LEAST_1)
     max_image_decode_s: float = _pictures(
-        10.0,
-        "seconds for decoding and resizing one picture; kept by --media-processes, not by threads",
-        SECONDS,
+        10.0, "seconds for decoding and resizing one picture; kept by --media-processes, not by threads", SECONDS
     )
     media_max_bytes: int = _pictures(64 * 2**20, "largest picture file, in bytes", AT_LEAST_1)
     media_timeout_s: float = _pictures(20.0, "seconds for fetching one picture or video, redirects included", SECONDS)

@@ -349,7 +349,7 @@ class GroupPlacement:
 
     def place(self, message: TokenizedGenerateReqInput) -> int:
         """Return the group of a new request."""
-        demand = demand_of((message,))
+        demand = demand_of(message)
         if demand.replica is None and message.group in self._of_prompt:
             demand = replace(demand, replica=self._of_prompt[message.group])
         group = self._router.place(demand)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 from PIL import Image
@@ -15,37 +15,31 @@ from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.fetching import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
+from vlmserve.frontend.openai.protocol import (
+    ImageEmbedsPart,
+    ImageFields,
+    ImagePart,
+    ImageUrlPart,
+    RefusalPart,
+    TextPart,
+    VideoFields,
+    VideoPart,
+    VideoUrlPart,
+)
 from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
-_VIDEO_FIELDS = {
-    "fps": "fps",
-    "sample_fps": "fps",
-    "nframes": "num_frames",
-    "min_frames": "min_frames",
-    "max_frames": "max_frames",
-    "min_pixels": "min_pixels",
-    "max_pixels": "max_pixels",
-    "total_pixels": "total_pixels",
-    "resized_height": "resized_height",
-    "resized_width": "resized_width",
-    "video_start": "video_start",
-    "video_end": "video_end",
-}
-_IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 # type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
-_KNOWN_FIELDS = {
-    "text": ("text",),
-    "refusal": ("refusal",),
-    "image_url": ("image_url", *_IMAGE_FIELDS),
-    "image": ("image", "detail", *_IMAGE_FIELDS),
-    "image_embeds": ("image_embeds",),
-    "video_url": ("video_url", *_VIDEO_FIELDS),
-    "video": ("video", *_VIDEO_FIELDS),
+_KNOWN_FIELDS: Mapping[Any, tuple[str, ...]] = {
+    kind: tuple(part.model_fields)
+    for part in (TextPart, RefusalPart, ImageUrlPart, ImagePart, ImageEmbedsPart, VideoUrlPart, VideoPart)
+    for kind in get_args(part.model_fields["type"].annotation)
 }
+_IMAGE_FIELDS = tuple(ImageFields.model_fields)
+# Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
+_VIDEO_FIELDS = {name: name for name in VideoFields.model_fields} | {"sample_fps": "fps", "nframes": "num_frames"}
 _OTHER_PARTS = ("input_audio", "audio_url")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -120,8 +114,13 @@ def to_template_messages(
 def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
     """Give media the knobs that the request has for all of them. Raises BadRequestError if there are too many."""
     videos = sum(isinstance(medium, VideoRef) for medium in media)
-    _check_count("picture", len(media) - videos, most.images)
-    _check_count("video", videos, most.videos)
+    for what, count, limit in (("image", len(media) - videos, most.images), ("video", videos, most.videos)):
+        if count > limit:
+            name = "picture" if what == "image" else what
+            setting = f"--max-{what}s-per-request"
+            raise BadRequestError(
+                f"the request has {count} {name}s, the limit is {limit} (setting {setting})", param="messages"
+            )
     return list(media) if knobs is None else [_with_defaults(ref, knobs) for ref in media]
 
 
@@ -131,14 +130,6 @@ def _with_defaults(ref: MediaRef, knobs: RequestKnobs) -> MediaRef:
     if isinstance(ref, VideoRef):
         return replace(ref, defaults=knobs.video)
     return ref
-
-
-def _check_count(what: str, count: int, limit: int) -> None:
-    if count > limit:
-        setting = f"--max-{'images' if what == 'picture' else 'videos'}-per-request"
-        raise BadRequestError(
-            f"the request has {count} {what}s, the limit is {limit} (setting {setting})", param="messages"
-        )
 
 
 def _convert_message(message: Message, param: str, media: list[MediaRef], reserved: Collection[str]) -> dict[str, Any]:
@@ -174,9 +165,9 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
         raise BadRequestError(
             f"{param} is of type {type(part).__name__}; it must be an object with a type", param=param
         )
-    kind = part.get("type")
+    kind: Any = part.get("type")
     if kind in _KNOWN_FIELDS:
-        _check_fields(part, ("type", *_KNOWN_FIELDS[kind]), param)
+        _check_fields(part, _KNOWN_FIELDS[kind], param)
     if kind in ("text", "refusal"):
         text = part.get(kind)
         if not isinstance(text, str):
@@ -201,11 +192,10 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
 def _image_ref(part: Mapping[str, Any], kind: str, param: str) -> ImageRef:
     value, detail = part.get(kind), part.get("detail")
     if kind == "image_url":
-        if isinstance(value, Mapping):
-            detail = value.get("detail")
+        detail = value.get("detail") if isinstance(value, Mapping) else None
         value = _url(value, ("url", "detail"), f"{param}.image_url", "image")
     else:
-        value = picture_source(value, f"{param}.image")
+        value = _picture_source(value, f"{param}.image")
     knobs = ImageKnobs(**{name: part.get(name) for name in _IMAGE_FIELDS})
     return ImageRef(source=value, param=param, detail=detail, knobs=knobs)
 
@@ -226,11 +216,9 @@ def _embeds_ref(part: Mapping[str, Any], kind: str, param: str) -> EmbedsRef:
 
 
 def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
-    value: Any = part.get(kind)
-    if kind == "video_url":
-        value = _url(value, ("url",), f"{param}.video_url", "video")
-    else:
-        value = video_source(value, f"{param}.video")
+    url = kind == "video_url"
+    place, value = f"{param}.{kind}", part.get(kind)
+    value = _url(value, ("url",), place, "video") if url else _video_source(value, place)
     if "fps" in part and "sample_fps" in part:
         raise BadRequestError(f"{param}: fps and sample_fps exclude each other", param=param, code="invalid_value")
     knobs = {knob: part[name] for name, knob in _VIDEO_FIELDS.items() if part.get(name) is not None}
@@ -339,14 +327,14 @@ def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
         rest = {key: value for key, value in given.items() if key not in ("file_id", "url")}
         return {**others, **rest, "type": name, name: _find(given["file_id"], f"{param}.{kind}", find)}
     if kind == "video" and isinstance(frames := part.get("video"), list | tuple):
-        return {**part, "video": [_frame(one, f"{param}.video[{place}]", find) for place, one in enumerate(frames)]}
+        frames = [
+            _find(one["file_id"], f"{param}.video[{place}]", find)
+            if isinstance(one, Mapping) and one.get("file_id") is not None
+            else one
+            for place, one in enumerate(frames)
+        ]
+        return {**part, "video": frames}
     return part
-
-
-def _frame(given: Any, param: str, find: FindFile | None) -> Any:
-    if isinstance(given, Mapping) and given.get("file_id") is not None:
-        return _find(given["file_id"], param, find)
-    return given
 
 
 def _find(file_id: Any, param: str, find: FindFile | None) -> MediaFile:
@@ -368,37 +356,31 @@ _VIDEO = (
 )
 
 
-def picture_source(value: Any, param: str) -> Any:
-    """Return a picture as the processor pool takes it. param: its place in the request, named in a BadRequestError."""
-    if isinstance(value, np.ndarray):
-        _check(value, 3, _PICTURE, param)
+def _picture_source(value: Any, param: str) -> Any:
+    if isinstance(value, np.ndarray) and _is_pixels(value, 3):
         return Image.fromarray(value)
     if isinstance(value, (*_FILES, Image.Image)):
         return value
-    raise _refused(_kind(value), _PICTURE, param)
+    raise _refused(value, _PICTURE, param)
 
 
-def video_source(value: Any, param: str) -> Any:
+def _video_source(value: Any, param: str) -> Any:
     """Return a video as the processor pool takes it; a list of frames becomes a tuple."""
-    if isinstance(value, np.ndarray):
-        _check(value, 4, _VIDEO, param)
+    if isinstance(value, np.ndarray) and _is_pixels(value, 4):
         return tuple(map(Image.fromarray, value))
     if isinstance(value, list | tuple):
-        return tuple(picture_source(frame, f"{param}[{place}]") for place, frame in enumerate(value))
+        return tuple(_picture_source(frame, f"{param}[{place}]") for place, frame in enumerate(value))
     if isinstance(value, _FILES):
         return value
-    raise _refused(_kind(value), _VIDEO, param)
+    raise _refused(value, _VIDEO, param)
 
 
-def _check(array: np.ndarray, dimensions: int, allowed: str, param: str) -> None:
-    if array.dtype != np.uint8 or array.ndim != dimensions or array.shape[-1] != 3 or 0 in array.shape[-3:]:
-        raise _refused(f"a numpy array {array.dtype} {list(array.shape)}", allowed, param)
+def _is_pixels(array: np.ndarray, dimensions: int) -> bool:
+    return array.dtype == np.uint8 and array.ndim == dimensions and array.shape[-1] == 3 and 0 not in array.shape[-3:]
 
 
-def _refused(what: str | None, allowed: str, param: str) -> BadRequestError:
-    is_what = "is missing" if what is None else f"is {what}"
-    return BadRequestError(f"{param} {is_what}; it must be {allowed}", param=param, code="invalid_value")
-
-
-def _kind(value: Any) -> str | None:
-    return None if value is None else f"of type {type(value).__name__}"
+def _refused(value: Any, allowed: str, param: str) -> BadRequestError:
+    what = "missing" if value is None else f"of type {type(value).__name__}"
+    if isinstance(value, np.ndarray):
+        what = f"a numpy array {value.dtype} {list(value.shape)}"
+    return _invalid(param, f"is {what}; it must be {allowed}")

@@ -153,7 +153,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._failures = [_failure_function(stop) for stop in self._stops]
+        self._failures = [_failures(stop) for stop in self._stops]
         self._lengths = [0] * len(self._stops)
         self._held = ""
 
@@ -182,23 +182,22 @@ class StopMatcher:
     def _advance(self, char: str) -> str | None:
         matched: str | None = None
         for i, stop in enumerate(self._stops):
-            length, failure = self._lengths[i], self._failures[i]
-            while length and stop[length] != char:
-                length = failure[length - 1]
-            length += stop[length] == char
-            self._lengths[i] = length
+            length = self._lengths[i] = _step(stop, self._failures[i], self._lengths[i], char)
             if length == len(stop) and (matched is None or len(stop) > len(matched)):
                 matched = stop
         return matched
 
 
-def _failure_function(pattern: str) -> list[int]:
-    """failure[i]: length of the longest proper prefix of `pattern` that is also a suffix of pattern[: i + 1]."""
-    failure = [0] * len(pattern)
-    length = 0
-    for i in range(1, len(pattern)):
-        while length and pattern[i] != pattern[length]:
-            length = failure[length - 1]
-        length += pattern[i] == pattern[length]
-        failure[i] = length
-    return failure
+def _step(pattern: str, failures: Sequence[int], length: int, char: str) -> int:
+    """Return how much of the pattern matches after one more character."""
+    while length and pattern[length] != char:
+        length = failures[length - 1]
+    return length + (pattern[length] == char)
+
+
+def _failures(pattern: str) -> list[int]:
+    """Return at [i] the length of the longest proper prefix of `pattern` that is also a suffix of pattern[: i + 1]."""
+    failures = [0]
+    for char in pattern[1:]:
+        failures.append(_step(pattern, failures, failures[-1], char))
+    return failures

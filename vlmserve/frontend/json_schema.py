@@ -7,7 +7,7 @@ they are refused here, with the place. Schemas that xgrammar itself refuses or w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vlmserve_common.errors import VlmserveError
@@ -35,6 +35,16 @@ _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _LENGTHS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_SHAPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    **dict.fromkeys(_SCHEMAS_BY_NAME, (dict, "an object of schemas")),
+    **dict.fromkeys(_SCHEMA_LISTS, (list, "a list of schemas")),
+    **dict.fromkeys(_LENGTHS, (int, "a whole number")),
+    **dict.fromkeys(_LIMITS, ((int, float), "a number")),
+    **dict.fromkeys(("$ref", "pattern", "format"), (str, "text")),
+    "enum": (list, "a list of values"),
+    "required": (list, "a list of names"),
+}
+"""Keyword -> the types of its value, and their words."""
 
 
 class SchemaError(VlmserveError):
@@ -91,27 +101,12 @@ def _check_keywords(place: str, schema: dict[str, Any], root: Any) -> None:
 
 
 def _check_shapes(place: str, schema: dict[str, Any]) -> None:
-    def expect(key: str, kind: type | tuple[type, ...], words: str) -> None:
-        value = schema.get(key)
-        if key in schema and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise SchemaError(f"{key} at {place} is {_name(value)}; it must be {words}")
-
-    for key in _SCHEMAS_BY_NAME:
-        expect(key, dict, "an object of schemas")
-    for key in _SCHEMA_LISTS:
-        expect(key, list, "a list of schemas")
+    for key, (kind, words) in _SHAPES.items():
+        if key in schema and (isinstance(schema[key], bool) or not isinstance(schema[key], kind)):
+            raise SchemaError(f"{key} at {place} is {_name(schema[key])}; it must be {words}")
+    for key in (*_SCHEMA_LISTS, "enum"):
         if key in schema and not schema[key]:
             raise SchemaError(f"{key} at {place} is empty: no answer fits")
-    for key in _LENGTHS:
-        expect(key, int, "a whole number")
-    for key in _LIMITS:
-        expect(key, (int, float), "a number")
-    for key in ("$ref", "pattern", "format"):
-        expect(key, str, "text")
-    expect("enum", list, "a list of values")
-    if "enum" in schema and not schema["enum"]:
-        raise SchemaError(f"enum at {place} is empty: no answer fits")
-    expect("required", list, "a list of names")
     if not all(isinstance(name, str) for name in schema.get("required", ())):
         raise SchemaError(f"required at {place} must be a list of names")
     for name in _listed(schema.get("type", [])):

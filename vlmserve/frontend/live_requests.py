@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -18,29 +19,12 @@ _REMEMBERED = 64
 _LONGEST_S = 3600
 
 
-class Outbox(Generic[_T]):
-    """A queue with one reader, which takes all items at once: the later it comes, the less each item costs."""
-
-    def __init__(self) -> None:
-        self._items: list[_T] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: _T) -> None:
-        """Add an item, in the reader's event loop."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def take(self) -> list[_T]:
-        """All items, oldest first, as soon as there is one. May be cancelled; nothing is lost then."""
-        if not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        items, self._items = self._items, []
-        return items
+async def take_all(items: asyncio.Queue[_T]) -> list[_T]:
+    """Return all items, oldest first, as soon as there is one. May be cancelled; nothing is lost then."""
+    taken = [await items.get()]
+    while not items.empty():
+        taken.append(items.get_nowait())
+    return taken
 
 
 class FinishRate:
@@ -90,7 +74,7 @@ class LiveRequest(Generic[_T]):
     request_id: str
     n: int
     started: float
-    outputs: Outbox[_T | Exception] = field(default_factory=Outbox)
+    outputs: asyncio.Queue[_T | Exception] = field(default_factory=asyncio.Queue)
     rids: list[str] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
     _ended: Exception | None = None
@@ -116,34 +100,27 @@ class LiveRequest(Generic[_T]):
         if self._work is not None:
             self._work.reschedule(asyncio.get_running_loop().time())
         else:
-            self.outputs.put(error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
-    """The limits on requests. max_pending: answers that have not ended; setting: the flag to name in the error.
-    timeout_s: for one request; 0 is no limit."""
-
-    max_pending: int
-    setting: str
-    timeout_s: float = 0.0
+            self.outputs.put_nowait(error)
 
 
 class LiveRequests(Generic[_T]):
     """All requests that have not ended, in one event loop. This is the only gate that answers 429 for a full queue.
 
-    clock: in seconds. num_pending: answers that wait, run or are being prepared.
+    num_pending counts the answers that wait, run or are being prepared, and max_pending limits them. A request may take
+    timeout_s; 0 is no limit. The clock is in seconds.
     """
 
-    def __init__(self, admission: Admission, clock: Callable[[], float]) -> None:
+    def __init__(self, max_pending: int, *, timeout_s: float, clock: Callable[[], float]) -> None:
         self.num_pending = 0
-        self._admission = admission
+        self._max_pending = max_pending
+        self._timeout_s = timeout_s
         self._clock = clock
         self._by_id: dict[str, LiveRequest[_T]] = {}
         self._rate = FinishRate()
 
-    def enter(self, request_id: str, n: int) -> LiveRequest[_T]:
-        """Let in a request for n answers, until `leave`.
+    @contextmanager
+    def entered(self, request_id: str, n: int) -> Iterator[LiveRequest[_T]]:
+        """Let in a request for n answers, until it has ended, one way or another.
 
         Raises BadRequestError if there are too many answers (429) or a request with the same id (409).
         """
@@ -161,12 +138,20 @@ class LiveRequests(Generic[_T]):
         self.num_pending += n
         request: LiveRequest[_T] = LiveRequest(request_id=request_id, n=n, started=now)
         self._by_id[request_id] = request
-        return request
+        try:
+            yield request
+        finally:
+            if request.timer is not None:
+                request.timer.cancel()
+            del self._by_id[request_id]
+            self.num_pending -= n
+            for _ in range(n):
+                self._rate.note(self._clock())
 
     def limit_time(self, request: LiveRequest[_T], asked_s: float | None, end: Callable[[Exception], None]) -> None:
         """Call `end` once the request's time is over: the time it asked for, or the server's limit if that is less.
         Without either, do nothing."""
-        limits = {"setting --request-timeout-s": self._admission.timeout_s, "its timeout": asked_s}
+        limits = {"setting --request-timeout-s": self._timeout_s, "its timeout": asked_s}
         given = {name: seconds for name, seconds in limits.items() if seconds}
         if given:
             name = min(given, key=given.__getitem__)
@@ -174,15 +159,6 @@ class LiveRequests(Generic[_T]):
                 f"the request was not answered within {given[name]:g} s, and was ended ({name})"
             )
             request.timer = asyncio.get_running_loop().call_later(given[name], end, error)
-
-    def leave(self, request: LiveRequest[_T]) -> None:
-        """Take out a request that has ended, one way or another."""
-        if request.timer is not None:
-            request.timer.cancel()
-        del self._by_id[request.request_id]
-        self.num_pending -= request.n
-        for _ in range(request.n):
-            self._rate.note(self._clock())
 
     def find(self, request_id: str | None) -> list[LiveRequest[_T]]:
         """Return the request with an id, if there is one, or all of them for None."""
@@ -193,14 +169,14 @@ class LiveRequests(Generic[_T]):
 
     def retry_after_s(self) -> int:
         """Estimate the time until there is room for another answer, in whole seconds, at least 1."""
-        too_many = self.num_pending + 1 - self._admission.max_pending
+        too_many = self.num_pending + 1 - self._max_pending
         return self._rate.seconds_for(max(1, too_many), self._clock())
 
     def _check_room(self, n: int) -> None:
-        if self.num_pending + n > self._admission.max_pending:
+        if self.num_pending + n > self._max_pending:
             raise BadRequestError(
                 f"{self.num_pending} answers are waiting or running and this request asks for {n}, the limit is "
-                f"{self._admission.max_pending} (setting {self._admission.setting}); try again later",
+                f"{self._max_pending} (setting --max-queued-requests); try again later",
                 status=429,
                 code="rate_limit_exceeded",
             )

@@ -21,16 +21,16 @@ from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.parsers.reasoning import opened_in_prompt
 from vlmserve.frontend.requests import ChatPrompt, EmbedsPrompt, GenerateReqInput, TextPrompt, TokensPrompt
 from vlmserve.frontend.sampling import (
+    MAX_TOP_LOGPROBS,
     SamplingDefaults,
     check_min_tokens,
+    check_range,
     check_token,
     choice_seed,
     refusal,
     verify_logits_processors,
-    verify_num_logprobs,
     verify_returns,
     verify_sampling_params,
-    verify_start,
 )
 from vlmserve.frontend.structured_output import chat_grammar
 from vlmserve.ipc.messages import TokenizedGenerateReqInput
@@ -69,12 +69,13 @@ class RequestLimits:
     replicas: int = 1
 
 
-class RequestBuilder:
-    """Makes the scheduler's messages. Threads may share one builder.
+_PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
+"""Texts of the tokens that stand for media in a prompt, in every family. A client's text that contains one is refused:
+it would ask for a picture that is not there."""
 
-    media_placeholders: texts of the tokens that stand for media in a prompt (every Qwen-VL family has these two).
-    A client's text that contains one is refused: it would ask for a picture that is not there.
-    """
+
+class RequestBuilder:
+    """Makes the scheduler's messages. Threads may share one builder."""
 
     def __init__(
         self,
@@ -85,7 +86,6 @@ class RequestBuilder:
         limits: RequestLimits,
         defaults: SamplingDefaults | None = None,
         logits_processors: LogitsProcessors | None = None,
-        media_placeholders: Sequence[str] = ("<|image_pad|>", "<|video_pad|>"),
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
@@ -93,7 +93,6 @@ class RequestBuilder:
         self._expander = expander
         self._defaults = defaults or SamplingDefaults()
         self._logits_processors = logits_processors or LogitsProcessors({})
-        self._placeholders = tuple(media_placeholders)
 
     def tokenize(self, request: GenerateReqInput, *, default_seed: int = 0) -> TokenizedPrompt:
         """Check, render and tokenise a request. Raises BadRequestError (parameters, messages, context_length_exceeded).
@@ -103,7 +102,7 @@ class RequestBuilder:
         params, returns, vocab_size = request.sampling_params, request.returns, self.limits.vocab_size
         params = self._defaults.apply(params, seed=default_seed)
         self._check_replica(request.data_parallel_rank)
-        verify_num_logprobs(request.num_logprobs)
+        check_range("top_logprobs", request.num_logprobs, 0, MAX_TOP_LOGPROBS)
         of_prompt = returns.prompt_logprobs is not None or returns.hidden_states != "none"
         verify_sampling_params(params, vocab_size=vocab_size, least_tokens=0 if of_prompt else 1)
         verify_returns(returns, params, vocab_size=vocab_size, hidden_states=self.limits.hidden_states)
@@ -140,7 +139,10 @@ class RequestBuilder:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        verify_start(request.returns, length)
+        if request.returns.logprob_start_len >= length:
+            raise refusal(
+                "logprob_start_len", request.returns.logprob_start_len, f"below {length}, the prompt's tokens"
+            )
         check_min_tokens(params.min_tokens, wanted)
         group = request.group or request.request_id
         options = request.options() | {
@@ -214,7 +216,7 @@ class RequestBuilder:
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         for token in ids:
             check_token("prompt", token, self.limits.vocab_size)
-        for text in self._placeholders:
+        for text in _PLACEHOLDERS:
             if self.tokenizer.id_of(text) in ids:
                 raise refusal("prompt", f"a list with {text}", "without media, which token ids cannot bring")
         return list(ids)
@@ -236,9 +238,7 @@ class RequestBuilder:
         use = prompt.tool_use
         warnings = check_tool_use(self.template, use)
         kwargs, without_effect = template_kwargs(self.template, prompt.template_kwargs, prompt.reasoning_effort)
-        messages, media = to_template_messages(
-            with_files(prompt.messages, prompt.find_file), reserved=self._placeholders
-        )
+        messages, media = to_template_messages(with_files(prompt.messages, prompt.find_file), reserved=_PLACEHOLDERS)
         text = self.template.render(
             messages,
             tools=None if use is None else use.tools,

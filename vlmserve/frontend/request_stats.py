@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from processors.families.report import MediumReport
 from vlmserve.ipc.messages import StageTimes
@@ -74,29 +75,22 @@ class AnswerTimes:
         string."""
         moments, stages = self.moments, self._stages
         prepared = now if moments.prepared is None else moments.prepared
+        at_scheduler: dict[str, Any] = {} if stages is None else asdict(stages)
+        at_scheduler.pop("total_s", None)
+        if stages is not None:
+            at_scheduler["queue_s"] += self._on_the_way
+            if ended_here and stages.decode_s is not None and self.first is not None:
+                at_scheduler["decode_s"] = now - self.first
         fetch_s = preprocess_s = None
         if moments.load_began is not None and moments.fetched is not None:
             fetch_s, preprocess_s = moments.fetched - moments.load_began, prepared - moments.fetched
-        here = Timings(
+        return Timings(
             prepare_s=prepared - moments.started,
             first_token_s=None if self.first is None else self.first - moments.started,
             fetch_s=fetch_s,
             preprocess_s=preprocess_s,
             total_s=now - moments.started,
-        )
-        if stages is None:
-            return here
-        decode_s = stages.decode_s
-        if ended_here and decode_s is not None and self.first is not None:
-            decode_s = now - self.first
-        return replace(
-            here,
-            queue_s=stages.queue_s + self._on_the_way,
-            encode_s=stages.encode_s,
-            encode_cached=stages.encode_cached,
-            prefill_s=stages.prefill_s,
-            decode_s=decode_s,
-            retractions=stages.retractions,
+            **at_scheduler,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -75,13 +75,11 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
         raise refusal("min_tokens", params.min_tokens, "0 or more")
     if params.max_new_tokens is not None:
         check_min_tokens(params.min_tokens, params.max_new_tokens)
-    if len(params.stop) > MAX_STOP_STRINGS:
-        raise refusal("stop", f"a list of {len(params.stop)}", f"at most {MAX_STOP_STRINGS} strings")
+    check_most("stop", params.stop, MAX_STOP_STRINGS, " strings")
     for stop in params.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise refusal("stop", f"a string of {len(stop)} characters", f"1 to {MAX_STOP_CHARS} characters long")
-    if len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise refusal("logit_bias", f"a map of {len(params.logit_bias)}", f"at most {MAX_LOGIT_BIAS} tokens")
+    check_most("logit_bias", params.logit_bias, MAX_LOGIT_BIAS, " tokens")
     for token, bias in params.logit_bias.items():
         check_token("logit_bias", token, vocab_size)
         check_range("logit_bias", bias, -100, 100)
@@ -96,12 +94,6 @@ def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
     """Raise BadRequestError if the shortest answer allowed is longer than the longest one."""
     if min_tokens > max_tokens:
         raise refusal("min_tokens", min_tokens, f"at most {max_tokens}, the tokens that the answer may have")
-
-
-def verify_num_logprobs(num_logprobs: int | None) -> None:
-    """Raise BadRequestError unless the number is None or 0 to 20, as OpenAI's top_logprobs."""
-    if num_logprobs is not None:
-        check_range("top_logprobs", num_logprobs, 0, MAX_TOP_LOGPROBS)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -124,6 +116,13 @@ def check_range(name: str, value: float | None, low: float, high: float) -> None
         raise refusal(name, value, f"between {low} and {high}")
 
 
+def check_most(name: str, items: Sized, most: int, what: str = "") -> None:
+    """Raise BadRequestError for too many items. what: the word for them, behind a blank."""
+    if len(items) > most:
+        kind = "map" if isinstance(items, Mapping) else "list"
+        raise refusal(name, f"a {kind} of {len(items)}", f"at most {most}{what}")
+
+
 def check_token(name: str, token: int, vocab_size: int) -> None:
     """Raise BadRequestError for an id that the model does not know."""
     if not 0 <= token < vocab_size:
@@ -144,9 +143,7 @@ def verify_returns(returns: ReturnOptions, params: SamplingParams, *, vocab_size
         raise refusal("logprob_start_len", returns.logprob_start_len, "left out without prompt_logprobs")
     if returns.logprob_start_len < 0:
         raise refusal("logprob_start_len", returns.logprob_start_len, "0 or more")
-    if len(returns.token_ids_logprob) > MAX_TOKEN_IDS_LOGPROB:
-        given = f"a list of {len(returns.token_ids_logprob)}"
-        raise refusal("token_ids_logprob", given, f"at most {MAX_TOKEN_IDS_LOGPROB} token ids")
+    check_most("token_ids_logprob", returns.token_ids_logprob, MAX_TOKEN_IDS_LOGPROB, " token ids")
     for token in returns.token_ids_logprob:
         check_token("token_ids_logprob", token, vocab_size)
     if returns.temp_scaled_logprobs and not params.temperature:
@@ -157,16 +154,9 @@ def verify_returns(returns: ReturnOptions, params: SamplingParams, *, vocab_size
         raise refusal("return_hidden_states", returns.hidden_states, allowed)
 
 
-def verify_start(returns: ReturnOptions, length: int) -> None:
-    """Raise BadRequestError for a `logprob_start_len` behind a prompt of `length` tokens."""
-    if returns.logprob_start_len >= length:
-        raise refusal("logprob_start_len", returns.logprob_start_len, f"below {length}, the prompt's tokens")
-
-
 def verify_logits_processors(calls: Sequence[LogitsProcessorCall], processors: LogitsProcessors) -> None:
     """Raise BadRequestError for a processor that the server does not have, and for parameters that one refuses."""
-    if len(calls) > MAX_LOGITS_PROCESSORS:
-        raise refusal("logits_processors", f"a list of {len(calls)}", f"at most {MAX_LOGITS_PROCESSORS}")
+    check_most("logits_processors", calls, MAX_LOGITS_PROCESSORS)
     for call in calls:
         try:
             processors.check(call.name, call.params)

@@ -134,21 +134,22 @@ def verify_grammar(spec: GrammarSpec) -> None:
         raise _unfit(spec, f"has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
     if not spec.text.strip():
         raise _unfit(spec, "is empty")
-    if "\0" in spec.text or not _is_unicode(spec.text):
+    if not _is_text(spec.text):
         raise _unfit(spec, "has a NUL or half a surrogate pair, which no text has")
     if spec.kind == "json_schema":
-        _check_json_schema(spec)
+        _check_schema(_parsed(spec), spec.param)
     elif spec.kind == "choice":
         _check_choices(spec, json.loads(spec.text))
     elif spec.kind == "structural_tag":
         _parsed(spec)
 
 
-def _check_json_schema(spec: GrammarSpec) -> None:
+def _check_schema(schema: object, param: str, why: str = "") -> None:
     try:
-        check_schema(_parsed(spec))
+        check_schema(schema)
     except SchemaError as error:
-        raise _unfit(spec, f"is a JSON schema that cannot be followed: {error}") from None
+        what = f"{param} is a JSON schema that cannot be followed{why}: {error}"
+        raise BadRequestError(what, param=param, code="invalid_grammar") from None
 
 
 def _check_choices(spec: GrammarSpec, choices: list[str]) -> None:
@@ -157,7 +158,7 @@ def _check_choices(spec: GrammarSpec, choices: list[str]) -> None:
     for index, choice in enumerate(choices):
         if not choice:
             raise _unfit(spec, f"has an empty text as choice {index}")
-        if "\0" in choice or not _is_unicode(choice):
+        if not _is_text(choice):
             raise _unfit(spec, f"has a NUL or half a surrogate pair in choice {index}, which no text has")
 
 
@@ -170,12 +171,11 @@ def _parsed(spec: GrammarSpec) -> Any:
         raise _unfit(spec, f"is not JSON: {error}") from None
 
 
-def _is_unicode(text: str) -> bool:
+def _is_text(text: str) -> bool:
     try:
-        text.encode()
+        return b"\0" not in text.encode()
     except UnicodeEncodeError:
         return False
-    return True
 
 
 def _unfit(spec: GrammarSpec, what: str) -> BadRequestError:
@@ -201,19 +201,11 @@ def _with_calls(form: GrammarSpec | None, use: ToolUse) -> GrammarSpec | None:
         )
     strict = [index for index, tool in enumerate(use.tools) if tool["function"].get("strict")]
     for index in strict:
-        _check_parameters(use.tools[index]["function"].get("parameters", {}), index)
+        schema = use.tools[index]["function"].get("parameters", {})
+        _check_schema(schema, f"tools[{index}].function.parameters", ", and the tool is strict")
     tag = call_grammar(use) if form is None else only_calls(use)
     if tag is None:
         return None
     calls = make_spec("structural_tag", tag, param="tools", strict=bool(strict))
     verify_grammar(calls)
     return calls if form is None else replace(form, calls=calls.text)
-
-
-def _check_parameters(schema: object, index: int) -> None:
-    try:
-        check_schema(schema)
-    except SchemaError as error:
-        param = f"tools[{index}].function.parameters"
-        what = f"{param} is a JSON schema that cannot be followed, and the tool is strict: {error}"
-        raise BadRequestError(what, param=param, code="invalid_grammar") from None

@@ -23,7 +23,7 @@ import numpy as np
 from processors.families.base import ProcessedMedium, data_item
 from processors.families.report import MediumReport
 from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
-from vlmserve.frontend.live_requests import Admission, LiveRequest, LiveRequests, Outbox, RequestAbortedError
+from vlmserve.frontend.live_requests import LiveRequest, LiveRequests, RequestAbortedError, take_all
 from vlmserve.frontend.media import RequestMedia, same_media
 from vlmserve.frontend.request_builder import RequestBuilder, TokenizedPrompt
 from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
@@ -90,11 +90,10 @@ class _Choice:
 
     rid: str
     index: int
-    outputs: Outbox[ChoiceOutput | Exception]
+    outputs: asyncio.Queue[ChoiceOutput | Exception]
     times: AnswerTimes
-    ended: Callable[[RequestStats], None] | None = None
-    media: tuple[MediumReport, ...] = ()
-    notes: PromptNotes = NO_NOTES
+    prompt: TokenizedPrompt
+    media: tuple[MediumReport, ...]
     timings: Timings | None = None
     last: TokenOutput | None = None
 
@@ -106,11 +105,10 @@ class TokenizerManager:
     """Serves `generate` calls of one event loop. `handle` takes the other processes' messages.
 
     send: hands a message to the scheduler. prepare: does the same in two halves; the first one copies arrays, in any
-    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429, and the error
-    names max_pending_setting. num_replicas: engines that answer a question for figures.
-    observe: called with the outcome of each choice. observe_tokens: called for each output with its number of tokens
-    and the seconds since the tokens before (None for a choice's first). request_timeout_s: most seconds of a request;
-    0 is no limit.
+    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429. num_replicas:
+    engines that answer a question for figures. observe: called with the outcome of each choice. observe_tokens: called
+    for each output with its number of tokens and the seconds since the tokens before (None for a choice's first).
+    request_timeout_s: most seconds of a request; 0 is no limit.
     """
 
     def __init__(
@@ -121,12 +119,9 @@ class TokenizerManager:
         send: Callable[[SchedulerInput], None],
         prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
         max_pending: int,
-        max_pending_setting: str = "--max-queued-requests",
         observe: Callable[[RequestStats], None] | None = None,
-        observe_tokens: Callable[[int, float | None], None] | None = None,
         request_timeout_s: float = 0.0,
         num_replicas: int = 1,
-        num_threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.builder = builder
@@ -134,14 +129,12 @@ class TokenizerManager:
         self._send = send
         self._prepare = prepare
         self.observe = observe
-        self.observe_tokens = observe_tokens
+        self.observe_tokens: Callable[[int, float | None], None] | None = None
         self._clock = clock
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="vlmserve-tokenize")
+        self._executor = ThreadPoolExecutor(2, thread_name_prefix="vlmserve-tokenize")
         self._unavailable: str | None = None
         self._suspended: str | None = None
-        self._live: LiveRequests[ChoiceOutput] = LiveRequests(
-            Admission(max_pending=max_pending, setting=max_pending_setting, timeout_s=request_timeout_s), clock
-        )
+        self._live: LiveRequests[ChoiceOutput] = LiveRequests(max_pending, timeout_s=request_timeout_s, clock=clock)
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
         self._num_replicas = num_replicas
@@ -182,7 +175,7 @@ class TokenizerManager:
         """Give up the engine: requests under way fail now, later ones are refused, all with 503. May be repeated."""
         self._unavailable = reason
         for choice in self._choices.values():
-            choice.outputs.put(EngineUnavailableError(reason))
+            choice.outputs.put_nowait(EngineUnavailableError(reason))
             self._report(choice, "error")
         self._choices.clear()
         for warmup in self._warmups.values():
@@ -215,30 +208,26 @@ class TokenizerManager:
         """
         self._check_available()
         left, named = sum(request.num_choices for request in requests), requests[0]
-        state = self._live.enter(named.request_id, left)
-        self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
-        try:
-            await state.interruptible(self._submit(requests, state))
-            while left:
-                items, failure = _until_failure(await state.outputs.take())
-                left -= sum(item.output.finish_reason is not None for item in items)
-                if items:
-                    yield items
-                if failure is not None:
-                    raise failure
-        finally:
-            self._live.leave(state)
-            self._take_back(state, "abort")
+        with self._live.entered(named.request_id, left) as state:
+            self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
+            try:
+                await state.interruptible(self._submit(requests, state))
+                while left:
+                    items, failure = _until_failure(await take_all(state.outputs))
+                    left -= sum(item.output.finish_reason is not None for item in items)
+                    if items:
+                        yield items
+                    if failure is not None:
+                        raise failure
+            finally:
+                self._take_back(state, "abort")
 
     async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         """Return the ids of a prompt that will not be answered, int64 [L], media included. Raises as `generate`
         does."""
         self._check_available()
-        state = self._live.enter(request.request_id, 1)
-        try:
+        with self._live.entered(request.request_id, 1) as state:
             return await state.interruptible(self._prompt_ids(request))
-        finally:
-            self._live.leave(state)
 
     async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         prompt = await self._in_thread(self.builder.tokenize_alone, request)
@@ -251,11 +240,8 @@ class TokenizerManager:
         Cancel it to call the work off. Raises as `generate` does.
         """
         self._check_available()
-        state = self._live.enter(request.request_id, 1)
-        try:
+        with self._live.entered(request.request_id, 1) as state:
             return await state.interruptible(self._warm_up(request))
-        finally:
-            self._live.leave(state)
 
     async def _warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         rid = request.request_id
@@ -365,9 +351,8 @@ class TokenizerManager:
                     index=index,
                     outputs=state.outputs,
                     times=AnswerTimes(moments),
-                    ended=prompt.request.ended,
+                    prompt=prompt,
                     media=report,
-                    notes=prompt.notes,
                 )
                 state.rids.append(rid)
 
@@ -427,19 +412,24 @@ class TokenizerManager:
             del self._choices[output.rid]
             self._report(choice, finish.type, choice.timings, status=finish.status if finish.type == "error" else None)
         if finish is not None and finish.type in ("error", "abort"):
-            choice.outputs.put(_error_of(finish))
+            choice.outputs.put_nowait(_error_of(finish))
         else:
-            made = ChoiceOutput(
-                index=choice.index, output=output, media=choice.media, notes=choice.notes, timings=choice.timings
+            choice.outputs.put_nowait(
+                ChoiceOutput(
+                    index=choice.index,
+                    output=output,
+                    media=choice.media,
+                    notes=choice.prompt.notes,
+                    timings=choice.timings,
+                )
             )
-            choice.outputs.put(made)
 
     def _lose(self, rid: str, reason: str) -> None:
         """End an answer of which a message got lost, here and at the scheduler."""
         choice, warmup = self._choices.pop(rid, None), self._warmups.pop(rid, None)
         if choice is not None:
             self._report(choice, "error")
-            choice.outputs.put(EngineError(reason))
+            choice.outputs.put_nowait(EngineError(reason))
         elif warmup is not None and not warmup.done():
             warmup.set_exception(EngineError(reason))
         else:  # its client is gone, and it was aborted
@@ -450,7 +440,7 @@ class TokenizerManager:
         self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
     ) -> None:
         """Tell the observers the outcome of a choice. timings: None if this process ended it."""
-        tell = [one for one in (self.observe, choice.ended) if one is not None]
+        tell = [one for one in (self.observe, choice.prompt.request.ended) if one is not None]
         if not tell:
             return
         last, first = choice.last, choice.index == 0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
@@ -47,11 +47,14 @@ def of_all(reports: Iterable[ReadyReport]) -> ReadyReport:
     )
 
 
-class Ready(Protocol):
-    """Reports readiness, once. max_model_len, auto_pixels: see `ReadyReport`.
+class Ready:
+    """Reports readiness to the launcher, once. max_model_len, auto_pixels: see `ReadyReport`.
 
     before_end: called when the launcher stops this process, in another thread, before it ends; for `FINISH_S` at most.
     """
+
+    def __init__(self, parent: Parent) -> None:
+        self._parent = parent
 
     def __call__(
         self,
@@ -59,7 +62,10 @@ class Ready(Protocol):
         max_model_len: int = 0,
         auto_pixels: int | None = None,
         before_end: Callable[[], None] | None = None,
-    ) -> None: ...
+    ) -> None:
+        if before_end is not None:
+            self._parent.before_end = before_end
+        self._parent.ready(asdict(ReadyReport(max_model_len=max_model_len, auto_pixels=auto_pixels)))
 
 
 ChildMain: TypeAlias = Callable[[EngineArgs, Channels, StartSettings, Ready], None]
@@ -103,12 +109,5 @@ def wait_until_ready(
 
 
 def _run(parent: Parent, main: ChildMain, args: EngineArgs, channels: Channels, start: StartSettings) -> None:
-    def ready(
-        *, max_model_len: int = 0, auto_pixels: int | None = None, before_end: Callable[[], None] | None = None
-    ) -> None:
-        if before_end is not None:
-            parent.before_end = before_end
-        parent.ready(asdict(ReadyReport(max_model_len=max_model_len, auto_pixels=auto_pixels)))
-
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
-    main(args, channels, start, ready)
+    main(args, channels, start, Ready(parent))

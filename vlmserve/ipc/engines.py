@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from typing import Protocol, get_args
+from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
@@ -26,24 +25,11 @@ from vlmserve.ipc.messages import (
     TokenizerManagerInput,
 )
 from vlmserve.ipc.replica_sums import sum_results
-from vlmserve.ipc.routing import Demand, ReplicaRouter, demand_of, demands
-from vlmserve.ipc.sockets import Prepared, Sender
+from vlmserve.ipc.routing import ReplicaRouter, demand_of, parts_of
+from vlmserve.ipc.sockets import Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200
-
-
-class Engines(Protocol):
-    """The engine, or all replicas, seen from the API process. send and prepare work as in `Sender`, ask as in
-    `ControlClient`. Call `came` for each message taken from an engine."""
-
-    def send(self, message: SchedulerInput) -> None: ...
-
-    def prepare(self, message: SchedulerInput) -> PreparedMessage: ...
-
-    async def ask(self, question: ControlRequest) -> ControlResult: ...
-
-    def came(self, message: TokenizerManagerInput) -> None: ...
 
 
 def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStack) -> Engines:
@@ -55,34 +41,24 @@ def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStac
         stack.callback(senders[-1].close)
         operators.append(ControlClient(own.control))
         stack.callback(operators[-1].close)
-    if len(channels) == 1:
-        return OneEngine(senders[0], operators[0])
-    return Replicas(senders, operators, ReplicaRouter(len(senders), method=args.load_balance_method))
+    return Engines(senders, operators, ReplicaRouter(len(senders), method=args.load_balance_method))
 
 
-class OneEngine:
-    """A single engine: there is nothing to choose."""
-
-    def __init__(self, sender: Sender, operator: ControlClient) -> None:
-        self.send = sender.send
-        self.prepare = sender.prepare
-        self.ask = operator.ask
-
-    def came(self, message: TokenizerManagerInput) -> None:
-        """Do nothing: no answer is counted."""
-
-
-class Replicas:
-    """Several replicas. `router` chooses one for each request; later messages about it follow. Others go to all
-    replicas."""
+class Engines:
+    """The engine, or all replicas, seen from the API process. `router` chooses a replica for each request; later
+    messages about it follow. Others go to all replicas. Call `came` for each message taken from an engine."""
 
     def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: ReplicaRouter) -> None:
         self._senders = senders
         self._operators = operators
         self._router = router
+        self._is_one = len(senders) == 1
 
     def send(self, message: SchedulerInput) -> None:
         """Send a message to its replica; see `Sender.send`."""
+        if self._is_one:
+            self._senders[0].send(message)
+            return
         match message:
             case AbortReq():
                 replica = self._router.replica_of(message.rid)
@@ -93,18 +69,17 @@ class Replicas:
                 for sender in self._senders:
                     sender.send(message)
             case _:
-                for part, demand in demands(message):
-                    self._senders[self._router.place(demand)].send(part)
+                for part in parts_of(message):
+                    self._senders[self._router.place(demand_of(part))].send(part)
 
     def prepare(self, message: SchedulerInput) -> PreparedMessage:
         """Copy out a message's arrays; see `Sender.prepare`. The replica is chosen when the message is sent. The
         message stays whole, because its parts share arrays that are copied once."""
+        if self._is_one:
+            return self._senders[0].prepare(message)
         assert isinstance(message, TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput)
-        if isinstance(message, BatchTokenizedGenerateReqInput):
-            demand = demand_of(message.requests)
-        else:
-            ((_, demand),) = demands(message)
-        return _Placed(self._senders[0].prepare(message), demand, self._router, self._senders)
+        demand = demand_of(message)
+        return self._senders[0].prepare(message, lambda: self._senders[self._router.place(demand)])
 
     async def ask(self, question: ControlRequest) -> ControlResult:
         """Ask all replicas and return their answers as one; see `ControlClient.ask`."""
@@ -124,19 +99,3 @@ class Replicas:
             case RequestsLost():
                 for rid in message.rids:
                     self._router.end(rid)
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A prepared message whose replica is chosen when it is sent."""
-
-    prepared: Prepared
-    demand: Demand
-    router: ReplicaRouter
-    senders: Sequence[Sender]
-
-    def send(self) -> None:
-        self.prepared.send(self.senders[self.router.place(self.demand)])
-
-    def discard(self) -> None:
-        self.prepared.discard()

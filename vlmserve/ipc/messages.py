@@ -36,17 +36,6 @@ class GrammarSpec:
     param: str = field(default="response_format", compare=False)
 
 
-_LEFT_OUT: dict[str, Any] = {
-    "stop": (),
-    "stop_token_ids": (),
-    "ignore_eos": False,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "skip_special_tokens": True,
-    "min_tokens": 0,
-}
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How answers are sampled: first as a request asks, then checked and with the server's defaults filled in.
@@ -82,11 +71,10 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in _LEFT_OUT.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        if self.logit_bias is None:
-            object.__setattr__(self, "logit_bias", {})
+        for one in fields(self):
+            if getattr(self, one.name) is None:
+                default = {} if one.name == "logit_bias" else one.default
+                object.__setattr__(self, one.name, default)
         if self.max_tokens is None:
             return
         if self.max_new_tokens not in (None, self.max_tokens):

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from blake3 import blake3
 
-from vlmserve.ipc.messages import (
-    BatchTokenizedGenerateReqInput,
-    EncodeReqInput,
-    TokenizedGenerateReqInput,
-)
+from vlmserve.ipc.messages import BatchTokenizedGenerateReqInput, EncodeReqInput, TokenizedGenerateReqInput
 
 Method = Literal["affinity", "round_robin", "shortest_queue"]
 
@@ -53,29 +49,28 @@ class Demand:
         return self.tokens + sum(tokens for _, tokens in self.media)
 
 
-def demands(
-    message: TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput,
-) -> Iterator[tuple[TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput, Demand]]:
-    """Split a message into parts that may go to different replicas, each with its demand. The answers of one `group`
-    stay together."""
-    if isinstance(message, EncodeReqInput):
-        # these have no places in a prompt; the tower takes four patches for a token
-        media = tuple((item.digest, int(np.prod(item.grid_thw)) // 4) for item in message.items)
-        yield message, Demand(rids=(message.rid,), media=media)
-        return
-    if isinstance(message, TokenizedGenerateReqInput):
-        yield message, demand_of((message,))
+Work: TypeAlias = TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput
+
+
+def parts_of(message: Work) -> Iterator[Work]:
+    """Split a message into parts that may go to different replicas. The answers of one `group` stay together."""
+    if not isinstance(message, BatchTokenizedGenerateReqInput):
+        yield message
         return
     groups: dict[str, list[TokenizedGenerateReqInput]] = defaultdict(list)
     for request in message.requests:
         groups[request.group].append(request)
     for requests in groups.values():
-        whole = message if len(groups) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(requests))
-        yield whole, demand_of(requests)
+        yield message if len(groups) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(requests))
 
 
-def demand_of(requests: list[TokenizedGenerateReqInput] | tuple[TokenizedGenerateReqInput, ...]) -> Demand:
-    """Make the demand of answers to one prompt."""
+def demand_of(message: Work) -> Demand:
+    """Return the demand of a message about one prompt, or of its first prompt and all answers."""
+    if isinstance(message, EncodeReqInput):
+        # these have no places in a prompt; the tower takes four patches for a token
+        media = tuple((item.digest, int(np.prod(item.grid_thw)) // 4) for item in message.items)
+        return Demand(rids=(message.rid,), media=media)
+    requests = message.requests if isinstance(message, BatchTokenizedGenerateReqInput) else (message,)
     first = requests[0]
     items = first.mm_inputs.items if first.mm_inputs is not None else ()
     limits = (request.sampling_params.max_new_tokens for request in requests)
@@ -155,20 +150,16 @@ class KnownKeys:
         self._replicas.clear()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
-    """When a match wins. worth: the part of a request's work that it must save. Its replica may have `apart_tokens`
-    more in flight than the idlest one, or `apart_times` as much, whichever is more."""
-
-    worth: float = 0.5
-    apart_tokens: int = 4096
-    apart_times: float = 1.5
+_WORTH = 0.5
+"""The part of a request's work that a match must save."""
+_APART_TIMES = 1.5
 
 
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    most_keys, most_sessions: that are remembered; those used least recently are forgotten first.
+    The replica of a match may have apart_tokens more in flight than the idlest one, or half as many again. The router
+    remembers most_keys keys and most_sessions sessions. It forgets first those used least recently.
     """
 
     def __init__(
@@ -176,13 +167,13 @@ class ReplicaRouter:
         size: int,
         *,
         method: Method = "affinity",
-        balance: Balance = Balance(),
+        apart_tokens: int = 4096,
         most_keys: int = MOST_KEYS,
         most_sessions: int = 2**14,
     ) -> None:
         self.size = size
         self._method = method
-        self._balance = balance
+        self._apart_tokens = apart_tokens
         self._known = KnownKeys(size, most=most_keys)
         self._most_sessions = most_sessions
         self._sessions: OrderedDict[str, int] = OrderedDict()
@@ -250,8 +241,8 @@ class ReplicaRouter:
         if self._method == "shortest_queue":
             return idlest
         best = min(range(self.size), key=lambda replica: (-saved[replica], *self._busyness(replica)))
-        limit = max(self._loads[idlest] + self._balance.apart_tokens, self._loads[idlest] * self._balance.apart_times)
-        worth = saved[best] > 0 and saved[best] >= self._balance.worth * demand.work
+        limit = max(self._loads[idlest] + self._apart_tokens, self._loads[idlest] * _APART_TIMES)
+        worth = saved[best] > 0 and saved[best] >= _WORTH * demand.work
         return best if worth and self._loads[best] <= limit else idlest
 
     def _busyness(self, replica: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -31,21 +32,22 @@ _ZERO_COPY_FROM_BYTES = 16 * 1024
 _LOST = "a message about this request was damaged on its way between the server's processes: try again"
 
 
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """A message whose arrays have left this process. The thread that uses its `Sender` sends or discards it, once."""
+    """A message whose arrays have left this process. The thread that uses the senders sends or discards it, once.
+    sender: chooses the one whose receiver is to get it."""
 
-    def __init__(self, sender: Sender, codec: WireCodec, frames: list[Frame]) -> None:
-        self._sender = sender
-        self._codec = codec
-        self._frames = frames
+    sender: Callable[[], Sender]
+    codec: WireCodec
+    frames: list[Frame]
 
-    def send(self, sender: Sender | None = None) -> None:
-        """Queue it for delivery. sender: another one of the same types and arrays, whose receiver is to get it."""
-        (sender or self._sender).send_frames(self._frames)
+    def send(self) -> None:
+        """Queue it for delivery."""
+        self.sender().send_frames(self.frames)
 
     def discard(self) -> None:
         """Free its arrays: it will not be sent."""
-        self._codec.discard(self._frames[1:])
+        self.codec.discard(self.frames[1:])
 
 
 class Sender:
@@ -78,10 +80,11 @@ class Sender:
         """Queue a message for delivery. Arrays in it must not be changed afterwards. WireError for a foreign type."""
         self.send_frames(_encode(self._codec, message))
 
-    def prepare(self, message: object) -> Prepared:
-        """The first half of `send`, from any thread."""
+    def prepare(self, message: object, sender: Callable[[], Sender] | None = None) -> Prepared:
+        """The first half of `send`, from any thread. sender: chooses another one of the same types and arrays when the
+        message is sent."""
         with self._preparing:
-            return Prepared(self, self._prepare_codec, _encode(self._prepare_codec, message))
+            return Prepared(sender or (lambda: self), self._prepare_codec, _encode(self._prepare_codec, message))
 
     def send_frames(self, frames: Sequence[Frame]) -> None:
         """Queue an encoded message for delivery."""
@@ -97,15 +100,21 @@ def _encode(codec: WireCodec, message: object) -> list[Frame]:
     return [json.dumps([rids_of(message), codec.blocks]).encode(), *frames]
 
 
-class _Decoder:
-    """Decodes frames. A message that cannot be decoded is logged and becomes `RequestsLost`."""
+class _Pull:
+    """A socket that binds `address` and receives messages of some types."""
 
-    def __init__(self, types: Iterable[type], shared: SharedArrays | None) -> None:
+    def __init__(self, address: str, types: Iterable[type], shared: SharedArrays | None) -> None:
         self._codec = WireCodec(types, shared)
         self._shared = shared
+        self._socket = zmq.Socket(zmq.Context.instance(), zmq.PULL)
+        self._socket.set(zmq.RCVHWM, _UNLIMITED)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind(address)
 
-    def decode(self, frames: Sequence[zmq.Frame]) -> Any | None:
-        """Return a message, or `RequestsLost` in its place; None if no request is known to be lost."""
+    def _next(self, flags: int) -> Any | None:
+        """Return the next message. One that cannot be decoded is logged, and a `RequestsLost` comes in its place, or
+        None if no request is known to be lost."""
+        frames = self._socket.recv_multipart(flags=flags, copy=False)
         # Writable views of ZeroMQ's own buffers: arrays in a message map them without a copy.
         buffers: list[Frame] = [frame.buffer for frame in frames]
         try:
@@ -119,13 +128,10 @@ class _Decoder:
                 type(error).__name__,
                 error,
             )
-            self._free(blocks)
+            for block in blocks:
+                if self._shared is not None and self._shared.is_block_name(block):
+                    self._shared.discard(block)
             return RequestsLost(rids=tuple(rids), message=_LOST) if rids else None
-
-    def _free(self, blocks: Sequence[str]) -> None:
-        for block in blocks:
-            if self._shared is not None and self._shared.is_block_name(block):
-                self._shared.discard(block)
 
 
 def _open_envelope(frame: Frame) -> tuple[list[str], list[str]]:
@@ -138,15 +144,11 @@ def _open_envelope(frame: Frame) -> tuple[list[str], list[str]]:
     return (rids, blocks) if readable and isinstance(rids, list) and isinstance(blocks, list) else ([], [])
 
 
-class Receiver:
+class Receiver(_Pull):
     """The receiving end of a channel, for a process with a loop of its own. Binds `address`."""
 
     def __init__(self, address: str, types: Iterable[type], *, shared: SharedArrays | None = None) -> None:
-        self._decoder = _Decoder(types, shared)
-        self._socket = zmq.Socket(zmq.Context.instance(), zmq.PULL)
-        self._socket.set(zmq.RCVHWM, _UNLIMITED)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.bind(address)
+        super().__init__(address, types, shared)
 
     def recv(self, timeout_s: float | None = None, wake: Sequence[Any] = ()) -> Any:
         """Return the next message. None if none came in time (a timeout of None waits for ever), or if a file
@@ -156,7 +158,7 @@ class Receiver:
         # ZeroMQ's own waiting is the cheapest if there is nothing else to wait for.
         flags = zmq.NOBLOCK if wake or timeout_ms is not None else 0
         while not flags or self._is_next(timeout_ms, wake):
-            message = self._decoder.decode(self._socket.recv_multipart(flags=flags, copy=False))
+            message = self._next(flags)
             if message is not None:
                 return message
         return None
@@ -183,7 +185,7 @@ class Receiver:
         self._socket.close()
 
 
-class AsyncReceiver:
+class AsyncReceiver(_Pull):
     """The receiving end of a channel, for an event loop. Binds `address`; make it inside the running loop.
 
     handle: is called, in the loop, with each message as it comes; a malformed one is a `RequestsLost`, or dropped. It
@@ -202,14 +204,10 @@ class AsyncReceiver:
         broken: Callable[[Exception], None],
         shared: SharedArrays | None = None,
     ) -> None:
-        self._decoder = _Decoder(types, shared)
+        super().__init__(address, types, shared)
         self._handle = handle
         self._broken = broken
         self._loop = asyncio.get_running_loop()
-        self._socket = zmq.Socket(zmq.Context.instance(), zmq.PULL)
-        self._socket.set(zmq.RCVHWM, _UNLIMITED)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.bind(address)
         self._fd = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._fd, self._take)
         # A message from before the descriptor was watched may not show there.
@@ -218,7 +216,7 @@ class AsyncReceiver:
     def _take(self) -> None:
         try:
             while not self._socket.closed:
-                message = self._decoder.decode(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
+                message = self._next(zmq.NOBLOCK)
                 if message is not None:
                     self._handle(message)
         except zmq.Again:

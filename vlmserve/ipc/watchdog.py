@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
+from vlmserve.ipc.channels import Heartbeat
 from vlmserve_common.process.child import is_stopped_by_a_signal
 
 LOOK_S = 1.0
@@ -21,18 +21,13 @@ STOPPED_S = 2.0
 """A process that is stopped for this long is reported; a shorter stop may be a debugger's."""
 
 
-class _Pulse(Protocol):
-    def look(self) -> int:
-        """See `Heartbeat.look`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Watched:
     """A process to look at. title: what errors call it ("the scheduler process")."""
 
     title: str
     pid: int
-    heartbeat: _Pulse
+    heartbeat: Heartbeat
 
 
 @dataclass(slots=True)

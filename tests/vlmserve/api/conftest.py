@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import Served, serving, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import Served, official_client, real_server, serving, write_checkpoint_folder
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise, when it is imported
 
@@ -46,3 +47,17 @@ def client(served: Served) -> Iterator[TestClient]:
     with TestClient(served.app, raise_server_exceptions=False) as client:
         yield client
         served.assert_idle()
+
+
+@pytest.fixture
+def port(served: Served) -> Iterator[int]:
+    """Of the front end over real sockets."""
+    with real_server(served.app) as port:
+        yield port
+    served.assert_idle()
+
+
+@pytest.fixture
+def ai(port: int) -> Iterator[openai.OpenAI]:
+    with official_client(port) as client:
+        yield client

@@ -9,12 +9,13 @@ import hashlib
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import uvicorn
 from PIL import Image
 from tokenizers import Tokenizer
@@ -49,6 +50,9 @@ from vlmserve.ipc.messages import (
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 MODEL = "org/tiny"
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+BODY = {"model": MODEL, "messages": HI, "max_tokens": 4, "temperature": 0}
 CONTEXT = 256
 ROW_WIDTH = 8
 TEST_HOST = "testserver"  # what Starlette's client calls every server
@@ -241,6 +245,11 @@ class Served:
     def app(self) -> Any:
         return self.frontend.app
 
+    @property
+    def prompt(self) -> str:
+        """The prompt of the last request."""
+        return self.scheduler.tokenizer.decode(ids_of(self.scheduler.requests[-1]), skip_special_tokens=False)
+
     def assert_idle(self) -> None:
         """Nothing is left of any request."""
         assert self.frontend.manager.num_pending == 0
@@ -339,3 +348,13 @@ def real_server(app: Any) -> Iterator[int]:
         server.should_exit = True
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def http_scope(path: str, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
+    """A POST request as an ASGI server gives it to an application, for tests that play the server."""
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    return scope | {"scheme": "http", "root_path": "", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+
+
+def official_client(port: int, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=WAIT_S)

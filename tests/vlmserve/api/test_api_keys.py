@@ -97,7 +97,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_metrics_are_the_operators(serve, file: Path) -> None:
     _, client = serve(api_key_file=str(file), admin_api_key="admin")
     for path in ("/metrics", "/server_info"):
-        assert client.get(path).status_code == 401
+        assert "(setting --admin-api-key)" in client.get(path).text
         assert client.get(path, headers=bearer("alices-key")).status_code == 401
         assert client.get(path, headers=bearer("admin")).status_code == 200
     assert client.get("/v1/models", headers=bearer("admin")).status_code == 401

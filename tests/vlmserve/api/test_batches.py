@@ -19,7 +19,7 @@ from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.lines import count_lines, read_lines, write_file
 from vlmserve.api.batches.record import Batch
-from vlmserve.api.batches.runner import BatchLimits, BatchRunner
+from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.file_store import FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
@@ -72,7 +72,7 @@ class House:
 
     def runner(self, ask: Ask = _echo, concurrency: int = 2) -> BatchRunner:
         async def endpoint(body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 5)
+            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 2**31 - 1)
             self.asked.append(body["say"])
             return await ask(body)
 
@@ -80,7 +80,13 @@ class House:
             self.journal,
             self.files,
             {URL: endpoint},
-            BatchLimits(concurrency=concurrency, max_lines=100, max_line_bytes=1000, max_line_values=100, priority=5),
+            ServerSettings(
+                engine=EngineArgs(model="m", schedule_policy="priority"),
+                batch_concurrency=concurrency,
+                max_batch_lines=100,
+                max_body_mib=1000 / 2**20,
+                max_json_values=100,
+            ),
             has_room=lambda: self.room,
             is_gone=lambda: self.gone,
             clock=lambda: self.now,
@@ -325,22 +331,6 @@ def test_slots_are_few_and_lines_wait_while_there_is_no_room(house: House) -> No
     asyncio.run(run())
     assert len(house.asked) == 8
     assert max(at_once) == 2
-
-
-def test_every_slot_comes_back(house: House) -> None:
-    batch = house.batch(_line("a"))
-
-    async def run() -> None:
-        runner = house.runner(concurrency=1)
-        for number in range(3):
-            one = replace(batch, id=f"batch_{number + 2}")
-            house.journal.add(one, 10)
-            runner.run(one)
-            async with asyncio.timeout(20):
-                await _all_over(runner)
-
-    asyncio.run(run())
-    assert house.asked == ["a"] * 3
 
 
 def test_batches_of_others_are_not_found_and_limits_hold(house: House) -> None:

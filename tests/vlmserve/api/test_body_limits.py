@@ -12,15 +12,10 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, make_served, real_server
+from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served, make_served, real_server
 from vlmserve.api import body as body_module
-from vlmserve.api.body_budget import FREE_BYTES, BodyBudget, HeldBody
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.settings import ServerSettings
-from vlmserve_common.errors import BadRequestError
+from vlmserve.api.body import FREE_BYTES
 
-URL = "/v1/chat/completions"
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PART = {"type": "text", "text": ""}
 
@@ -44,7 +39,7 @@ def strict(checkpoint_folder: Path) -> Iterator[Served]:
 
 def refusal(served: Served, body: object) -> tuple[int, str]:
     client = TestClient(served.app, raise_server_exceptions=False)
-    reply = client.post(URL, json=body)
+    reply = client.post(CHAT, json=body)
     error = reply.json().get("error", {})
     return reply.status_code, f"{error.get('code')}: {error.get('message')}"
 
@@ -71,8 +66,8 @@ CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": 
 @pytest.mark.parametrize(
     ("url", "field", "fields"),
     [
-        (URL, "tools", BODY | {"tools": [{"wrong": 1}] * 4}),
-        (URL, "messages", {"messages": [{"role": "assistant", "tool_calls": CALLS}]}),
+        (CHAT, "tools", BODY | {"tools": [{"wrong": 1}] * 4}),
+        (CHAT, "messages", {"messages": [{"role": "assistant", "tool_calls": CALLS}]}),
         ("/v1/warmup", "messages", {"messages": [{"role": "user", "content": [PART] * 5}]}),
         ("/v1/completions", "prompt", {"prompt": ["hi"] * 4}),
         ("/v1/completions", "prompt", {"prompt": [[1, 2]] * 4}),
@@ -130,21 +125,6 @@ def test_values_are_counted_before_the_body_is_read(strict: Served, monkeypatch:
     )
 
 
-def test_the_budget_is_for_all_and_small_bodies_need_none() -> None:
-    budget = BodyBudget(ServerSettings(engine=EngineArgs(model=""), max_body_mib=1, max_bodies_mib=1))
-    one, other, small = (HeldBody(budget) for _ in range(3))
-    one.add(bytes(2**20))
-    assert budget.held == 2**20 - FREE_BYTES
-    other.add(bytes(2 * FREE_BYTES))
-    with pytest.raises(BadRequestError, match=r"take 1048576 bytes together, the limit is 1048576 \(setting"):
-        other.add(b"x")
-    small.add(bytes(FREE_BYTES))
-    other.release()
-    assert budget.held == 2**20 - FREE_BYTES
-    one.release()
-    assert budget.held == 0
-
-
 def test_a_body_takes_room_until_its_answer_has_ended(strict: Served) -> None:
     """Its texts and media are parts of it, for as long as the request is there."""
     strict.scheduler.pause_after = 1
@@ -189,6 +169,7 @@ def test_a_body_beyond_the_budget_is_told_to_come_again(strict: Served) -> None:
         assert answers[0].startswith(b"HTTP/1.1 408 ")  # the one that held it, in the end
         assert answers[1].startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1\r\n" in answers[1]
+        assert b"bytes together, the limit is 524288 (setting --max-bodies-mib)" in answers[1]
         for link in (*links, client):
             link.close()
 

@@ -9,45 +9,10 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
+from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served
 from tests.vlmserve.api.test_operations import assert_error
 from vlmserve import __version__
 from vlmserve.api import control
-from vlmserve.api.auth import CONTROL_PATHS
-
-URL = "/v1/chat/completions"
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
-ENDPOINTS = (
-    ("GET", "/server_info"),
-    ("POST", "/flush_cache"),
-    ("POST", "/pause_generation"),
-    ("POST", "/continue_generation"),
-    ("POST", "/start_profile"),
-    ("POST", "/stop_profile"),
-    ("POST", "/abort_request"),
-)
-
-
-def test_every_endpoint_is_behind_the_key() -> None:
-    assert {path for _, path in ENDPOINTS} == CONTROL_PATHS
-
-
-@pytest.mark.parametrize("api_key", ["usual", None])
-@pytest.mark.parametrize("admin_key", ["special", None])
-def test_keys(serve, api_key: str | None, admin_key: str | None) -> None:
-    needed = admin_key or api_key
-    _, client = serve(api_key=api_key, admin_api_key=admin_key)
-    with client:
-        for method, path in ENDPOINTS:
-            for given in ("usual", "special", "wrong", None):
-                headers = {} if given is None else {"Authorization": f"Bearer {given}"}
-                reply = client.request(method, path, headers=headers)
-                assert (reply.status_code == 401) == (needed not in (None, given)), (path, given, reply.text)
-                if reply.status_code == 401:
-                    assert ("--admin-api-key" in reply.text) == (admin_key is not None)
-        for given in ("usual", "special"):
-            reply = client.post(URL, json=BODY, headers={"Authorization": f"Bearer {given}"})
-            assert reply.status_code == (200 if api_key in (None, given) else 401)
 
 
 def test_info_has_no_secrets(serve) -> None:
@@ -63,25 +28,6 @@ def test_info_has_no_secrets(serve) -> None:
     assert info["uptime_s"] >= 0
 
 
-def test_flushing(client: TestClient, served: Served) -> None:
-    assert client.post("/flush_cache").json() == {"flushed_tokens": 32}
-    with running(client, served):
-        reply = client.post("/flush_cache")
-        assert reply.status_code == 409
-        assert "1 requests are running" in reply.json()["error"]["message"]
-        assert reply.json()["tokens"] == 32
-
-
-def test_a_pause_shows_in_health(client: TestClient) -> None:
-    assert client.get("/health").json() == {"status": "ok"}
-    assert_error(client.post("/continue_generation"), 409)
-    assert client.post("/pause_generation").json()["paused"] is True
-    assert client.get("/health").json() == {"status": "paused"}
-    assert_error(client.post("/pause_generation"), 409)
-    assert client.post("/continue_generation").json()["paused"] is False
-    assert client.get("/health").json() == {"status": "ok"}
-
-
 class running:
     """A request of the id "mine" at the engine, until it is aborted."""
 
@@ -92,7 +38,7 @@ class running:
     def __enter__(self):
         self.served.scheduler.pause_after = 1
         body = BODY | {"rid": "mine"} | self.fields
-        reply = self.pool.submit(self.client.post, URL, json=body)
+        reply = self.pool.submit(self.client.post, CHAT, json=body)
         self.served.scheduler.wait_until(lambda: self.served.scheduler.num_active)
         return reply
 
@@ -118,29 +64,29 @@ def test_aborting(client: TestClient, served: Served) -> None:
 
 def test_the_answer_has_the_client_s_id_and_a_second_one_is_refused(client: TestClient, served: Served) -> None:
     with running(client, served):
-        second = client.post(URL, json=BODY | {"rid": "mine"})
+        second = client.post(CHAT, json=BODY | {"rid": "mine"})
         assert_error(second, 409)
         assert second.json()["error"]["param"] == "rid"
     served.scheduler.pause_after = None
-    reply = client.post(URL, json=BODY | {"rid": "mine"})
+    reply = client.post(CHAT, json=BODY | {"rid": "mine"})
     assert (reply.json()["id"], reply.headers["x-request-id"]) == ("mine", "mine")
     for rid in ("", "a b", "é", "x" * 129, 1):
-        assert_error(client.post(URL, json=BODY | {"rid": rid}), 400)
+        assert_error(client.post(CHAT, json=BODY | {"rid": rid}), 400)
 
 
 def test_a_timeout_is_told_whole_or_in_the_stream(client: TestClient, served: Served) -> None:
     served.scheduler.pause_after = 0
-    reply = client.post(URL, json=BODY | {"timeout": 0.02})
+    reply = client.post(CHAT, json=BODY | {"timeout": 0.02})
     assert_error(reply, 504, "server_error")
     assert reply.json()["error"]["code"] == "request_timeout"
     served.scheduler.pause_after = 1
-    with client.stream("POST", URL, json=BODY | {"timeout": 0.5, "stream": True}) as reply:
+    with client.stream("POST", CHAT, json=BODY | {"timeout": 0.5, "stream": True}) as reply:
         assert reply.status_code == 200
         *_, error, done, _ = "".join(reply.iter_text()).split("\n\n")
     assert '"code":"request_timeout"' in error
     assert done == "data: [DONE]"
     for timeout in (0, -1, "1", 1e9):
-        assert_error(client.post(URL, json=BODY | {"timeout": timeout}), 400)
+        assert_error(client.post(CHAT, json=BODY | {"timeout": timeout}), 400)
 
 
 def test_refused_because_of_a_limit(serve) -> None:
@@ -150,7 +96,7 @@ def test_refused_because_of_a_limit(serve) -> None:
     manager._live._clock = lambda: now[0]
     with client, running(client, served, n=2):
         now[0] = 7.0
-        reply = client.post(URL, json=BODY)
+        reply = client.post(CHAT, json=BODY)
         assert_error(reply, 429, "rate_limit_error")
         assert reply.headers["retry-after"] == "7"
 

@@ -18,7 +18,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import WAIT_S, Served, png_url, real_server, serving
+from tests.vlmserve.api.fake_engine import WAIT_S, Served, http_scope, official_client, png_url, real_server, serving
 from vlmserve.api import file_store
 from vlmserve.api.app import build_app
 from vlmserve.api.file_store import FileStore, Upload
@@ -41,19 +41,6 @@ def served(checkpoint_folder, store) -> Iterator[Served]:
     limits = {"max_file_bytes": 300_000, "max_files": 6, "max_file_store_bytes": 500_000}
     with serving(checkpoint_folder, file_store_dir=str(store), **limits) as served:
         yield served
-
-
-@pytest.fixture
-def port(served) -> Iterator[int]:
-    with real_server(served.app) as port:
-        yield port
-    served.assert_idle()
-
-
-@pytest.fixture
-def ai(port) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
-        yield client
 
 
 def upload(client, data=PNG, name="x.png", **fields):
@@ -231,8 +218,7 @@ def test_an_upload_that_stalls_is_dropped(serve, store):
         head = b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
         form = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
         link.sendall(head + b"Content-Length: 1000\r\n\r\n" + form)
-        base = f"http://127.0.0.1:{port}/v1"
-        with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=WAIT_S) as ai:
+        with official_client(port) as ai:
             kept = ai.files.create(file=("y", PNG), purpose="vision")
             answer = b"".join(iter(lambda: link.recv(65536), b""))  # up to the server's closing the connection
             assert answer.startswith(b"HTTP/1.1 408 ")
@@ -250,13 +236,7 @@ def test_a_slow_upload_may_take_longer_than_the_limit(serve, store):
     fields = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     parts = iter([fields, head, *[b"x"] * 10, b"\r\n--b--\r\n"])
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/files",
-        "query_string": b"",
-        "headers": [(b"content-type", b"multipart/form-data; boundary=b")],
-    }
+    scope = http_scope("/v1/files", [(b"content-type", b"multipart/form-data; boundary=b")])
     sent = []
 
     async def scenario():
@@ -292,8 +272,7 @@ def test_memory_holds_a_part_of_an_upload_only(serve, store, monkeypatch):
     )
     served, _ = serve(file_store_dir=str(store))
     with real_server(served.app) as port:
-        base = f"http://127.0.0.1:{port}/v1"
-        with openai.OpenAI(base_url=base, api_key="none", max_retries=0, timeout=WAIT_S) as ai:
+        with official_client(port) as ai:
             file = ai.files.create(file=("x", io.BytesIO(bytes(8_000_000))), purpose="vision")
         assert file.bytes == 8_000_000
     assert max(sizes) < 1_000_000
@@ -329,13 +308,6 @@ def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
         for link in (waiting, other):
             link.close()
     files.close()
-
-
-def test_files_stay_in_a_folder_of_the_users(checkpoint_folder, store):
-    with serving(checkpoint_folder, file_store_dir=str(store)) as served, TestClient(served.app) as client:
-        kept = upload(client).json()
-    with serving(checkpoint_folder, file_store_dir=str(store)) as served, TestClient(served.app) as client:
-        assert client.get(f"/v1/files/{kept['id']}").json() == kept
 
 
 def test_without_a_folder_files_go_with_the_server(checkpoint_folder, tmp_path, monkeypatch):

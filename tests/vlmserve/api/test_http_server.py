@@ -10,14 +10,14 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
-from vlmserve.api.connections import SPARE
-from vlmserve.api.http_server import HttpServer
+from vlmserve.api.http_server import SPARE, HttpServer
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 
@@ -34,12 +34,14 @@ class App:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/hang":
+            self.loop = asyncio.get_running_loop()
             self.hanging.release()
             await self.release.wait()
-        body = bytes(LARGE) if scope["path"] == "/large" else b"ok"
-        headers = [(b"content-length", str(len(body)).encode())]
+        parts = [bytes(2**20)] * (LARGE // 2**20) if scope["path"] == "/large" else [b"ok"]
+        headers = [(b"content-length", str(sum(map(len, parts))).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for left, part in enumerate(parts, 1 - len(parts)):
+            await send({"type": "http.response.body", "body": part, "more_body": left < 0})
 
 
 @contextlib.contextmanager
@@ -154,6 +156,20 @@ def test_a_client_that_does_not_read_is_cut() -> None:
         watch.register(link, 0)  # for errors only: nothing is read
         assert watch.poll(1000 * WAIT_S)
         link.close()
+
+
+def test_who_works_or_reads_slowly_is_left_alone() -> None:
+    """For longer than headers may take, and longer than a client may take nothing."""
+    with serving(header_timeout_s=0.2, send_timeout_s=0.9) as (port, app):
+        worker = connect(port, b"GET /hang HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        slow = connect(port, b"GET /large HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        came = 0
+        for _ in range(8):
+            time.sleep(0.2)
+            came += sum(len(slow.recv(2**20)) for _ in range(4))
+        assert came + len(rest(slow)) > LARGE
+        app.loop.call_soon_threadsafe(app.release.set)
+        assert rest(worker).endswith(b"ok")
 
 
 def test_health_is_answered_when_all_connections_work() -> None:

@@ -1,7 +1,8 @@
-"""docs/metrics.md names what /metrics has, and nothing else."""
+"""docs/metrics.md names what /metrics has, and nothing else; the board of Grafana asks for nothing else."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
 from vlmserve.ipc.replica_sums import sum_stats
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+BOARD = json.loads((ROOT / "configs" / "grafana" / "vlmserve.json").read_text(encoding="utf-8"))
+ROWS = re.findall(r"^\| `(vlmserve:\w+)` \| (\w+) \|([^|]*)\|", PAGE, re.MULTILINE)
 PICTURE = {"type": "image_url", "image_url": {"url": png_url()}}
 
 
@@ -39,13 +42,12 @@ def test_the_page_has_every_metric_with_its_type_and_labels(client: TestClient, 
     replicated = observed([0.0]).render(sum_stats([replace(stats(), replica=n) for n in range(2)]))
     shown = families(client.get("/metrics").text)
     shown |= {name: own for name, own in families(replicated.decode()).items() if "replica" in own[1]}
-    rows = re.findall(r"^\| `(vlmserve:\w+)` \| (\w+) \|([^|]*)\|", PAGE, re.MULTILINE)
-    assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows} == shown
-    assert len(rows) == len(shown)
+    assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROWS} == shown
+    assert len(ROWS) == len(shown)
 
 
 def test_its_queries_are_of_metrics_that_there_are() -> None:
-    known = set(re.findall(r"^\| `(vlmserve:\w+)`", PAGE, re.MULTILINE))
+    known = {name for name, _, _ in ROWS}
     (queries,) = re.findall(r"```promql\n(.*?)```", PAGE, re.DOTALL)
     asked = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"vlmserve:\w+", queries)}
     assert asked
@@ -159,3 +161,33 @@ def test_the_page_lists_other_engines_names() -> None:
     listed = set(re.findall(r"^\| `((?:vllm|sglang):\w+)`", PAGE, re.MULTILINE))
     computed = {"sglang:gen_throughput", "sglang:cache_hit_rate"}
     assert listed == {f"{prefix}:{name}" for prefix, names in ALIASES.items() for name in names} | computed
+
+
+SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge": ("",)}
+
+
+def samples() -> dict[str, set[str]]:
+    """Names of samples and their labels, by the page."""
+    return {
+        name + suffix: {"model_name", "le", *re.findall(r"`(\w+)`", labels)}
+        for name, kind, labels in ROWS
+        for suffix in SUFFIXES[kind]
+    }
+
+
+def test_the_boards_queries_are_of_metrics_that_there_are() -> None:
+    known = samples()
+    queries = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"vlmserve:\w+", query)}
+    assert len(asked) > 30
+    assert asked <= known.keys()
+    for query in queries:
+        for name, filters in re.findall(r"(vlmserve:\w+)\{([^}]*)\}", query):
+            assert set(re.findall(r"(\w+)=~?\"", filters)) <= known[name]
+        assert query.count("(") == query.count(")")
+
+
+def test_the_boards_panels_stand_beside_each_other() -> None:
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in BOARD["panels"]]
+    assert len(set(places)) == len(places) == 12
+    assert {panel["id"] for panel in BOARD["panels"]} == set(range(1, 13))

@@ -12,9 +12,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.api.fake_engine import MODEL, Served, png_url, serving
+from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, png_url, serving
 
-URL = "/v1/chat/completions"
 PICTURE = png_url(size=(300, 200))
 TOKEN = 28 * 28
 LIMIT = 50176  # the checkpoint's
@@ -43,13 +42,13 @@ def body(*parts: Any, **fields: Any) -> dict[str, Any]:
 
 
 def answer(client: TestClient, *parts: Any, **fields: Any) -> dict[str, Any]:
-    reply = client.post(URL, json=body(*parts, **fields))
+    reply = client.post(CHAT, json=body(*parts, **fields))
     assert reply.status_code == 200, reply.text
     return reply.json()
 
 
 def events(client: TestClient, *parts: Any, **fields: Any) -> list[dict[str, Any]]:
-    text = client.post(URL, json=body(*parts, stream=True, **fields)).text
+    text = client.post(CHAT, json=body(*parts, stream=True, **fields)).text
     assert text.endswith("data: [DONE]\n\n")
     return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
 
@@ -59,7 +58,7 @@ def report(client: TestClient, *parts: Any, **fields: Any) -> list[dict[str, Any
 
 
 def refused(client: TestClient, *parts: Any, **fields: Any) -> dict[str, Any]:
-    reply = client.post(URL, json=body(*parts, **fields))
+    reply = client.post(CHAT, json=body(*parts, **fields))
     assert reply.status_code == 400, reply.text
     return reply.json()["error"]
 
@@ -118,20 +117,13 @@ def test_who_does_not_ask_gets_none(client):
 def test_a_stream_has_it_in_its_last_event(client, n, usage):
     options = {"stream_options": {"include_usage": True}} if usage else {}
     got = events(client, image(max_pixels=10**6), n=n, return_mm_report=True, **options)
+    assert 0 < got[-1]["timings"]["prepare_s"] <= got[-1]["timings"]["first_token_s"]
     assert [("mm_report" in event, "warnings" in event) for event in got] == [(False, False)] * (len(got) - 1) + [
         (True, True)
     ]
     assert got[-1]["mm_report"]["media"] == report(client, image(max_pixels=10**6))
     assert bool(got[-1]["choices"]) != usage
     assert not any("mm_report" in event for event in events(client, image(), n=n, **options))
-
-
-def test_timings_come_with_it(client):
-    whole = answer(client, image(), return_mm_report=True)["timings"]
-    streamed = events(client, image(), return_mm_report=True)[-1]["timings"]
-    for timings in (whole, streamed):
-        assert 0 < timings["prepare_s"] <= timings["first_token_s"]
-    assert "timings" not in answer(client, image())
 
 
 # ---------------------------------------------------------------- knobs
@@ -161,12 +153,6 @@ def test_precedence(client):
     assert tokens(client, *parts[4:]) == [9, 9, 36, 4]
     assert tokens(client, *parts[:4], **kwargs) == [25, 25, 16, 64]
     assert tokens(client, *parts[4:], **kwargs) == [9, 9, 36, 4]
-
-
-def test_a_size_of_a_part(client):
-    (medium,) = report(client, image(resized_height=100, resized_width=210))
-    assert medium["final_size"] == {"width": 224, "height": 112}
-    assert medium["scale"] == {"x": 300 / 224, "y": 200 / 112}
 
 
 def test_kwargs_reach_videos(client):
@@ -200,24 +186,9 @@ def test_a_clamp_is_told_whoever_asks(client):
     assert medium["tokens"] == 64
 
 
-def test_a_videos_clamps_are_told(client):
-    (medium,) = report(client, {"type": "video", "video": CLIP, "max_pixels": 10**9, "max_frames": 10**6})
-    assert [(clamp["knob"], clamp["asked"], clamp["setting"]) for clamp in medium["clamps"]] == [
-        ("max_frames", 10**6, "setting --max-video-frames"),
-        ("max_pixels", 10**9, "setting --max-pixels"),
-    ]
-
-
 def test_a_knob_without_effect_is_told(client):
     part = {"type": "video", "video": [png_url(), png_url()], "nframes": 4}
     assert answer(client, part)["warnings"] == ["messages[0].content[0]: nframes has no effect on this video"]
-    request = {"num_frames": 4, "max_frames": 3}
-    few = answer(client, {"type": "video", "video": CLIP}, mm_processor_kwargs=request)
-    assert few["warnings"] == ["messages[0].content[0]: max_frames has no effect on this video"]
-    of_list = answer(client, {"type": "video", "video": [png_url(), png_url()]}, mm_processor_kwargs={"num_frames": 4})
-    assert of_list["warnings"] == ["messages[0].content[0]: num_frames has no effect on this video"]
-    sized = answer(client, image(resized_height=56, resized_width=56, max_pixels=TOKEN), mm_processor_kwargs=request)
-    assert sized["warnings"] == ["messages[0].content[0]: max_pixels has no effect on this image"]
     assert report(client, part)[0]["video"]["sampling"] == "list"
 
 
@@ -228,18 +199,13 @@ def test_a_knob_without_effect_is_told(client):
     ("part", "param"),
     [
         (image(max_pixels=0), "messages[0].content[0]"),
-        (image(min_pixels=-1), "messages[0].content[0]"),
-        (image(max_pixels=2**60), "messages[0].content[0]"),
         (image(max_pixels=True), "messages[0].content[0].max_pixels"),
-        (image(max_pixels=1.5), "messages[0].content[0].max_pixels"),
-        (image(max_pixels="9"), "messages[0].content[0].max_pixels"),
         (image(min_pixels=9, max_pixels=8), "messages[0].content[0]"),
         (image(resized_height=100), "messages[0].content[0]"),
         (image(resized_height=28, resized_width=28 * 300), "messages[0].content[0]"),
         (image(detail="medium"), "messages[0].content[0].image_url.detail"),
         (image(fps=2), "messages[0].content[0].fps"),
         ({"type": "video", "video": CLIP, "fps": 0}, "messages[0].content[0]"),
-        ({"type": "video", "video": CLIP, "nframes": 10**20}, "messages[0].content[0]"),
     ],
     ids=str,
 )
@@ -251,7 +217,6 @@ def test_bad_knobs_of_a_part(client, part, param):
     ("kwargs", "param"),
     [
         ({"max_pixel": 9}, "mm_processor_kwargs.max_pixel"),
-        ({"max_pixels": 0}, "mm_processor_kwargs"),
         ({"do_sample_frames": "yes"}, "mm_processor_kwargs.do_sample_frames"),
         ([1], "mm_processor_kwargs"),
     ],
@@ -264,7 +229,3 @@ def test_bad_kwargs_are_refused_with_and_without_media(client, kwargs, param):
 
 def test_knobs_are_checked_before_anything_is_fetched(client):
     assert "min_pixels is 0" in refused(client, image("http://127.0.0.1:1/x.png", min_pixels=0))["message"]
-
-
-def test_return_mm_report_is_a_bool(client):
-    assert refused(client, return_mm_report="yes")["param"] == "return_mm_report"

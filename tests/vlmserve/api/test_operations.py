@@ -8,11 +8,8 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.vlmserve.api.fake_engine import MODEL
+from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, http_scope
 from vlmserve import __version__
-
-URL = "/v1/chat/completions"
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
 
 
 def assert_error(reply, status, kind="invalid_request_error"):
@@ -46,22 +43,15 @@ def test_models(client):
     assert_error(client.get("/v1/models/no-such-model"), 404, "not_found_error")
 
 
-def test_other_paths_and_methods(client):
-    assert_error(client.post("/v1/no/such/path", json={}), 404, "not_found_error")
-    reply = client.get(URL)
-    assert_error(reply, 405)
-    assert reply.headers["allow"] == "POST"
-
-
 def test_version(client):
     assert client.get("/version").json() == {"version": __version__}
 
 
 def test_metrics(client, served):
     served.scheduler.say("a red square")
-    client.post(URL, json=BODY)
-    client.post(URL, json={**BODY, "max_tokens": 50, "n": 2})
-    client.post(URL, json={**BODY, "temperature": 9})
+    client.post(CHAT, json=BODY)
+    client.post(CHAT, json={**BODY, "max_tokens": 50, "n": 2})
+    client.post(CHAT, json={**BODY, "temperature": 9})
     client.get("/nowhere/at/all")
     found = figures(client)
     prompt = len(served.scheduler.requests[0].input_ids)
@@ -74,8 +64,8 @@ def test_metrics(client, served):
     assert found[("vlmserve:inter_token_latency_seconds_count",)] == 3 + 2 * (whole - 1)
     for name in ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token"):
         assert found[(f"vlmserve:{name}_seconds_count",)] == 3
-    assert found["vlmserve:http_requests_total", URL, "200"] == 2
-    assert found["vlmserve:http_requests_total", URL, "400"] == 1
+    assert found["vlmserve:http_requests_total", CHAT, "200"] == 2
+    assert found["vlmserve:http_requests_total", CHAT, "400"] == 1
     assert found["vlmserve:http_requests_total", "other", "404"] == 1
     assert found["vlmserve:requests_refused_total", "invalid_value"] == 1
     assert found["vlmserve:requests_refused_total", "not_found"] == 1
@@ -96,7 +86,7 @@ def test_health_follows_the_engine(client, served):
     assert client.get("/health").status_code == 200
     served.frontend.fail_all("the scheduler died")
     assert_error(client.get("/health"), 503, "server_error")
-    reply = client.post(URL, json=BODY)
+    reply = client.post(CHAT, json=BODY)
     assert_error(reply, 503, "server_error")
     assert "the scheduler died" in reply.json()["error"]["message"]
     assert int(reply.headers["retry-after"]) > 0
@@ -108,11 +98,11 @@ def test_api_keys(serve):
     with client:
         for header in (None, "Bearer wrong", "Bearer ", "sésame", "Basic sésame", "Bearer sésamee"):
             headers = {} if header is None else {"Authorization": header.encode()}
-            for reply in (client.post(URL, json=BODY, headers=headers), client.get("/v1/models", headers=headers)):
+            for reply in (client.post(CHAT, json=BODY, headers=headers), client.get("/v1/models", headers=headers)):
                 assert_error(reply, 401, "authentication_error")
                 assert reply.headers["www-authenticate"] == "Bearer"
         good = {"Authorization": "Bearer sésame".encode()}
-        assert client.post(URL, json=BODY, headers=good).status_code == 200
+        assert client.post(CHAT, json=BODY, headers=good).status_code == 200
         assert client.get("/nothing").status_code == 401
         for path in ("/health", "/metrics", "/version"):
             assert client.get(path).status_code == 200
@@ -123,10 +113,10 @@ def test_a_body_that_is_too_large(serve):
     with client:
         large = b" " * 20000
         for content in (large, iter([large[:9000], large[9000:]])):  # announced, and not
-            reply = client.post(URL, content=content)
+            reply = client.post(CHAT, content=content)
             assert_error(reply, 413)
             assert "--max-body-mib" in reply.json()["error"]["message"]
-        assert client.post(URL, json=BODY).status_code == 200
+        assert client.post(CHAT, json=BODY).status_code == 200
 
 
 @pytest.mark.parametrize(("headers", "parts_read"), [([(b"content-length", b"99999999")], 0), ([], 2)])
@@ -143,44 +133,30 @@ def test_no_more_of_a_large_body_is_read_than_allowed(serve, headers, parts_read
     async def send(message):
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": URL,
-        "raw_path": URL.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "scheme": "http",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 2),
-    }
-    asyncio.run(served.app(scope, receive, send))
+    asyncio.run(served.app(http_scope(CHAT, headers), receive, send))
     assert sent[0]["status"] == 413
     assert len(read) == parts_read
 
 
 def test_a_large_body_is_answered(client):
     padded = {**BODY, "metadata": {"x": "y" * 200_000}}
-    assert client.post(URL, json=padded).status_code == 200
+    assert client.post(CHAT, json=padded).status_code == 200
 
 
 def test_a_full_house_answers_429(serve):
     served, client = serve({"max_running_requests": 2, "max_queued_requests": 1})
     with client:
-        reply = client.post(URL, json={**BODY, "n": 4})
+        reply = client.post(CHAT, json={**BODY, "n": 4})
         assert_error(reply, 429, "rate_limit_error")
         assert int(reply.headers["retry-after"]) > 0
         assert "--max-queued-requests" in reply.json()["error"]["message"]
-        assert client.post(URL, json={**BODY, "n": 3}).status_code == 200
+        assert client.post(CHAT, json={**BODY, "n": 3}).status_code == 200
     assert len(served.scheduler.requests) == 3
 
 
 def test_sampling_defaults_can_be_openais(serve):
     served, client = serve({"sampling_defaults": "openai"})
     with client:
-        client.post(URL, json={**BODY, "temperature": None})
+        client.post(CHAT, json={**BODY, "temperature": None})
     params = served.scheduler.requests[0].sampling_params
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, -1)

@@ -65,10 +65,6 @@ def litellm_options(running: tuple[Served, str]) -> dict[str, Any]:
     return {"model": f"openai/{MODEL}", "api_base": running[1], "api_key": "secret", "max_retries": 0}
 
 
-def prompt_of(served: Served) -> str:
-    return served.scheduler.tokenizer.decode(ids_of(served.scheduler.requests[-1]), skip_special_tokens=False)
-
-
 # ---------------------------------------------------------------- LangChain
 
 
@@ -108,13 +104,13 @@ def test_langchain_calls_a_tool(chat: ChatOpenAI, served: Served, streams: bool)
         answer = able.invoke([question])
     [call] = answer.tool_calls
     assert (call["name"], call["args"]) == ("weather", {"city": "Köln"})
-    assert "The weather in a city." in prompt_of(served)
+    assert "The weather in a city." in served.prompt
     result = weather.invoke(call)
     assert isinstance(result, ToolMessage)
     served.scheduler.say("It rains.")
     said = AIMessage(answer.content, tool_calls=answer.tool_calls)
     assert able.invoke([question, said, result]).content == "It rains."
-    assert "rain in Köln" in prompt_of(served)
+    assert "rain in Köln" in served.prompt
 
 
 def test_langchain_through_responses(running: tuple[Served, str], served: Served) -> None:

@@ -1,76 +1,15 @@
-"""Over real sockets: the official client, and clients that leave."""
+"""Over real sockets: many streams at once, and clients that leave."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, png_url, real_server
-
-HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-def port(served: Served) -> Iterator[int]:
-    with real_server(served.app) as port:
-        yield port
-    served.assert_idle()
-
-
-@pytest.fixture
-def ai(port: int) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
-        yield client
-
-
-def test_the_official_client(ai, served):
-    served.scheduler.say("a red square")
-    content = [{"type": "image_url", "image_url": {"url": png_url()}}, {"type": "text", "text": "What is it?"}]
-    answer = ai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": content}], logprobs=True)
-    assert answer.choices[0].message.content == "a red square"
-    assert answer.choices[0].finish_reason == "stop"
-    assert "".join(t.token for t in answer.choices[0].logprobs.content) == "a red square"
-    assert answer.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens // 2
-    assert [model.id for model in ai.models.list()] == [MODEL]
-    assert ai.models.retrieve(MODEL).id == MODEL
-
-
-def test_the_official_client_streams(ai, served):
-    served.scheduler.say("a red square")
-    with ai.chat.completions.create(
-        model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
-    ) as chunks:
-        seen = list(chunks)
-    assert "".join(c.choices[0].delta.content or "" for c in seen if c.choices) == "a red square"
-    assert seen[-1].usage.completion_tokens == len(served.scheduler.tokenizer.encode("a red square")) + 1
-
-
-def test_the_official_client_understands_errors(ai):
-    with pytest.raises(openai.BadRequestError) as caught:
-        ai.chat.completions.create(model=MODEL, messages=HI, temperature=3)
-    assert caught.value.param == "temperature"
-    assert caught.value.code == "invalid_value"
-    with pytest.raises(openai.NotFoundError):
-        ai.chat.completions.create(model="other", messages=HI)
-    with pytest.raises(openai.NotFoundError):
-        ai.models.retrieve("other/model")
-
-
-def test_the_official_client_sees_a_stream_break(ai, served):
-    def script(request, index):
-        if index == 2:
-            served.frontend.fail_all("the engine is gone")
-        return 65
-
-    served.scheduler.script = script
-    with pytest.raises(openai.APIError, match="the engine is gone"):
-        list(ai.chat.completions.create(model=MODEL, messages=HI, stream=True))
+from tests.vlmserve.api.fake_engine import HI, MODEL, WAIT_S, real_server
 
 
 def test_many_streams_at_once(ai, served):

@@ -1,24 +1,25 @@
-"""The id of a request: in headers, answers, the engine's names and the log."""
+"""The id of a request: in headers, answers, the engine's names and the log, which has a line for every request."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served
-from vlmserve.api.outermost import requests
+from tests.vlmserve.api.fake_engine import BODY, CHAT, Served, make_served
+from vlmserve.api.http_server import OnceInAWhile
+from vlmserve.api.outermost import access, requests
 from vlmserve.frontend.live_requests import Admission
 from vlmserve_common.logs import configure_logging, request_id
 
-URL = "/v1/chat/completions"
-BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
-
 
 def test_the_clients_own_is_kept_and_the_engines_are_different(client: TestClient, served: Served) -> None:
-    replies = [client.post(URL, json=BODY, headers={"x-request-id": "job-7.a"}) for _ in range(2)]
+    replies = [client.post(CHAT, json=BODY, headers={"x-request-id": "job-7.a"}) for _ in range(2)]
     assert [reply.headers["X-Request-Id"] for reply in replies] == ["job-7.a"] * 2
     rids = [request.rid for request in served.scheduler.requests]
     assert len(set(rids)) == 2
@@ -39,7 +40,7 @@ def test_errors_have_it_too(serve, monkeypatch: pytest.MonkeyPatch, status: int)
     headers = {"X-Request-Id": "mine", "Authorization": "Bearer wrong" if status == 401 else "Bearer key"}
     with client:
         method = "DELETE" if status == 405 else "POST"
-        reply = client.request(method, URL, json={**BODY, **(body or {})}, headers=headers)
+        reply = client.request(method, CHAT, json={**BODY, **(body or {})}, headers=headers)
     assert reply.status_code == status
     assert reply.json()["error"]["message"]
     assert reply.headers["X-Request-Id"] == "mine"
@@ -85,7 +86,7 @@ def test_the_log_of_a_failure_names_the_request(
     handler = Handler()
     logging.getLogger("vlmserve.api.errors").addHandler(handler)
     try:
-        assert client.post(URL, json=BODY, headers={"X-Request-Id": "job-7"}).status_code == 500
+        assert client.post(CHAT, json=BODY, headers={"X-Request-Id": "job-7"}).status_code == 500
     finally:
         logging.getLogger("vlmserve.api.errors").removeHandler(handler)
     assert seen == [("a request failed unexpectedly", "job-7")]
@@ -96,7 +97,7 @@ def test_log_requests(serve, caplog: pytest.LogCaptureFixture) -> None:
     _served, client = serve(log_requests=True)
     try:
         with client:
-            reply = client.post(URL, json=BODY, headers={"X-Request-Id": "job-7"})
+            reply = client.post(CHAT, json=BODY, headers={"X-Request-Id": "job-7"})
     finally:
         requests.setLevel(logging.NOTSET)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "vlmserve.requests"]
@@ -107,3 +108,66 @@ def test_log_requests(serve, caplog: pytest.LogCaptureFixture) -> None:
         line,
     )
     assert "hi" not in line.replace("chatcmpl", "")
+
+
+@pytest.fixture
+def logging_client(checkpoint_folder: Path) -> Iterator[TestClient]:
+    """As with --log-level error: the lines come all the same."""
+    served = make_served(checkpoint_folder, access_log=True, api_key="secret")
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.ERROR)
+    with TestClient(served.app, headers={"Authorization": "Bearer secret"}, raise_server_exceptions=False) as client:
+        yield client
+    asyncio.run(served.frontend.close())
+    access.setLevel(logging.NOTSET)
+    root.setLevel(before)
+
+
+def test_every_request_is_a_line(logging_client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    replies = [
+        logging_client.post(CHAT, json=BODY),
+        logging_client.post(CHAT, json={**BODY, "stream": True}),
+        logging_client.post(CHAT, json={**BODY, "temperature": 9}),
+        logging_client.post(CHAT, json=BODY, headers={"Authorization": "Bearer other"}),
+        logging_client.get("/v1/models?api_key=secret"),
+        logging_client.get("/no%0Awhere%20else"),
+    ]
+    lines = [record.getMessage() for record in caplog.records if record.name == "vlmserve.access"]
+    ids = [reply.headers["X-Request-Id"] for reply in replies]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(r"testclient:\d+ (GET|POST) \S+ \d+ \d+\.\d{3} s \S+", line) for line in lines)
+    assert [re.sub(r"\S+ (.*) \S+ s (\S+)", r"\1 \2", line) for line in lines] == [
+        f"POST {CHAT} 200 {ids[0]}",
+        f"POST {CHAT} 200 {ids[1]}",
+        f"POST {CHAT} 400 {ids[2]}",
+        f"POST {CHAT} 401 {ids[3]}",
+        f"GET /v1/models 200 {ids[4]}",
+        f"GET /no%0Awhere%20else 404 {ids[5]}",
+    ]
+    assert ids[0] == replies[0].json()["id"]
+
+
+def test_nothing_is_logged_unasked(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert client.get("/v1/models").headers["X-Request-Id"].startswith("req-")
+    assert [record for record in caplog.records if record.name == "vlmserve.access"] == []
+
+
+def test_a_line_comes_once_and_the_next_one_counts() -> None:
+    now, seen = 0.0, []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    log = logging.Logger("log")
+    log.addHandler(handler)
+    log.addFilter(OnceInAWhile(10, clock=lambda: now))
+    for second in range(25):
+        now = second
+        for number in range(3):
+            log.warning("socket.accept() failed\nsocket: %d", number)
+        log.warning("other %d", second)
+    assert [line.partition("\n")[0] for line in seen if "accept" in line] == ["socket.accept() failed"] * 3
+    assert [line.rpartition(" (")[2] for line in seen if "accept" in line][1:] == [
+        "29 more such lines were left out)"
+    ] * 2
+    assert [line.partition(" (")[0] for line in seen if "other" in line] == ["other 0", "other 10", "other 20"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, ids_of, serving, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import BODY, CHAT, Served, serving, write_checkpoint_folder
 from tests.vlmserve.api.test_generation import chat, finishes, joined, stream
 
 TEMPLATE = """\
@@ -42,10 +42,6 @@ def client(thinker: Served) -> Iterator[TestClient]:
 def message_of(answer: dict[str, Any]) -> tuple[str | None, str | None]:
     message = answer["choices"][0]["message"]
     return message.get("reasoning_content"), message["content"]
-
-
-def prompt_of(served: Served) -> str:
-    return served.scheduler.tokenizer.decode(ids_of(served.scheduler.requests[-1]), skip_special_tokens=False)
 
 
 def test_thoughts_and_answer(client, thinker):
@@ -82,7 +78,7 @@ def test_without_thinking(client, thinker, fields):
     thinker.scheduler.say("A list.")
     answer = chat(client, **fields)
     assert message_of(answer) == (None, "A list.")
-    assert prompt_of(thinker).endswith("<think>\n</think>\n\n")
+    assert thinker.prompt.endswith("<think>\n</think>\n\n")
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
@@ -91,10 +87,10 @@ def test_without_thinking(client, thinker, fields):
 )
 def test_degrees_of_thinking_are_on(client, thinker, effort, warns):
     answer = chat(client, reasoning_effort=effort)
-    assert prompt_of(thinker).endswith("<think>\n")
+    assert thinker.prompt.endswith("<think>\n")
     assert bool(answer.get("warnings")) == warns
     chat(client, reasoning_effort=effort, chat_template_kwargs={"enable_thinking": False})
-    assert prompt_of(thinker).endswith("</think>\n\n")
+    assert thinker.prompt.endswith("</think>\n\n")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
@@ -102,7 +98,7 @@ def test_thoughts_that_are_sent_back(client, thinker, name):
     earlier = {"role": "assistant", "content": "A list.", name: "It is."}
     again = {"role": "user", "content": "more"}
     chat(client, messages=[{"role": "user", "content": "hi"}, earlier, again])
-    assert "<|im_start|>assistant\n<think>It is.</think>A list.<|im_end|>" in prompt_of(thinker)
+    assert "<|im_start|>assistant\n<think>It is.</think>A list.<|im_end|>" in thinker.prompt
 
 
 def test_variables_that_the_template_does_not_know(client):
@@ -122,17 +118,9 @@ def test_a_model_that_cannot_think_or_not_think(serve, tmp_path):
         (folder / "chat_template.jinja").write_text(template)
         served, client = serve(folder=folder)
         with client:
-            reply = client.post(
-                "/v1/chat/completions",
-                json={
-                    "model": MODEL,
-                    "messages": [{"role": "user", "content": "hi"}],
-                    "max_tokens": 1,
-                    "reasoning_effort": effort,
-                },
-            ).json()
+            reply = client.post(CHAT, json={**BODY, "max_tokens": 1, "reasoning_effort": effort}).json()
         assert [warning in line for line in reply.get("warnings", [])] == ([] if warning is None else [True])
-        assert prompt_of(served) == ("hilow" if "reasoning_effort" in template else template[25:].join(["hi", ""]))
+        assert served.prompt == ("hilow" if "reasoning_effort" in template else template[25:].join(["hi", ""]))
 
 
 def test_thoughts_stay_where_they_are_not_looked_for(serve, tmp_path):

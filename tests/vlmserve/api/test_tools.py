@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from tests.vlmserve.api.fake_engine import (
+    HI,
     MODEL,
-    WAIT_S,
     Served,
-    ids_of,
+    official_client,
     real_server,
     write_checkpoint_folder,
 )
 
-HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
 ONE = 'Yes.\n<tool_call>\n{"name": "f", "arguments": {"x": "é\\n"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture
-def ai(served: Served) -> Iterator[openai.OpenAI]:
-    with (
-        real_server(served.app) as port,
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client,
-    ):
-        yield client
-    served.assert_idle()
 
 
 def ask(ai: openai.OpenAI, **fields: Any) -> Any:
@@ -56,10 +44,6 @@ def streamed(ai: openai.OpenAI, **fields: Any) -> tuple[dict[str, Any], list[Any
                 message["calls"][call.index]["arguments"] += call.function.arguments
             message["finish"] = choice.finish_reason
     return message, chunks
-
-
-def prompt_of(served: Served) -> str:
-    return served.scheduler.tokenizer.decode(ids_of(served.scheduler.requests[-1]), skip_special_tokens=False)
 
 
 def test_calls(ai, served):
@@ -102,7 +86,7 @@ def test_answers_without_tools_are_left_alone(ai, served):
         assert choice.message.content == ONE
         assert choice.message.tool_calls is None
         assert choice.finish_reason == "stop"
-        assert '"f"' not in prompt_of(served)
+        assert '"f"' not in served.prompt
         assert streamed(ai, **fields)[0] == {"content": ONE, "calls": [], "finish": "stop"}
 
 
@@ -157,7 +141,7 @@ def test_calls_and_their_results_are_rendered(ai, served):
     result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": [{"type": "text", "text": "done"}]}
     served.scheduler.say("ok")
     ask(ai, tools=[TOOL], messages=[*HI, said.model_dump(exclude_none=True), result])
-    assert '<|im_start|>assistant\nYes.f({"x": "é\\n"})<|im_end|>\n<|im_start|>tool\ndone' in prompt_of(served)
+    assert '<|im_start|>assistant\nYes.f({"x": "é\\n"})<|im_end|>\n<|im_start|>tool\ndone' in served.prompt
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
@@ -166,7 +150,7 @@ def test_a_template_without_tools(serve, tmp_path, choice):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     served, _client = serve(folder=folder)
     served.scheduler.say("ok")
-    with real_server(served.app) as port, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-") as ai:
+    with real_server(served.app) as port, official_client(port) as ai:
         answer = ask(ai, tools=[TOOL], tool_choice="auto")
         assert answer.model_extra["warnings"] == ["tools has no effect: the model's chat template knows no tools"]
         message, chunks = streamed(ai, tools=[TOOL])
@@ -181,6 +165,27 @@ def test_the_format_of_calls_is_set(serve):
     served, _client = serve(tool_call_parser="qwen3_coder")
     served.scheduler.say("<tool_call>\n<function=f>\n<parameter=x>\n5\n</parameter>\n</function>\n</tool_call>")
     typed = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-    with real_server(served.app) as port, openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-") as ai:
+    with real_server(served.app) as port, official_client(port) as ai:
         [call] = ask(ai, tools=[{"type": "function", "function": typed}]).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == {"x": 5}
+
+
+def test_through_responses_a_function_is_called_and_its_result_goes_back(ai: openai.OpenAI, served: Served) -> None:
+    tool: Any = {"type": "function", **TOOL["function"], "strict": False}
+    served.scheduler.say(ONE)
+    whole = ai.responses.create(model=MODEL, input="hi", tools=[tool])
+    with ai.responses.stream(model=MODEL, input="hi", tools=[tool]) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    for response in (whole, streamed):
+        message, call = response.output
+        assert (message.type, message.content[0].text) == ("message", "Yes.")
+        assert (call.type, call.name, call.arguments) == ("function_call", "f", '{"x": "é\\n"}')
+        assert response.status == "completed"
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == '{"x": "é\\n"}'
+    result: Any = {"type": "function_call_output", "call_id": whole.output[1].call_id, "output": "42"}
+    served.scheduler.say("It is 42.")
+    last = ai.responses.create(model=MODEL, input=[result], previous_response_id=whole.id, tools=[tool])
+    assert last.output_text == "It is 42."
+    assert served.prompt.index("hi") < served.prompt.index("Yes.") < served.prompt.index("42")

@@ -14,14 +14,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, png_url
+from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, make_served, png_url
 from vlmserve.api import frontend, tracing
 from vlmserve.api.tracing import stages_of
 from vlmserve.config.checks import SettingsError
 from vlmserve.frontend.request_stats import Timings
 from vlmserve.ipc.messages import FinishReason
 
-URL = "/v1/chat/completions"
 PICTURE = {"type": "image_url", "image_url": {"url": png_url()}}
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": [PICTURE]}], "max_tokens": 4, "temperature": 0.5}
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -45,7 +44,7 @@ def served(checkpoint_folder: Path, exporter: InMemorySpanExporter) -> Iterator[
 @pytest.fixture
 def post(served: Served) -> Iterator[Callable[..., Any]]:
     with TestClient(served.app, raise_server_exceptions=False) as client:
-        yield lambda body=BODY, headers=None: client.post(URL, json=body, headers=headers)
+        yield lambda body=BODY, headers=None: client.post(CHAT, json=body, headers=headers)
 
 
 def request_span(exporter: InMemorySpanExporter) -> tuple[ReadableSpan, list[ReadableSpan]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from collections.abc import Iterator
@@ -12,16 +11,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import CONTEXT, MODEL, Served, png_url, serving
+from tests.vlmserve.api.fake_engine import CHAT, CONTEXT, HI, MODEL, Served, png_url, serving
+from tests.vlmserve.server_process import SAMPLES, data_url
 
-SAMPLES = Path(__file__).resolve().parents[3] / "assets" / "samples"
-URL = "/v1/chat/completions"
 # The words of pydantic and of Python, which are nobody's who sends a request.
 PYTHON = re.compile(
     r"""Input should|Value error|valid (dict|list|string|integer|number|boolean)|pydantic|NoneType|"""
     r"""\b(None|True|False)\b|\bb(['"]).+?\3|\\x|\b(dict|str|int|float)\b|; got |<class|Traceback"""
 )
-HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -72,8 +69,6 @@ def message(**fields: Any) -> dict[str, Any]:
 
 REFUSED = [
     ({"model": ...}, "model"),
-    ({"model": 3}, "model"),
-    ({"messages": ...}, "messages"),
     ({"messages": ["hello"]}, "messages[0]"),
     (message(content="hi"), "messages[1]"),
     (message(role="user", content=None), "messages[1].content"),
@@ -84,42 +79,31 @@ REFUSED = [
     (part({"type": "hologram", "hologram": {"url": "x"}}), "messages[0].content[0]"),
     (part({"text": "x"}), "messages[0].content[0]"),
     (part("x"), "messages[0].content[0]"),
-    (part({"type": "image_url"}), "messages[0].content[0].image_url"),
     (part({"type": "image_url", "image_url": {}}), "messages[0].content[0].image_url"),
-    (part({"type": "image_url", "image_url": {"url": 5}}), "messages[0].content[0].image_url.url"),
     (
         {"messages": [{"role": "system", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
     ),
-    ({"temperature": -0.5}, "temperature"),
     ({"temperature": 2.5}, "temperature"),
     ({"top_p": 1.5}, "top_p"),
     ({"min_p": 1.5}, "min_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 10**30}, "top_k"),
-    ({"top_k": 1.5}, "top_k"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
-    ({"n": 1.5}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": "many"}, "max_tokens"),
-    ({"max_tokens": 2.0}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"max_completion_tokens": 0}, "max_tokens"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
-    ({"logprobs": "yes"}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
     ({"logit_bias": {"abc": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
     ({"logit_bias": {"512": 5}}, "logit_bias"),
     ({"logit_bias": {"99999999999999": 5}}, "logit_bias"),
     ({"logit_bias": {"5": 1000}}, "logit_bias"),
-    ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
-    ({"seed": "x"}, "seed"),
-    ({"stop": [1, 2]}, "stop[0]"),
     ({"stop": [""]}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": "x" * 1025}, "stop"),
@@ -136,7 +120,6 @@ REFUSED = [
         "response_format.json_schema.schema",
     ),
     ({"guided_choice": []}, "guided_choice"),
-    ({"guided_choice": [1]}, "guided_choice[0]"),
     ({"guided_json": {"$ref": "#"}}, "guided_json"),
     ({"json_schema": "{"}, "json_schema"),
     ({"regex": ""}, "regex"),
@@ -145,14 +128,12 @@ REFUSED = [
     ({"structured_outputs": {"json_object": True}, "guided_regex": "a"}, "guided_regex"),
     ({"response_format": {"type": "json_object"}, "ebnf": "root ::= a"}, "ebnf"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
-    ({"tools": "all"}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice"),
     ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-    ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"continue_final_message": True}, "continue_final_message"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),  # the template's own rule
     ({"messages": [{"role": "user", "content": "What is <|image_pad|> for?"}]}, "messages[0].content"),
@@ -161,8 +142,6 @@ REFUSED = [
     (part({"type": "video", "video": ["data:image/png;base64,eA=="] * 2}), "messages[0].content[0]"),
     (part({"type": "video", "video": []}), "messages[0].content[0]"),
     (part({"type": "video", "video": "data:,", "fps": 0}), "messages[0].content[0]"),
-    (part({"type": "video", "video": "data:,", "fps": "2"}), "messages[0].content[0].fps"),
-    (part({"type": "video", "video": "data:,", "nframes": 2.5}), "messages[0].content[0].nframes"),
     (part({"type": "video", "video": "data:,", "nframes": 769}), "messages[0].content[0]"),
     (part({"type": "video", "video": "data:,", "speed": 2}), "messages[0].content[0].speed"),
 ]
@@ -170,7 +149,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_with_the_name_of_the_field(client, served, fields, param):
-    error = error_of(client.post(URL, json=body(**fields)), 400)
+    error = error_of(client.post(CHAT, json=body(**fields)), 400)
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert served.scheduler.requests == []
@@ -229,19 +208,19 @@ IN_WORDS = [
 
 @pytest.mark.parametrize(("fields", "message"), IN_WORDS, ids=lambda value: str(value)[:60])
 def test_in_plain_words(client, fields, message):
-    error = error_of(client.post(URL, json=body(**fields)), 400)
+    error = error_of(client.post(CHAT, json=body(**fields)), 400)
     if message is not None:
         assert error["message"] == message
         assert error["message"].startswith(error["param"])
 
 
 def test_what_comes_back_of_a_value_is_short(client):
-    error = error_of(client.post(URL, json=body(temperature="x" * 10**6)), 400)
+    error = error_of(client.post(CHAT, json=body(temperature="x" * 10**6)), 400)
     assert len(error["message"]) < 200
 
 
 def test_videos_and_pictures_in_each_others_place(client):
-    clip = "data:video/mp4;base64," + base64.b64encode((SAMPLES / "rolling.mp4").read_bytes()).decode()
+    clip = data_url(SAMPLES / "rolling.mp4")
     swapped = [
         (
             {"type": "image_url", "image_url": {"url": clip}},
@@ -250,7 +229,7 @@ def test_videos_and_pictures_in_each_others_place(client):
         ({"type": "video_url", "video_url": {"url": png_url()}}, "a PNG picture, not a video: send it in a part"),
     ]
     for sent, told in swapped:
-        message = error_of(client.post(URL, json=body(**part(sent))), 400)["message"]
+        message = error_of(client.post(CHAT, json=body(**part(sent))), 400)["message"]
         assert message.startswith(f"messages[0].content[0]: the data is {told}")
         assert f"type {'video_url' if sent['type'] == 'image_url' else 'image_url'}" in message
 
@@ -262,11 +241,13 @@ def test_videos_and_pictures_in_each_others_place(client):
         ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/completion", 404, "did you mean /v1/completions?"),
         ("GET", "/", 404, "there is nothing at / that takes GET; the API begins at /v1, and /docs shows it"),
-        ("GET", URL, 405, f"there is nothing at {URL} that takes GET; it takes POST"),
+        ("GET", CHAT, 405, f"there is nothing at {CHAT} that takes GET; it takes POST"),
     ],
 )
 def test_a_wrong_path(client, method, path, status, message):
-    assert error_of(client.request(method, path), status)["message"].endswith(message)
+    reply = client.request(method, path)
+    assert error_of(reply, status)["message"].endswith(message)
+    assert status == 404 or reply.headers["allow"] == "POST"
 
 
 UNSUPPORTED = [
@@ -280,14 +261,14 @@ UNSUPPORTED = [
 
 @pytest.mark.parametrize(("fields", "param"), UNSUPPORTED, ids=lambda value: str(value)[:60])
 def test_what_is_not_supported_yet_says_so(client, fields, param):
-    error = error_of(client.post(URL, json=body(**fields)), 400)
+    error = error_of(client.post(CHAT, json=body(**fields)), 400)
     assert "not supported yet" in error["message"]
     assert error["param"] == param
 
 
 @pytest.mark.parametrize("fields", [{"functions": [{"name": "f"}]}, {"function_call": "auto"}])
 def test_former_names_of_tools(client, fields):
-    error = error_of(client.post(URL, json=body(**fields)), 400)
+    error = error_of(client.post(CHAT, json=body(**fields)), 400)
     assert error["message"].endswith(("send tools, its later name", "send tool_choice, its later name"))
     assert error["param"] in fields
 
@@ -306,38 +287,38 @@ ACCEPTED = [
 
 @pytest.mark.parametrize("fields", ACCEPTED, ids=str)
 def test_accepted(client, fields):
-    reply = client.post(URL, json=body(**fields))
+    reply = client.post(CHAT, json=body(**fields))
     assert reply.status_code == 200, reply.text
 
 
 def test_a_returned_answer_may_be_sent_back(client):
-    answer = client.post(URL, json=body()).json()["choices"][0]["message"]
+    answer = client.post(CHAT, json=body()).json()["choices"][0]["message"]
     whole = {**answer, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
-    assert client.post(URL, json=body(messages=[*HI, whole, *HI])).status_code == 200
+    assert client.post(CHAT, json=body(messages=[*HI, whole, *HI])).status_code == 200
 
 
 @pytest.mark.parametrize(
     "raw", [b'{"model": ', b"", b"[1, 2]", b'"x"', b"\xff\xfe", b'{"temperature": NaN}', b"[" * 9999]
 )
 def test_a_body_that_is_no_json_object_is_refused(client, raw):
-    assert error_of(client.post(URL, content=raw), 400)["code"] == "invalid_json"
+    assert error_of(client.post(CHAT, content=raw), 400)["code"] == "invalid_json"
 
 
 def test_half_a_surrogate_pair_is_refused(client):
     raw = json.dumps(body(messages=[{"role": "user", "content": "\ud83d"}]))
     assert "\\ud83d" in raw
-    error_of(client.post(URL, content=raw), 400)
+    error_of(client.post(CHAT, content=raw), 400)
 
 
 def test_a_wrong_model_is_404(client):
-    error = error_of(client.post(URL, json=body(model="no-such-model")), 404)
+    error = error_of(client.post(CHAT, json=body(model="no-such-model")), 404)
     assert error["code"] == "model_not_found"
     assert error["param"] == "model"
 
 
 def test_a_prompt_over_the_context_is_refused(client, served):
     for words in (CONTEXT, 1000 * CONTEXT):  # refused by its ids; by its length alone
-        error = error_of(client.post(URL, json=body(messages=[{"role": "user", "content": "q " * words}])), 400)
+        error = error_of(client.post(CHAT, json=body(messages=[{"role": "user", "content": "q " * words}])), 400)
         assert error["code"] == "context_length_exceeded"
         assert str(CONTEXT) in error["message"]
         assert "--max-model-len" in error["message"]
@@ -345,14 +326,14 @@ def test_a_prompt_over_the_context_is_refused(client, served):
 
 
 def test_prompt_and_answer_together_must_fit(client, served, monkeypatch):
-    used = client.post(URL, json=body(max_tokens=1)).json()["usage"]["prompt_tokens"]
-    assert client.post(URL, json=body(max_tokens=CONTEXT - used)).status_code == 200
-    error = error_of(client.post(URL, json=body(max_tokens=CONTEXT - used + 1)), 400)
+    used = client.post(CHAT, json=body(max_tokens=1)).json()["usage"]["prompt_tokens"]
+    assert client.post(CHAT, json=body(max_tokens=CONTEXT - used)).status_code == 200
+    error = error_of(client.post(CHAT, json=body(max_tokens=CONTEXT - used + 1)), 400)
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == "max_tokens"
     assert "--max-model-len" in error["message"]
     monkeypatch.setattr(served.scheduler, "script", lambda request, index: 65)  # never ends by itself
-    whole = client.post(URL, json=body(max_tokens=...)).json()
+    whole = client.post(CHAT, json=body(max_tokens=...)).json()
     assert whole["usage"]["total_tokens"] == CONTEXT
     assert whole["choices"][0]["finish_reason"] == "length"
 
@@ -371,15 +352,15 @@ BAD_PICTURES = [
 @pytest.mark.parametrize("url", BAD_PICTURES)
 def test_a_bad_picture_is_refused_by_its_place(client, url, stream):
     content = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url}}]
-    reply = client.post(URL, json=body(messages=[{"role": "user", "content": content}], stream=stream))
+    reply = client.post(CHAT, json=body(messages=[{"role": "user", "content": content}], stream=stream))
     assert error_of(reply, 400)["param"] == "messages[0].content[1]"
 
 
 def test_too_many_pictures_are_refused(client):
     content = [{"type": "image_url", "image_url": {"url": png_url()}}] * 65
-    error = error_of(client.post(URL, json=body(messages=[{"role": "user", "content": content}])), 400)
+    error = error_of(client.post(CHAT, json=body(messages=[{"role": "user", "content": content}])), 400)
     assert "--max-images-per-request" in error["message"]
 
 
 def test_a_bad_streaming_request_gets_a_status(client):
-    error_of(client.post(URL, json=body(stream=True, temperature=-1)), 400)
+    error_of(client.post(CHAT, json=body(stream=True, temperature=-1)), 400)

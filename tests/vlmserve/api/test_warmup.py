@@ -6,15 +6,13 @@ import http.client
 import json
 import socket
 
-import numpy as np
 import pytest
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, png_url, real_server
 from tests.vlmserve.api.test_embeds_in_chat import TEXT
 from tests.vlmserve.api.test_files_in_chat import by_url, refused, upload
-from vlmserve.ipc.messages import EncodeOutput, EncodeReqInput, FinishReason
-from vlmserve_common.transport.wire import WireCodec
+from vlmserve.ipc.messages import FinishReason
 
 URL = "/v1/warmup"
 PLACE = "messages[0].content[0]"
@@ -49,16 +47,6 @@ def test_media_are_those_of_a_chat_request_and_every_one_is_answered_for(client,
     assert [item.media_key for item in asked.items] == [item.media_key for item in wanted]
     assert not asked.pin
     assert served.scheduler.aborts == []
-
-
-def test_it_reaches_another_process_as_it_is(client, served):
-    warm(client, by_url())
-    (asked,) = served.scheduler.encodes
-    codec = WireCodec([EncodeReqInput, EncodeOutput])
-    there = codec.decode(codec.encode(asked))
-    assert np.array_equal(there.items[0].feature, asked.items[0].feature)
-    answer = served.scheduler._encoded(asked)
-    assert codec.decode(codec.encode(answer)) == answer
 
 
 def test_text_alone_has_nothing_to_encode(client):

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served
+from tests.vlmserve.api.fake_engine import CHAT, MODEL, make_served
 
-URL = "/v1/chat/completions"
 BODY = b'{"model": "%s", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}' % MODEL.encode()
 JSON = {"Content-Type": "application/json"}
 Ask = Callable[..., tuple[int, str | None]]
@@ -28,7 +27,7 @@ def ask_with(checkpoint_folder: Path) -> Iterator[Callable[..., Ask]]:
 
         def ask(**headers: str) -> tuple[int, str | None]:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
-            reply = client.post(URL, content=BODY, headers=JSON | named)
+            reply = client.post(CHAT, content=BODY, headers=JSON | named)
             code = None if reply.status_code == 200 else reply.json()["error"]["code"]
             return reply.status_code, code
 
@@ -105,9 +104,9 @@ def test_a_page_that_is_allowed_can_read_the_answer(serve) -> None:
     _served, client = serve(api_key="secret", allowed_origins="https://app.example")
     page = {"Origin": "https://app.example"}
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    asked = client.options(URL, headers=page | wish)
+    asked = client.options(CHAT, headers=page | wish)
     assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, "https://app.example")
-    reply = client.post(URL, content=BODY, headers=page | JSON | {"Authorization": "Bearer secret"})
+    reply = client.post(CHAT, content=BODY, headers=page | JSON | {"Authorization": "Bearer secret"})
     assert (reply.status_code, reply.headers["access-control-allow-origin"]) == (200, "https://app.example")
-    other = client.options(URL, headers={"Origin": "https://evil.example"} | wish)
+    other = client.options(CHAT, headers={"Origin": "https://evil.example"} | wish)
     assert "access-control-allow-origin" not in other.headers

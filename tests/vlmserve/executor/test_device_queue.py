@@ -29,6 +29,11 @@ def test_work_is_done_in_the_order_in_which_it_was_submitted(device):
     assert done == list(range(100))
 
 
+def test_errors_stay_what_they_are(device):
+    with pytest.raises(ValueError, match="seven"):
+        device.submit(int, "seven").result()
+
+
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, SystemExit])
 def test_what_would_end_the_thread_is_an_engine_error(failure):
     def fail() -> None:

@@ -120,11 +120,12 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(top_p):
     assert set(draw(row, 4000, top_ps=np.float32(top_p)).tolist()) == set(ids[:keep].tolist())
 
 
-def test_min_p():
+@pytest.mark.parametrize("min_p", [0.05, 0.3])
+def test_min_p(min_p):
     row = logits()
     probs = torch.softmax(row[0], -1)
-    allowed = set(torch.nonzero(probs >= 0.3 * probs.max())[:, 0].tolist())
-    assert set(draw(row, 3000, min_ps=np.float32(0.3)).tolist()) == allowed
+    allowed = set(torch.nonzero(probs >= min_p * probs.max())[:, 0].tolist())
+    assert set(draw(row, 3000, min_ps=np.float32(min_p)).tolist()) == allowed
 
 
 def test_greedy_rows_beside_random_ones():

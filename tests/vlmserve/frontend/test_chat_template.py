@@ -6,17 +6,12 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
-from pydantic import ValidationError
 
 from processors.video.options import VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
 from vlmserve.frontend.chat_messages import ImageRef, VideoRef, to_template_messages
 from vlmserve.frontend.chat_template import ChatTemplate, load_chat_template
-from vlmserve.frontend.openai.protocol import (
-    ChatCompletionRequest,
-)
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 HI = [{"role": "user", "content": "hi"}]
@@ -184,23 +179,17 @@ def test_arrays_are_pictures_and_videos():
     [
         ({"type": "image", "image": 5}, "image", "is of type int; it must be a URL, or without a server bytes"),
         ({"type": "image"}, "image", "is missing"),
-        ({"type": "image", "image": [PICTURE]}, "image", "is of type list"),
-        ({"type": "image", "image": {"url": "x"}}, "image", "is of type dict"),
         ({"type": "image", "image": PICTURE / 255}, "image", r"is a numpy array float64 \[5, 4, 3\]; .*uint8 \[height"),
-        ({"type": "image", "image": PICTURE[..., 0]}, "image", r"is a numpy array uint8 \[5, 4\]"),
         ({"type": "image", "image": PICTURE[:0]}, "image", r"is a numpy array uint8 \[0, 4, 3\]"),
         ({"type": "image", "image": PICTURE.transpose(2, 0, 1)}, "image", r"uint8 \[3, 5, 4\]"),
-        ({"type": "image", "image": torch.zeros(5, 4, 3)}, "image", "is of type Tensor"),
         ({"type": "image_url", "image_url": Image.fromarray(PICTURE)}, "image_url", "a part of type 'image'"),
         ({"type": "image_url", "image_url": {"url": b"x"}}, "image_url", "is of type bytes, not a URL"),
         ({"type": "image_embeds", "image_embeds": 5}, "image_embeds", "is of type int; it must be a safetensors file"),
         ({"type": "video", "video": 5}, "video", "is of type int; it must be a URL or a list of frames"),
         ({"type": "video", "video": Image.fromarray(PICTURE)}, "video", "is of type Image; it must be"),
         ({"type": "video", "video": PICTURE}, "video", r"uint8 \[5, 4, 3\]; .*uint8 \[frames, height"),
-        ({"type": "video", "video": torch.zeros(2, 5, 4, 3)}, "video", "is of type Tensor"),
         ({"type": "video", "video": ["f", 5]}, "video[1]", "is of type int; it must be a URL"),
         ({"type": "video", "video": [PICTURE[None]]}, "video[0]", r"uint8 \[1, 5, 4, 3\]"),
-        ({"type": "video_url", "video_url": Image.fromarray(PICTURE)}, "video_url", "a part of type 'video'"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -215,21 +204,15 @@ def test_what_cannot_be_a_medium(part, param, what):
     [
         ({"type": "text", "text": "t", "txt": 5}, "txt"),
         ({"type": "image", "image": "u", "fps": 2}, "fps"),
-        ({"type": "image_url", "image_url": "u", "detail": "low"}, "detail"),
         ({"type": "image_url", "image_url": {"url": "u", "max_pixels": 5}}, "image_url.max_pixels"),
-        ({"type": "image_embeds", "image_embeds": "e", "detail": "low"}, "detail"),
         ({"type": "video", "video": "u", "num_frames": 5}, "num_frames"),
-        ({"type": "video_url", "video_url": "u", "video": "u"}, "video"),
         ({"type": "video_url", "video_url": {"url": "u", "detail": "low"}}, "video_url.detail"),
     ],
 )
-def test_unknown_fields_of_a_part_are_refused_as_by_the_server(part, param):
+def test_unknown_fields_of_a_part_are_refused(part, param):
     with pytest.raises(BadRequestError, match=f"{param} is not a known field; known are ") as caught:
         media_of(part)
     assert caught.value.param == f"messages[0].content[0].{param}"
-    request = {"model": "m", "messages": [{"role": "user", "content": [part]}]}
-    with pytest.raises(ValidationError, match="not permitted"):
-        ChatCompletionRequest.model_validate(request)
 
 
 @pytest.mark.parametrize(
@@ -240,14 +223,11 @@ def test_unknown_fields_of_a_part_are_refused_as_by_the_server(part, param):
         ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0].image_url"),
-        ({"role": "user", "content": [{"type": "video_url", "video_url": {}}]}, "messages[0].content[0].video_url"),
-        ({"role": "user", "content": [{"type": "video"}]}, "messages[0].content[0].video"),
         (
             {"role": "user", "content": [{"type": "video", "video": "x", "fps": 1, "sample_fps": 1}]},
             "messages[0].content[0]",
         ),
         ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[0].content[0]"),
-        ({"role": "system", "content": [{"type": "video", "video": "x"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "hologram"}]}, "messages[0].content[0].type"),
         ({"role": "system", "content": [{"type": "image", "image": "x"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": "a <pad> b"}, "messages[0].content"),

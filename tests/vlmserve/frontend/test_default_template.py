@@ -68,19 +68,6 @@ def test_calls_and_their_results(text, before):
     )
 
 
-def test_as_transformers_renders():
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    from tests import hf_env  # noqa: F401
-
-    messages = [HI, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *RESULTS]
-    converted = to_template_messages(messages)[0]
-    [expected], _ = render_jinja_template(
-        conversations=[converted], tools=[TOOL], chat_template=CHAT_TEMPLATE, add_generation_prompt=True
-    )
-    assert render(*messages, tools=[TOOL]) == expected
-
-
 def test_the_recipe_has_the_same():
     assert (DEFAULT_MODEL / "chat_template.jinja").read_text(encoding="utf-8") == CHAT_TEMPLATE
     formats = choose_formats("auto", "auto", CHAT_TEMPLATE)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vlmserve.tiny_tokenizer import make_tokenizer
-from vlmserve.frontend.detokenizer import DetokenizerManager, StopMatcher
+from vlmserve.frontend.detokenizer import DetokenizerManager
 from vlmserve.frontend.detokenizer_process import handle
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -31,6 +31,8 @@ LENGTH = FinishReason(type="length")
 IDS = st.lists(st.integers(0, TOKENIZER.num_ids - 1), max_size=40)
 # Text whose tokens are whole or part characters, so that joins of incomplete UTF-8 are frequent.
 TEXTS = st.text(alphabet="ab日🦜é \n", max_size=20)
+# Two letters, so that almost every stop string begins again within itself and near misses abound.
+OVERLAPS = st.text(alphabet="ab", max_size=30) | st.text(alphabet="ab", min_size=3, max_size=8)
 
 
 def output(ids, finish=None, *, rid="r", done=0, first=False, **fields) -> TokenOutput:
@@ -113,10 +115,14 @@ def naive_stop(ids: list[int], stops: list[str]) -> tuple[str, str | None, int]:
     return text, None, len(ids)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=300)
 @given(
-    st.one_of(IDS, TEXTS.map(lambda t: [byte_id(b) for b in t.encode()]), TEXTS.map(lambda t: RAW.encode(t).ids)),
-    st.lists(st.text(alphabet="ab日é \n", min_size=1, max_size=4), max_size=4),
+    st.one_of(
+        IDS,
+        (TEXTS | OVERLAPS).map(lambda t: [byte_id(b) for b in t.encode()]),
+        (TEXTS | OVERLAPS).map(lambda t: RAW.encode(t).ids),
+    ),
+    st.lists(st.text(alphabet="ab日é \n", min_size=1, max_size=4) | OVERLAPS.filter(bool), max_size=4),
     st.sets(st.integers(1, 60)),
 )
 def test_stop_strings_as_in_a_naive_search(ids, stops, cuts):
@@ -131,30 +137,6 @@ def test_stop_strings_as_in_a_naive_search(ids, stops, cuts):
         assert answer[0].completion_tokens == count == sum(len(t.token_ids) for t in texts)
     assert len(aborts) <= 1
     assert manager.num_active == 0
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    st.text(alphabet="ab", max_size=30),
-    st.lists(st.text(alphabet="ab", min_size=3, max_size=8), min_size=1, max_size=3),
-    st.integers(1, 5),
-)
-def test_stop_strings_that_overlap_themselves(text, stops, size):
-    """Two letters, so that almost every stop string begins again within itself and near misses abound."""
-    matcher, shown, matched = StopMatcher(stops), "", None
-    for start in range(0, len(text), size):
-        piece, matched = matcher.feed(text[start : start + size])
-        shown += piece
-        if matched is not None:
-            break
-        held = text[len(shown) : start + size]
-        assert all(not s.startswith(text[i : start + size]) for s in stops for i in range(len(shown)))
-        assert not held or any(s.startswith(held) for s in stops)
-    shown += matcher.flush()
-    ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
-    end, _, stop = min(ends, default=(len(text), 0, None))
-    assert matched == stop
-    assert shown == text[: end - len(stop or "")]
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
@@ -173,12 +155,6 @@ def test_no_stop_string_is_looked_for_in_the_first_tokens():
     for cuts in ((), (2, 5)):
         assert joined(run(ids, cuts, stop=("abc",), min_tokens=3)[0]) == "abcx"
     assert joined(run(ids, (), stop=("cx",), min_tokens=3)[0]) == "abcxabcz"
-
-
-def test_a_stop_string_in_the_last_step_needs_no_abort():
-    texts, aborts, _ = run([byte_id(b) for b in b"xab"], stop=("b",))
-    assert texts[-1].finish_reason.matched == "b"
-    assert aborts == []
 
 
 def test_the_stop_token_is_not_shown_even_when_special_tokens_are():
@@ -213,15 +189,6 @@ def test_a_failure_is_passed_on_and_frees_the_state(begun, kind):
     out, _ = manager.process(BatchTokenOutput(outputs=(output((), FinishReason(type=kind), done=int(begun)),)))
     assert out.outputs[0].finish_reason.type == kind
     assert manager.num_active == 0
-
-
-def test_requests_do_not_mix():
-    manager = DetokenizerManager(TOKENIZER)
-    first = [output([byte_id("é".encode()[0])], rid=r, first=True, stop=s) for r, s in (("a", ()), ("b", ("éq",)))]
-    second = [output([byte_id("é".encode()[1])], LENGTH, rid=r, done=1) for r in ("a", "b")]
-    manager.process(BatchTokenOutput(outputs=tuple(first)))
-    out, _ = manager.process(BatchTokenOutput(outputs=tuple(second)))
-    assert [t.text for t in out.outputs] == ["é", "é"]
 
 
 def test_the_process_forgets_lost_requests_and_passes_other_messages_on():

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
-from vlmserve.frontend.live_requests import FinishRate, Outbox, RequestAbortedError, RequestTimeoutError
-from vlmserve.frontend.request_builder import GenerateReqInput
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, WarmupInput
-from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
-from vlmserve_common.errors import BadRequestError
+from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
+from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
+from vlmserve.ipc.messages import AbortReq
 
 
 async def answer(house: House, request: GenerateReqInput) -> list[str]:
@@ -57,27 +55,6 @@ def test_time_is_over_while_media_are_loaded(by_setting: bool) -> None:
     run(scenario, request_timeout_s=7.5 if by_setting else 100.0)
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_time_is_over_at_the_scheduler(begun: bool) -> None:
-    async def scenario(house: House) -> None:
-        timers = Timers()
-        async with aclosing(house.manager.generate(ask(n=2, timeout_s=7.5))) as outputs:
-            first = asyncio.ensure_future(anext(outputs))
-            await house.arrived.wait()
-            if begun:
-                house.output("r-0")
-                await first
-                first = asyncio.ensure_future(anext(outputs))
-                await asyncio.sleep(0)
-            timers.let_pass()
-            with pytest.raises(RequestTimeoutError):
-                await first
-        assert house.of(AbortReq) == [AbortReq(rid="r-0"), AbortReq(rid="r-1")]
-        assert [stats.finish for stats in house.stats] == ["timeout", "timeout"]
-
-    run(scenario)
-
-
 def test_slots_do_not_wait_for_a_client_that_does_not_read() -> None:
     async def scenario(house: House) -> None:
         async with aclosing(house.manager.generate(ask())) as outputs:
@@ -102,62 +79,15 @@ def test_all_are_aborted_wherever_they_are() -> None:
         house.media.gate.clear()
         loading = asyncio.ensure_future(anext(house.manager.generate(ask("loading", content=[PICTURE]))))
         await house.media.loading.wait()
+        house.media.media_of = lambda *_: [1]
+        warmup = asyncio.ensure_future(house.manager.warm_up(WarmupInput(request_id="warmup", messages=[])))
         running = asyncio.ensure_future(anext(house.manager.generate(ask("running"))))
         await house.arrived.wait()
-        assert {one.request_id for one in house.manager.abort(None)} == {"loading", "running"}
-        for request in (loading, running):
+        assert {one.request_id for one in house.manager.abort(None)} == {"loading", "warmup", "running"}
+        for request in (loading, warmup, running):
             with pytest.raises(RequestAbortedError):
                 await request
         assert house.of(AbortReq) == [AbortReq(rid="running-0")]
-
-    run(scenario)
-
-
-def test_media_encoded_ahead_of_time_are_aborted_too() -> None:
-    async def scenario(house: House) -> None:
-        house.media.gate.clear()
-        house.media.media_of = lambda *_: [1]
-        warmup = asyncio.ensure_future(house.manager.warm_up(WarmupInput(request_id="w", messages=[])))
-        await house.media.loading.wait()
-        assert len(house.manager.abort("w")) == 1
-        with pytest.raises(RequestAbortedError):
-            await warmup
-
-    run(scenario)
-
-
-def test_of_two_with_one_id_the_second_is_refused() -> None:
-    async def scenario(house: House) -> None:
-        first = asyncio.ensure_future(answer(house, ask("mine", group="own-1")))
-        await house.arrived.wait()
-        with pytest.raises(BadRequestError, match="'mine' already") as caught:
-            await answer(house, ask("mine", group="own-2"))
-        assert (caught.value.status, caught.value.param) == (409, "rid")
-        house.output("own-1-0", finish=STOP)
-        await first
-        # what is still on its way for the first one is not the next one's, who may call itself the same
-        house.arrived.clear()
-        again = asyncio.ensure_future(answer(house, ask("mine", group="own-3")))
-        await house.arrived.wait()
-        assert [message.rid for message in house.of(TokenizedGenerateReqInput)] == ["own-1-0", "own-3-0"]
-        house.output("own-1-0", "late")
-        house.output("own-3-0", "right", STOP)
-        assert await again == ["right"]
-
-    run(scenario)
-
-
-def test_while_the_engine_is_stopped_requests_are_refused_but_those_there_wait() -> None:
-    async def scenario(house: House) -> None:
-        first = asyncio.ensure_future(answer(house, ask()))
-        await house.arrived.wait()
-        house.manager.suspend("the engine is stopped")
-        assert house.manager.unavailable == "the engine is stopped"
-        with pytest.raises(EngineUnavailableError, match="the engine is stopped"):
-            await answer(house, ask("s"))
-        house.manager.suspend(None)
-        house.output("r-0", finish=STOP)
-        assert await first == ["x"]
 
     run(scenario)
 
@@ -193,20 +123,3 @@ def test_rates() -> None:
     assert rate.seconds_for(1, 5000.0) == 1, "a time with nothing to do is no slow one"
     assert rate.seconds_for(1, 5010.0) == 10, "and nothing has ended since"
     assert rate.seconds_for(1, 1e9) == 3600
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_nothing_is_lost_with_a_reader_that_gives_up(before: bool) -> None:
-    async def play() -> None:
-        outbox: Outbox[int] = Outbox()
-        taking = asyncio.ensure_future(outbox.take())
-        await asyncio.sleep(0)
-        if before:
-            outbox.put(1)
-        taking.cancel()
-        outbox.put(2)
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        assert await asyncio.wait_for(outbox.take(), 10) == [1, 2][not before :]
-
-    asyncio.run(play())

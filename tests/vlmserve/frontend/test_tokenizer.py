@@ -14,13 +14,8 @@ from tests.vlmserve.tiny_tokenizer import make_tokenizer, write_tokenizer_folder
 from vlmserve.frontend.requests import GenerateReqInput, TextPrompt
 from vlmserve.frontend.sampling import choice_seed, load_sampling_defaults, verify_sampling_params
 from vlmserve.ipc.messages import SamplingParams
-from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, byte_level_alphabet, load_text_tokenizer
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, load_text_tokenizer
 from vlmserve_common.errors import BadRequestError, CheckpointError
-
-
-def test_the_byte_alphabet_is_whole():
-    assert sorted(byte_level_alphabet().values()) == list(range(256))
-
 
 RAW = make_tokenizer()
 
@@ -116,15 +111,12 @@ def test_sampling_defaults(tmp_path):
     assert load_sampling_defaults(tmp_path).apply(SamplingParams()).temperature == 0
 
 
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 127))
-def test_seeds_of_choices(seed, index):
-    assert 0 <= choice_seed(seed, index) < 2**63
-    if seed >= 0:
-        assert choice_seed(seed, 0) == seed
-
-
-def test_choices_have_seeds_of_their_own():
-    assert len({choice_seed(seed, index) for seed in range(50) for index in range(50)}) == 2500
+@given(st.integers(-(2**63), 2**63 - 1))
+def test_choices_have_seeds_of_their_own(seed):
+    first, *others = (choice_seed(seed, index) for index in range(128))
+    assert all(0 <= one < 2**63 for one in (first, *others))
+    assert seed < 0 or first == seed
+    assert len({first, *others}) == 128
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -157,20 +157,6 @@ def test_outputs_come_as_they_are_until_all_choices_end():
     run(scenario)
 
 
-def test_closing_early_aborts_what_is_left():
-    async def scenario(house: House) -> None:
-        async with aclosing(house.manager.generate(ask(n=2))) as outputs:
-            first = asyncio.ensure_future(anext(outputs))
-            await house.arrived.wait()
-            house.output("r-0", finish=STOP)
-            await first
-        assert house.of(AbortReq) == [AbortReq(rid="r-1")]
-        house.output("r-1", finish=FinishReason(type="abort"))  # the scheduler's answer finds nobody
-        assert [s.finish for s in house.stats] == ["stop", "abort"]
-
-    run(scenario)
-
-
 def test_a_request_of_which_a_message_is_lost_fails_and_is_aborted():
     async def scenario(house: House) -> None:
         lost, other = (house.manager.generate(ask(name, n=2)) for name in ("lost", "other"))
@@ -191,21 +177,6 @@ def test_a_request_of_which_a_message_is_lost_fails_and_is_aborted():
             house.output(rid, finish=STOP)
         assert len([output async for output in other]) == 2
         assert [choice.finish for choice in house.stats] == ["error", "abort", "stop", "stop"]
-
-    run(scenario)
-
-
-def test_cancelling_while_media_load_sends_nothing():
-    async def scenario(house: House) -> None:
-        house.media.gate.clear()
-        task = asyncio.ensure_future(anext(house.manager.generate(ask(content=[PICTURE]))))
-        await house.media.loading.wait()
-        assert house.manager.num_pending == 1
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert house.media.cancelled == 1
-        assert house.sent == []
 
     run(scenario)
 
@@ -285,21 +256,6 @@ def test_what_was_copied_for_nobody_is_freed(given_up_by):
     run(scenario, prepare=copying)
 
 
-def test_a_full_house_refuses_and_recovers():
-    async def scenario(house: House) -> None:
-        waiting = [asyncio.ensure_future(anext(house.manager.generate(ask(f"r{i}", n=2)))) for i in range(2)]
-        await asyncio.sleep(0)
-        with pytest.raises(BadRequestError) as caught:
-            await anext(house.manager.generate(ask("late")))
-        assert caught.value.status == 429
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        assert house.manager.num_pending == 0
-
-    run(scenario)
-
-
 def test_a_dead_engine_fails_everybody_now():
     async def scenario(house: House) -> None:
         house.media.gate.clear()
@@ -319,26 +275,6 @@ def test_a_dead_engine_fails_everybody_now():
         assert [m.rid for m in house.of(TokenizedGenerateReqInput)] == ["running-0"]
         assert house.of(AbortReq) == []
         assert [s.finish for s in house.stats] == ["error"]
-
-    run(scenario)
-
-
-@pytest.mark.parametrize(
-    ("finish", "error"),
-    [
-        (FinishReason(type="error", message="too long", status=400), BadRequestError),
-        (FinishReason(type="error", message="broken", status=500), EngineError),
-        (FinishReason(type="abort"), EngineError),
-    ],
-)
-def test_failures_of_one_request(finish, error):
-    async def scenario(house: House) -> None:
-        task = asyncio.ensure_future(anext(house.manager.generate(ask(n=2))))
-        await house.arrived.wait()
-        house.output("r-0", "", finish)
-        with pytest.raises(error):
-            await task
-        assert house.of(AbortReq) == [AbortReq(rid="r-1")], "the other choice has no client any more"
 
     run(scenario)
 

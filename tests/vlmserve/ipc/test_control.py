@@ -23,6 +23,8 @@ from vlmserve.ipc.control_messages import (
 )
 
 INFO = ServerInfo(stats=make_stats(), paused=False, profiling=True, device="cpu", dtype="bfloat16")
+FLUSHED = FlushCacheResult(tokens=1, num_running_reqs=0, num_waiting_reqs=0)
+RESULTS = {GetServerInfoReq: INFO, FlushCacheReq: FLUSHED}
 
 
 @pytest.fixture
@@ -83,17 +85,12 @@ def test_an_answer_that_nobody_waits_for_goes_to_nobody(server: ControlServer, a
             late.cancel()
             await asyncio.gather(late, return_exceptions=True)
             with ThreadPoolExecutor(1) as pool:
-                served = pool.submit(serve, server, 2, lambda question: _tell(question))
+                served = pool.submit(serve, server, 2, lambda question: RESULTS[type(question)])
                 async with asyncio.timeout(20):
                     assert await client.ask(GetServerInfoReq()) == INFO
                 served.result(20)
         finally:
             client.close()
-
-    def _tell(question: ControlRequest) -> ControlResult:
-        if isinstance(question, GetServerInfoReq):
-            return INFO
-        return FlushCacheResult(tokens=1, num_running_reqs=0, num_waiting_reqs=0)
 
     asyncio.run(scenario())
 
@@ -105,8 +102,7 @@ def test_garbage_is_refused_and_the_next_question_answered(server: ControlServer
         socket.send_multipart([b"1", b"FlushCacheReq", b"\xff"])
         socket.send_multipart([b"2", b"os.system", b"\x80"])
         socket.send_multipart([b"3", b"FlushCacheReq", b"\x80"])
-        result = FlushCacheResult(tokens=1, num_running_reqs=0, num_waiting_reqs=0)
-        serve(server, 1, lambda _: result)
+        serve(server, 1, lambda _: FLUSHED)
         answers = []
         for _ in range(3):
             assert socket.poll(20_000)

@@ -19,6 +19,8 @@ from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
+    EncodeOutput,
+    EncodeReqInput,
     FinishReason,
     GetStatsReq,
     RequestsLost,
@@ -91,8 +93,11 @@ def test_what_is_about_a_request_follows_it(replicas: Replicated):
         engines.send(AbortReq(rid="b"))
         engines.send(AbortReq(rid="a"))
         engines.send(AbortReq(rid="nobody"))
+        engines.send(EncodeReqInput(rid="ahead", items=()))
+        engines.came(EncodeOutput(rid="ahead", items=()))
+        engines.send(AbortReq(rid="ahead"))
         engines.send(GetStatsReq())
-        assert [replicas.got(0).rid for _ in range(2)] == ["a", "a"]
+        assert [replicas.got(0).rid for _ in range(3)] == ["a", "a", "ahead"]
         assert [replicas.got(1).rid for _ in range(2)] == ["b", "b"]
         assert [replicas.got(n) for n in range(2)] == [GetStatsReq()] * 2, "and nothing before it"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,20 +17,18 @@ import zmq
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.messages import (
     AbortReq,
-    BatchTextOutput,
     BatchTokenizedGenerateReqInput,
     BatchTokenOutput,
-    EncodeOutput,
     EncodeReqInput,
     GetStatsReq,
     RequestsLost,
     SamplingParams,
     TokenizedGenerateReqInput,
     TokenOutput,
+    rids_of,
 )
 from vlmserve.ipc.sockets import AsyncReceiver, Receiver, Sender
 from vlmserve_common.transport.shm import SharedArrays
-from vlmserve_common.transport.wire import WireError
 
 TYPES = (TokenizedGenerateReqInput, AbortReq)
 ABORT = [b"", b"AbortReq", b"\x81\xa3rid\xa1r"]
@@ -106,14 +103,11 @@ def test_order_is_kept_and_nothing_is_dropped_or_waited_for(channels: Channels) 
     [
         [b""],
         [b"AbortReq"],
-        [b"AbortReq", b""],
         [b"AbortReq", b"\xc1"],
         [b"AbortReq", b"\x81\xa3rid\x05"],
         [b"GetStatsReq", b"\x80"],
-        [b"os.system", b"\x80"],
         [b"\xff\xfe", b"\x80", b"x" * 100_000],
         [b"TokenizedGenerateReqInput", b"\x83\xa3rid\xa1r\xa9input_ids\x93\xa3<i8\x91\x01\x63\xafsampling_params\x80"],
-        [b"TokenizedGenerateReqInput", b"\x83\xa3rid\xa1r\xa9input_ids\x93\xa3<i8\x91\x01\xa1x\xafsampling_params\x80"],
     ],
 )
 def test_garbage_is_logged_and_dropped(
@@ -192,33 +186,6 @@ BOTH = tuple(
     TokenOutput(rid=rid, token_ids=(), finish_reason=None, prompt_tokens=1, completion_tokens=1, cached_tokens=0)
     for rid in "ab"
 )
-SHAPES: list[tuple[object, tuple[str, ...] | None]] = [
-    (BatchTokenizedGenerateReqInput(requests=(_request(1, "a"), _request(1, "b"))), ("a", "b")),
-    (BatchTokenOutput(outputs=BOTH), ("a", "b")),
-    (BatchTextOutput(outputs=BOTH), ("a", "b")),
-    (EncodeReqInput(rid="a", items=()), ("a",)),
-    (EncodeOutput(rid="a", items=()), ("a",)),
-    (RequestsLost(rids=("a", "b"), message=""), ("a", "b")),
-    (GetStatsReq(), None),
-]
-
-
-@pytest.mark.parametrize(("message", "rids"), SHAPES, ids=lambda value: type(value).__name__)
-def test_of_every_damaged_message_its_requests_are_known(
-    tmp_path: Path, message: object, rids: tuple[str, ...] | None
-) -> None:
-    address, types = f"ipc://{tmp_path}/any", (type(message), AbortReq)
-    frames = Frames(Sender(address, types))
-    frames.sender.send(message)
-    receiver = Receiver(address, types)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
-        raw.connect(address)
-        raw.send_multipart([*frames.sent[:2], b"\xc1"])
-        raw.send_multipart(ABORT)
-        lost = receiver.recv(10)
-    frames.sender.close()
-    receiver.close()
-    assert lost == AbortReq(rid="r") if rids is None else lost.rids == rids
 
 
 def test_where_even_the_requests_cannot_be_read_that_is_all(
@@ -248,27 +215,6 @@ def test_nothing_is_freed_but_shared_blocks(channels: Channels, receiver: Receiv
         assert receiver.recv(10).rids == ("lost",)
     assert sorted(path.name for path in Path(channels.shared_dir).iterdir()) == ["1-0123abcd-2.own", "precious"]
     assert (Path(channels.shared_dir).parent / "precious").exists()
-
-
-def test_a_foreign_type_is_refused_by_the_sender(channels: Channels, receiver: Receiver) -> None:
-    sender = _sender(channels)
-    with pytest.raises(WireError, match="GetStatsReq"):
-        sender.send(GetStatsReq())
-    sender.close()
-
-
-def test_full_shared_memory_falls_back_to_the_socket(
-    channels: Channels, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: SharedArrays, array: np.ndarray) -> str:
-        raise OSError(28, "No space left on device")
-
-    sender = _sender(channels)
-    monkeypatch.setattr(SharedArrays, "put", full)
-    sender.send(_request(100_000))
-    got = receiver.recv(10)
-    sender.close()
-    np.testing.assert_array_equal(got.input_ids, np.arange(100_000))
 
 
 def test_the_async_receiver(channels: Channels) -> None:
@@ -323,25 +269,6 @@ def _fail_to_receive(*args: object, **options: object) -> None:
     raise OSError("no more")
 
 
-def _send_from_elsewhere(channels: Channels) -> None:
-    sender = Sender(channels.scheduler, TYPES, shared=channels.shared_arrays(), linger_ms=10_000)
-    for index in range(20):
-        sender.send(_request(50_000, rid=str(index)))
-    sender.close()
-    zmq.Context.instance().term()
-
-
-def test_between_processes(channels: Channels, receiver: Receiver) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_send_from_elsewhere, args=(channels,))
-    process.start()
-    got = [receiver.recv(30) for _ in range(20)]
-    process.join(10)
-    assert process.exitcode == 0
-    assert [message.rid for message in got] == [str(index) for index in range(20)]
-    assert all(np.array_equal(message.input_ids, np.arange(50_000)) for message in got)
-    assert channels.shared_arrays().outstanding() == 0
-
-
 def test_a_message_prepared_in_another_thread(channels: Channels, receiver: Receiver) -> None:
     """Its arrays are copied there; sending it is little work. One that is not sent leaves nothing behind."""
     sender = _sender(channels)
@@ -359,34 +286,37 @@ def test_a_message_prepared_in_another_thread(channels: Channels, receiver: Rece
     assert channels.shared_arrays().outstanding() == 0
 
 
-def test_waiting_for_a_message_ends_when_a_file_descriptor_is_readable(
-    receiver: Receiver, pipe: tuple[int, int]
-) -> None:
-    wake_from, wake_to = pipe
-    assert receiver.recv(0.01, [wake_from]) is None
-    with ThreadPoolExecutor(1) as thread:
-        for wait in (receiver.recv, receiver.drain):
-            waiting = thread.submit(wait, None, [wake_from])
-            os.write(wake_to, b"!")
-            assert not waiting.result(30)
-            os.read(wake_from, 1)
+@pytest.mark.parametrize(
+    ("message", "rids"),
+    [
+        (BatchTokenizedGenerateReqInput(requests=(_request(1, "a"), _request(1, "b"))), ("a", "b")),
+        (BatchTokenOutput(outputs=BOTH), ("a", "b")),
+        (EncodeReqInput(rid="a", items=()), ("a",)),
+        (RequestsLost(rids=("a", "b"), message=""), ("a", "b")),
+        (GetStatsReq(), ()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_requests_that_a_message_is_about(message: object, rids: tuple[str, ...]) -> None:
+    assert rids_of(message) == rids
 
 
-def test_a_message_is_taken_whether_or_not_a_file_descriptor_is_readable(
+def test_a_wait_ends_with_a_message_or_when_a_file_descriptor_is_readable(
     channels: Channels, receiver: Receiver, pipe: tuple[int, int]
 ) -> None:
     wake_from, wake_to = pipe
     sender = _sender(channels)
+    assert receiver.recv(0.01, [wake_from]) is None
     sender.send(AbortReq(rid="0"))
     assert receiver.recv(30, [wake_from]) == AbortReq(rid="0")
-    sender.send(AbortReq(rid="1"))
-    assert receiver.recv(30) == AbortReq(rid="1")
-    os.write(wake_to, b"!")
-    for rid in ("2", "3"):
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(receiver.drain, None, [wake_from])
+        os.write(wake_to, b"!")
+        assert waiting.result(30) == []
+    for rid in ("1", "2"):
         sender.send(AbortReq(rid=rid))
     got: list[AbortReq] = []
     while len(got) < 2:  # each try ends at once, message or not
         got += receiver.drain(None, [wake_from])
-    assert [message.rid for message in got] == ["2", "3"]
-    assert receiver.drain(None, [wake_from]) == []
+    assert [message.rid for message in got] == ["1", "2"]
     sender.close()

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from vlmserve.ipc.channels import Heartbeat
 from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
-from vlmserve_common.process.child import is_stopped_by_a_signal
 
 
 class House:
@@ -100,16 +95,3 @@ def test_a_machine_that_slept_is_nobody_s_fault(house: House) -> None:
     house.now += 10_000
     house.look(3)
     assert house.given_up == []
-
-
-def test_the_kernel_tells_who_is_stopped() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        assert not is_stopped_by_a_signal(child.pid)
-        os.kill(child.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-        assert is_stopped_by_a_signal(child.pid)
-    finally:
-        child.kill()
-        child.communicate()
-    assert not is_stopped_by_a_signal(child.pid)

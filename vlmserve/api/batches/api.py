@@ -11,14 +11,14 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import client_of, owner_of, tenant_of
+from vlmserve.api.auth import caller_of, owner_of
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.record import Batch, BatchList, BatchObject
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.openapi.operation import BODY_ERRORS, ID_ERRORS, operation
-from vlmserve.api.paging import PageRequest, page_query
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.paging import page_of, page_query
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import invalid_value
@@ -63,9 +63,9 @@ class BatchesApi:
     )
     async def create(self, request: Request) -> Response:
         """Answer a file of requests when there is room. Its lines are looked at when the batch begins."""
-        body, owner = await read_body(request, BatchRequest, self._settings), owner_of(request)
+        body, caller = await read_body(request, BatchRequest, self._settings), caller_of(request)
         try:
-            file = await asyncio.to_thread(self._files.find, owner, body.input_file_id)
+            file = await asyncio.to_thread(self._files.find, caller.owner, body.input_file_id)
         except BadRequestError as error:
             error.param = "input_file_id"
             raise
@@ -75,9 +75,9 @@ class BatchesApi:
         now, kept = int(time.time()), body.output_expires_after
         batch = Batch(
             id=new_id("batch").replace("-", "_"),
-            owner=owner,
-            client=client_of(request),
-            tenant=tenant_of(request),
+            owner=caller.owner,
+            client=caller.client,
+            tenant=caller.tenant,
             endpoint=body.endpoint,
             input_file_id=file.id,
             completion_window=body.completion_window,
@@ -116,9 +116,8 @@ class BatchesApi:
     )
     async def list(self, request: Request) -> Response:
         """List batches, the newest first."""
-        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=20)
         found = await asyncio.to_thread(self._journal.batches, owner_of(request))
-        batches, page = asked.cut(found[::-1], lambda batch: batch.id)
+        batches, page = page_of(request.query_params, found[::-1], lambda batch: batch.id, most=_LIST_LIMIT, usual=20)
         return JSONResponse(page | {"data": [await self._shown(batch) for batch in batches]})
 
     async def _find(self, request: Request, batch_id: str) -> Batch:

@@ -7,14 +7,14 @@ lines. The lines of a batch are forgotten when its files are written.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from vlmserve.api.batches.record import Batch
-from vlmserve.api.database import open_database
+from vlmserve.api.database import Database
+from vlmserve.api.errors import not_found
 from vlmserve_common.errors import BadRequestError
 
 _SCHEMA = """
@@ -28,12 +28,11 @@ CREATE TABLE IF NOT EXISTS lines (
 _MOST_ENDED = 10_000  # batches that are over and still listed
 
 
-class BatchJournal:
-    """A thread-safe journal; each write is on disk when it returns."""
+class BatchJournal(Database):
+    """The journal of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._lock = threading.Lock()
-        self._db = open_database(folder / "batches.sqlite3", _SCHEMA)
+        super().__init__(folder / "batches.sqlite3", _SCHEMA)
 
     def add(self, batch: Batch, most: int) -> None:
         """Add a new batch. Raises BadRequestError (429) beyond `most` unfinished batches."""
@@ -64,26 +63,19 @@ class BatchJournal:
 
     def find(self, owner: str, batch_id: str) -> Batch:
         """Return a batch. Raises BadRequestError (404) for an unknown batch and for a batch of another owner alike."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT record FROM batches WHERE id = ? AND owner = ?", (batch_id, owner)
-            ).fetchone()
-        if row is None:
-            shown = batch_id if len(batch_id) <= 80 else batch_id[:80] + "..."
-            raise BadRequestError(f"there is no batch {shown!r}", code="batch_not_found", status=404)
-        return _decoded(row[0])
+        found = self.rows("SELECT record FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
+        if not found:
+            raise not_found("batch", batch_id)
+        return _decoded(found[0])
 
     def batches(self, owner: str) -> list[Batch]:
         """Return an owner's batches, the newest first."""
-        with self._lock:
-            rows = self._db.execute("SELECT record FROM batches WHERE owner = ? ORDER BY seq DESC", (owner,)).fetchall()
-        return [_decoded(row[0]) for row in rows]
+        rows = self.rows("SELECT record FROM batches WHERE owner = ? ORDER BY seq DESC", owner)
+        return list(map(_decoded, rows))
 
     def unfinished(self) -> list[Batch]:
         """Return the unfinished batches of all owners, the oldest first."""
-        with self._lock:
-            rows = self._db.execute("SELECT record FROM batches WHERE NOT ended ORDER BY seq").fetchall()
-        return [_decoded(row[0]) for row in rows]
+        return list(map(_decoded, self.rows("SELECT record FROM batches WHERE NOT ended ORDER BY seq")))
 
     def add_lines(self, batch_id: str, lines: Sequence[tuple[int, bool, dict[str, Any]]]) -> None:
         """Add finished lines: number, whether the line has an answer, and its record. Lines that are there already
@@ -94,40 +86,29 @@ class BatchJournal:
 
     def done(self, batch_id: str) -> set[int]:
         """Return the numbers of a batch's finished lines."""
-        with self._lock:
-            return {row[0] for row in self._db.execute("SELECT line FROM lines WHERE batch = ?", (batch_id,))}
+        return {line for (line,) in self.rows("SELECT line FROM lines WHERE batch = ?", batch_id)}
 
     def counts(self, batch_id: str) -> tuple[int, int]:
         """Return how many finished lines have an answer, and how many have none."""
-        with self._lock:
-            rows = self._db.execute("SELECT good, count(*) FROM lines WHERE batch = ? GROUP BY good", (batch_id,))
-            found = dict(rows.fetchall())
+        found = dict(self.rows("SELECT good, count(*) FROM lines WHERE batch = ? GROUP BY good", batch_id))
         return found.get(1, 0), found.get(0, 0)
 
     def lines(self, batch_id: str, *, good: bool) -> Iterator[str]:
         """Yield the records of finished lines as JSON, in the order of the input, a few at a time."""
         last = -1
         while True:
-            with self._lock:
-                rows = self._db.execute(
-                    "SELECT line, record FROM lines WHERE batch = ? AND good = ? AND line > ? ORDER BY line LIMIT 100",
-                    (batch_id, good, last),
-                ).fetchall()
+            query = "SELECT line, record FROM lines WHERE batch = ? AND good = ? AND line > ? ORDER BY line LIMIT 100"
+            rows = self.rows(query, batch_id, good, last)
             if not rows:
                 return
             yield from (row[1] for row in rows)
             last = rows[-1][0]
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._db.close()
 
 
 def _encoded(batch: Batch) -> str:
     return json.dumps(asdict(batch))
 
 
-def _decoded(record: str) -> Batch:
-    raw = json.loads(record)
+def _decoded(row: tuple[str]) -> Batch:
+    raw = json.loads(row[0])
     return Batch(**{**raw, "problem": raw["problem"] and tuple(raw["problem"])})

@@ -11,7 +11,8 @@ import pydantic_core
 
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.record import Batch, BatchUsage
-from vlmserve.api.body_budget import check_values
+from vlmserve.api.body import check_values
+from vlmserve.api.errors import shortened
 from vlmserve.api.file_store import FileStore
 from vlmserve_common.errors import BadRequestError
 
@@ -83,23 +84,20 @@ def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str], most_values:
         return bad("duplicate_custom_id", f"has the custom_id of an earlier line: {custom_id!r}", custom_id)
     seen.add(custom_id)
     if given.get("method") != "POST":
-        return bad("invalid_method", f"has the method {_shown(given.get('method'))}; it must be POST", custom_id)
+        return bad(
+            "invalid_method", f"has the method {shortened(repr(given.get('method')))}; it must be POST", custom_id
+        )
     if given.get("url") != endpoint:
-        what = f"has the url {_shown(given.get('url'))}; it must be the batch's endpoint, {endpoint}"
+        what = f"has the url {shortened(repr(given.get('url')))}; it must be the batch's endpoint, {endpoint}"
         return bad("invalid_url", what, custom_id)
     unknown = sorted(given.keys() - {"custom_id", "method", "url", "body"})
     if unknown:
-        return bad("invalid_line", f"has the unknown field {_shown(unknown[0])}", custom_id)
+        return bad("invalid_line", f"has the unknown field {shortened(repr(unknown[0]))}", custom_id)
     if not isinstance(given.get("body"), dict):
         return bad("invalid_body", "has no body, or one that is not an object", custom_id)
     if given["body"].get("stream"):
         return bad("invalid_body", "asks for a stream; answers of batches are whole", custom_id)
     return Line(number=number, custom_id=custom_id, body=given["body"])
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 PURPOSE = "batch_output"  # no upload may have this purpose

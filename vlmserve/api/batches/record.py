@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from typing_extensions import TypedDict
 
@@ -123,26 +123,12 @@ class Batch:
         if self.problem is not None:
             code, message = self.problem
             errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
-        return {
-            "id": self.id,
+        same = {name: getattr(self, name) for name in BatchObject.__annotations__ if hasattr(self, name)}
+        ends = {f"{end}_at": self.ended_at if self.status == end else None for end in ENDED}
+        own = {
             "object": "batch",
-            "endpoint": self.endpoint,
             "errors": errors,
-            "input_file_id": self.input_file_id,
-            "completion_window": self.completion_window,
-            "status": self.status,
-            "output_file_id": self.output_file_id,
-            "error_file_id": self.error_file_id,
-            "created_at": self.created_at,
-            "in_progress_at": self.in_progress_at,
-            "expires_at": self.expires_at,
-            "finalizing_at": self.finalizing_at,
-            "cancelling_at": self.cancelling_at,
-            "completed_at": self.ended_at if self.status == "completed" else None,
-            "failed_at": self.ended_at if self.status == "failed" else None,
-            "expired_at": self.ended_at if self.status == "expired" else None,
-            "cancelled_at": self.ended_at if self.status == "cancelled" else None,
             "request_counts": {"total": self.total, "completed": completed, "failed": failed},
-            "usage": self.usage,
             "metadata": self.metadata or None,
         }
+        return cast("BatchObject", same | ends | own)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from pydantic import BaseModel
@@ -32,6 +32,7 @@ from vlmserve.api.responses.api import ResponsesApi
 from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
+from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.completion_protocol import CompletionRequest
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
@@ -75,49 +76,32 @@ _LAST = 2**31 - 1  # priority
 _WRITE_AGAIN_S = 30.0  # between two tries to write a batch's files
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchLimits:
-    """Limits of batches. concurrency: lines answered at a time. max_lines: lines of a file. max_line_bytes,
-    max_line_values: the size of a line. priority: of the lines, as of a `Caller`."""
-
-    concurrency: int
-    max_lines: int
-    max_line_bytes: int
-    max_line_values: int
-    priority: int = 0
-
-
 def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[str, Answer]) -> BatchRunner:
-    """Make the runner of a served model. If the scheduler knows priorities, lines come last."""
+    """Make the runner of a served model."""
     settings, manager = served.settings, served.manager
-    engine = settings.engine
-    limits = BatchLimits(
-        concurrency=settings.batch_concurrency,
-        max_lines=settings.max_batch_lines,
-        max_line_bytes=int(settings.max_body_mib * 2**20),
-        max_line_values=settings.max_json_values,
-        priority=_LAST if engine.schedule_policy == "priority" else 0,
-    )
+    most = settings.engine.max_running_requests
     return BatchRunner(
         journal,
         served.files,
         endpoints,
-        limits,
-        has_room=lambda: manager.unavailable is None and manager.num_pending < engine.max_running_requests,
+        settings,
+        has_room=lambda: manager.unavailable is None and manager.num_pending < most,
         is_gone=lambda: manager.is_gone,
     )
 
 
 class BatchRunner:
-    """Runs batches in one event loop. has_room: the engine could take another request at once. is_gone: the engine has
-    failed for good."""
+    """Runs batches in one event loop. If the scheduler knows priorities, lines come last.
+
+    has_room: the engine could take another request at once. is_gone: the engine has failed for good.
+    """
 
     def __init__(
         self,
         journal: BatchJournal,
         files: FileStore,
         endpoints: Mapping[str, Answer],
-        limits: BatchLimits,
+        settings: ServerSettings,
         *,
         has_room: Callable[[], bool],
         is_gone: Callable[[], bool],
@@ -126,11 +110,11 @@ class BatchRunner:
         self._journal = journal
         self._files = files
         self._endpoints = endpoints
-        self._limits = limits
+        self._settings = settings
         self._has_room = has_room
         self._is_gone = is_gone
         self._clock = clock
-        self._slots = asyncio.Semaphore(limits.concurrency)
+        self._slots = asyncio.Semaphore(settings.batch_concurrency)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -186,7 +170,6 @@ class BatchRunner:
             logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
 
     async def _answer_all(self, batch: Batch) -> Batch:
-        """Answer all lines; return the batch with its outcome."""
         try:
             if batch.status == "validating":
                 batch = await self._count(batch)
@@ -205,7 +188,7 @@ class BatchRunner:
             with file:
                 return count_lines(file)
 
-        total, most = await asyncio.to_thread(count), self._limits.max_lines
+        total, most = await asyncio.to_thread(count), self._settings.max_batch_lines
         if not 1 <= total <= most:
             what = f"the file has {total} lines; it must have between 1 and {most} (setting --max-batch-lines)"
             raise BadRequestError(what, code="too_many_lines" if total else "empty_file")
@@ -243,31 +226,28 @@ class BatchRunner:
                 lines = read_lines(
                     file,
                     batch.endpoint,
-                    most_bytes=self._limits.max_line_bytes,
-                    most_values=self._limits.max_line_values,
+                    most_bytes=int(self._settings.max_body_mib * 2**20),
+                    most_values=self._settings.max_json_values,
                 )
                 yield from (line for line in lines if line.number not in done)
 
         return left()
 
     async def _answer_line(self, batch: Batch, line: Line) -> None:
-        record: dict[str, Any] = {"id": f"{batch.id}_{line.number}", "custom_id": line.custom_id, "response": None}
-        status = 0
         if line.problem is not None:
-            code, message = line.problem
-            record["error"] = {"code": code, "message": message, "line": line.number}
+            row = _unanswered(batch, line, *line.problem)
         else:
             assert line.body is not None
             name = new_id("batch_req")
             status, body = await self._ask(batch, line.body, name)
-            record |= {"response": {"status_code": status, "request_id": name, "body": body}, "error": None}
-        await _done(self._journal.add_lines, batch.id, [(line.number, status == 200, record)])
+            response = {"status_code": status, "request_id": name, "body": body}
+            row = (line.number, status == 200, _record(batch, line, response=response))
+        await _done(self._journal.add_lines, batch.id, [row])
 
     async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, Mapping[str, Any]]:
         request_id.set(name)
-        caller = Caller(
-            client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=self._limits.priority
-        )
+        priority = _LAST if self._settings.engine.schedule_policy == "priority" else 0
+        caller = Caller(client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=priority)
         while True:  # until the batch's time is over
             try:
                 return 200, await self._endpoints[batch.endpoint](body, caller)
@@ -283,17 +263,9 @@ class BatchRunner:
 
     async def _expire_rest(self, batch: Batch) -> None:
         def expire() -> None:
-            expired = []
-            for line in self._lines_left(batch):
-                what = f"the batch's {batch.completion_window} were over before this line was answered"
-                record = {
-                    "id": f"{batch.id}_{line.number}",
-                    "custom_id": line.custom_id,
-                    "response": None,
-                    "error": {"code": "batch_expired", "message": what, "line": line.number},
-                }
-                expired.append((line.number, False, record))
-            self._journal.add_lines(batch.id, expired)
+            what = f"the batch's {batch.completion_window} were over before this line was answered"
+            lines = [_unanswered(batch, line, "batch_expired", what) for line in self._lines_left(batch)]
+            self._journal.add_lines(batch.id, lines)
 
         await _done(expire)
 
@@ -326,6 +298,15 @@ class BatchRunner:
                 batch = replace(batch, problem=(f"{kind}_file_waits", str(error)))
                 await _done(self._journal.put, batch)
             await asyncio.sleep(_WRITE_AGAIN_S)
+
+
+def _record(batch: Batch, line: Line, **found: Any) -> dict[str, Any]:
+    return {"id": f"{batch.id}_{line.number}", "custom_id": line.custom_id, "response": None, "error": None, **found}
+
+
+def _unanswered(batch: Batch, line: Line, code: str, message: str) -> tuple[int, bool, dict[str, Any]]:
+    error = {"code": code, "message": message, "line": line.number}
+    return line.number, False, _record(batch, line, error=error)
 
 
 async def _done(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:

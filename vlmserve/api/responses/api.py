@@ -13,11 +13,10 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.auth import Caller, caller_of, owner_of
-from vlmserve.api.body import read_body
-from vlmserve.api.body_budget import check_items
+from vlmserve.api.body import check_items, read_body
 from vlmserve.api.chat import chat_events
-from vlmserve.api.openapi.operation import ID_ERRORS, MODEL_ERRORS, operation
-from vlmserve.api.paging import PageRequest, page_query
+from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
+from vlmserve.api.paging import page_of, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
 from vlmserve.api.responses.objects import DeletedResponse, InputItems, ResponseEvent, ResponseObject
@@ -31,6 +30,11 @@ from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.errors import BadRequestError
 
 _LIST_LIMIT = 100
+# what a response repeats of its request as it is
+_REPEATED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "model", "previous_response_id"),
+    *("temperature", "top_p", "user"),
+)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -95,9 +99,8 @@ class ResponsesApi:
     )
     async def input_items(self, request: Request, response_id: str) -> Response:
         """List the items that a response was asked with."""
-        asked = PageRequest.read(request.query_params, most=_LIST_LIMIT, usual=20)
         items = (await asyncio.to_thread(self._store.find, owner_of(request), response_id)).input
-        items, page = asked.cut(items, lambda item: item["id"])
+        items, page = page_of(request.query_params, items, lambda item: item["id"], most=_LIST_LIMIT, usual=20)
         return JSONResponse(page | {"data": items})
 
     async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -164,7 +167,6 @@ def _encoded(events: Iterable[dict[str, Any]]) -> bytes:
 
 
 def _parsed(events: bytes) -> list[dict[str, Any]]:
-    """Return the chunks in a chat's events."""
     return [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n") if one and one != DONE.strip()]
 
 
@@ -182,22 +184,15 @@ def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": body.max_tool_calls,
+        **{name: getattr(body, name) for name in _REPEATED},
         "metadata": body.metadata or {},
-        "model": body.model,
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
         "service_tier": "default",
         "store": body.store is not False,
-        "temperature": body.temperature,
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
         "truncation": body.truncation or "disabled",
-        "user": body.user,
     }

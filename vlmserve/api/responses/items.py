@@ -179,7 +179,6 @@ def _file(part: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _kind_of(data: str) -> str | None:
-    """Return the kind of a base64 file by its first bytes."""
     try:
         modality = modality_of(base64.b64decode(data[: HEAD_BYTES // 3 * 4]))
     except (binascii.Error, ValueError):

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from vlmserve.config.fields import MOST_SECONDS
-from vlmserve.frontend.openai.protocol import Stop, StrictModel
+from vlmserve.frontend.openai.protocol import NamedRequest, Stop, StrictModel
 
 
 class FunctionTool(StrictModel):
@@ -82,7 +81,7 @@ Input = Annotated[
 ]
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(NamedRequest):
     """POST /v1/responses: OpenAI's fields, then the extensions that chats have, too."""
 
     model: str
@@ -120,8 +119,6 @@ class ResponsesRequest(StrictModel):
     prompt: Any = None
 
     # extensions
-    rid: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$")] = None
-    timeout: Annotated[float | None, Field(gt=0, le=MOST_SECONDS)] = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -135,7 +132,4 @@ class ResponsesRequest(StrictModel):
     return_mm_report: bool | None = None
     return_usage_details: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
-    data_parallel_rank: Annotated[int | None, Field(ge=0)] = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None

@@ -6,13 +6,13 @@ The number and the size of responses are limited; the oldest go first.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vlmserve.api.database import open_database
+from vlmserve.api.database import Database
+from vlmserve.api.errors import not_found
 from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.errors import BadRequestError
 
@@ -34,14 +34,13 @@ class StoredResponse:
     previous: str | None
 
 
-class ResponseStore:
-    """A thread-safe store. most: responses that it keeps; 0 keeps none. most_bytes: the limit of their JSON."""
+class ResponseStore(Database):
+    """The responses of a folder. most: responses that it keeps; 0 keeps none. most_bytes: the limit of their JSON."""
 
     def __init__(self, folder: Path, *, most: int, most_bytes: int) -> None:
+        super().__init__(folder / "responses.sqlite3", _SCHEMA)
         self._most = most
         self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        self._db = open_database(folder / "responses.sqlite3", _SCHEMA)
 
     def add(self, owner: str, response: dict[str, Any], given: Sequence[dict[str, Any]]) -> None:
         """Keep a response, and forget the oldest beyond the limits. A response larger than the store is not kept."""
@@ -59,14 +58,12 @@ class ResponseStore:
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response. Raises BadRequestError (404) for an unknown response and another owner's alike."""
-        with self._lock:
-            row = self._db.execute(
-                "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?", (response_id, owner)
-            ).fetchone()
-        if row is None:
-            shown = response_id if len(response_id) <= 80 else response_id[:80] + "..."
-            raise BadRequestError(f"there is no response {shown!r}", code="response_not_found", status=404)
-        return StoredResponse(input=json.loads(row[0]), response=json.loads(row[1]), previous=row[2])
+        query = "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?"
+        rows = self.rows(query, response_id, owner)
+        if not rows:
+            raise not_found("response", response_id)
+        given, response, previous = rows[0]
+        return StoredResponse(input=json.loads(given), response=json.loads(response), previous=previous)
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
         """Return all items up to a response, its output included, the oldest first. Raises BadRequestError (404)."""
@@ -77,11 +74,6 @@ class ResponseStore:
         self.find(owner, response_id)
         with self._lock, self._db:
             self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._db.close()
 
     def _chain(self, owner: str, response_id: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the items of responses, the newest first."""

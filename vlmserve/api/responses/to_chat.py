@@ -11,22 +11,9 @@ from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
 
 _LOGPROBS = "message.output_text.logprobs"
-# fields that mean the same in both, and those with another name
-_SAME = (
-    *("model", "parallel_tool_calls", "temperature", "top_p", "prompt_cache_key", "prompt_cache_retention"),
-    *("safety_identifier", "service_tier", "user", "rid", "timeout", "frequency_penalty", "presence_penalty"),
-    *("repetition_penalty", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos", "chat_template_kwargs"),
-    *(
-        "mm_processor_kwargs",
-        "return_mm_report",
-        "return_usage_details",
-        "cache_salt",
-        "priority",
-        "data_parallel_rank",
-        "session_id",
-        "top_logprobs",
-    ),
-)
+# fields that mean the same in both: those of one name, except these
+_OTHER = {"metadata", "store", "stream", "stream_options", "tool_choice", "tools"}
+_SAME = (ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys()) - _OTHER
 
 
 def to_chat_request(request: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:

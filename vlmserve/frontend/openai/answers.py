@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from processors.families.report import MediumReport, report_json
 from vlmserve.frontend.chat_template import NO_NOTES
-from vlmserve.frontend.openai.answer_message import ChoiceText, ThoughtTokens, delta_of, message_of
 from vlmserve.frontend.openai.json_bodies import json_text, sse_event
 from vlmserve.frontend.parsers.answer import PLAIN_TEXT, AnswerReading
-from vlmserve.frontend.parsers.pieces import Text
+from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
 from vlmserve.frontend.parsers.reasoning import CLOSE as THOUGHT
 from vlmserve.frontend.parsers.reasoning import OPEN as THINK
 from vlmserve.frontend.request_stats import Timings
@@ -36,13 +36,63 @@ class AnswerHead:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **rest}
 
 
-class AnswerWriter:
+class Writer:
+    """Writes the answers to one or more prompts, n for each, and counts their tokens. include_usage: the request asks
+    for the usage at the end of a stream."""
+
+    chunk_kind: ClassVar[str]
+
+    def __init__(
+        self, head: AnswerHead, tokenizer: TextTokenizer, *, prompts: int, n: int, include_usage: bool
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._n = n
+        self._include_usage = include_usage
+        self._completions = [0] * (prompts * n)
+        self._prompts, self._cached = [0] * prompts, [0] * prompts
+
+    def usage_event(self) -> bytes:
+        """Return the event with the usage, which follows all choices if the request asks for it."""
+        if not self._include_usage:
+            return b""
+        return sse_event(self._head.object(self.chunk_kind, choices=[], usage=self._usage(), **self._about()))
+
+    def _about(self) -> dict[str, Any]:
+        return {}
+
+    def _count(self, item: ChoiceOutput) -> None:
+        prompt, choice = divmod(item.index, self._n)
+        self._prompts[prompt] = item.output.prompt_tokens
+        self._completions[item.index] = item.output.completion_tokens
+        if choice == 0:  # later choices find the first one's prompt in the cache
+            self._cached[prompt] = item.output.cached_tokens
+
+    def _usage(self) -> dict[str, Any]:
+        """Return the tokens of all prompts, each once, and of all answers."""
+        prompt, completion = sum(self._prompts), sum(self._completions)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+    def _chunk_of(self, choice: dict[str, Any], **about: Any) -> bytes:
+        # With include_usage every chunk has the field, which is null except in the last one.
+        usage = {"usage": None} if self._include_usage else {}
+        return sse_event(self._head.object(self.chunk_kind, choices=[choice], **usage, **about))
+
+
+class AnswerWriter(Writer):
     """Writes one request's answer of n choices.
 
     logprobs, mm_report, include_usage: the request asks for them. The timings of choice 0 come with mm_report.
     usage_details: usage has the kinds of the prompt's tokens, and the timings. reading: how tool calls and thoughts are
     found in the text. An answer has `warnings` if a part of the request had no effect.
     """
+
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -56,17 +106,12 @@ class AnswerWriter:
         usage_details: bool = False,
         reading: AnswerReading = PLAIN_TEXT,
     ) -> None:
-        self._head = head
-        self._tokenizer = tokenizer
-        self._n = n
+        super().__init__(head, tokenizer, prompts=1, n=n, include_usage=include_usage)
         self._logprobs = logprobs
         self._mm_report = mm_report
-        self._include_usage = include_usage
         self._usage_details = usage_details
         self._reading = reading
         # what the outputs so far say of the whole request
-        self._prompt = self._cached = 0
-        self._completions = [0] * n
         self._left = n
         self._frames: list[tuple[bytes, bytes] | None] = [None] * n  # of choices that have begun
         self._texts: list[ChoiceText | None] = [None] * n
@@ -97,7 +142,7 @@ class AnswerWriter:
                 "message": message_of(self._text(index).feed("".join(texts[index]), final=True)),
                 "logprobs": {"content": logprobs[index], "refusal": None} if self._logprobs else None,
                 "finish_reason": self._finish_type(index, finishes[index]),
-                "stop_reason": _stop_reason(finishes[index]),
+                "stop_reason": stop_reason(finishes[index]),
                 **({"hidden_states": np.concatenate(hidden[index]).tolist()} if hidden[index] else {}),
             }
             for index in range(self._n)
@@ -114,32 +159,26 @@ class AnswerWriter:
         """
         return b"".join([event for item in items for event in self._events_of(item)])
 
-    def usage_event(self) -> bytes:
-        """Return the event with the usage, which follows all choices if the request asks for it."""
-        if not self._include_usage:
-            return b""
-        return sse_event(self._head.object("chat.completion.chunk", choices=[], usage=self._usage(), **self._about()))
-
     def _events_of(self, item: ChoiceOutput) -> Iterator[bytes]:
         self._note(item)
         output = item.output
         frame = self._frames[item.index]
         if frame is None:
             frame = self._frames[item.index] = self._text_frame(item.index)
-            yield sse_event(self._chunk(item.index, {"role": "assistant", "content": ""}))
+            yield self._chunk(item.index, {"role": "assistant", "content": ""})
         tokens = self._tokens(output) if self._logprobs else None
         for piece in self._text(item.index).feed(output.text, final=output.finish_reason is not None):
             if tokens is None and isinstance(piece, Text):
                 yield frame[0] + json_text(piece.text) + frame[1]
             else:
-                yield sse_event(self._chunk(item.index, delta_of(piece), tokens=tokens))
+                yield self._chunk(item.index, delta_of(piece), tokens=tokens)
                 tokens = tokens and []  # they come once
         if tokens:  # their text is held back
-            yield sse_event(self._chunk(item.index, {"content": ""}, tokens=tokens))
+            yield self._chunk(item.index, {"content": ""}, tokens=tokens)
         if output.finish_reason is not None:
             self._left -= 1
-            chunk = self._chunk(item.index, {}, finish=output.finish_reason)
-            yield sse_event(chunk if self._left or self._include_usage else chunk | self._about())
+            about = {} if self._left or self._include_usage else self._about()
+            yield self._chunk(item.index, {}, finish=output.finish_reason, **about)
 
     def _text(self, index: int) -> ChoiceText:
         """Return the reader of a choice's text, made when the choice's first output has come."""
@@ -153,14 +192,12 @@ class AnswerWriter:
 
         The frame is the event of an empty text, cut where the text goes. No other empty string follows there.
         """
-        before, _, after = sse_event(self._chunk(index, {"content": ""})).rpartition(b'""')
+        before, _, after = self._chunk(index, {"content": ""}).rpartition(b'""')
         return before, after
 
     def _note(self, item: ChoiceOutput) -> None:
-        self._prompt = item.output.prompt_tokens
-        self._completions[item.index] = item.output.completion_tokens
-        if item.index == 0:  # later choices find the first one's prompt in the cache
-            self._cached = item.output.cached_tokens
+        self._count(item)
+        if item.index == 0:
             self._timings = item.timings
         self._media = item.media
         self._notes = item.notes
@@ -171,16 +208,9 @@ class AnswerWriter:
             self._thoughts[item.index].add(item.output.token_ids)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the tokens of the whole request: the prompt once, and the answers of all choices."""
-        completion = sum(self._completions)
-        usage: dict[str, Any] = {
-            "prompt_tokens": self._prompt,
-            "completion_tokens": completion,
-            "total_tokens": self._prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self._cached},
-        }
+        usage = super()._usage()
         if self._usage_details:
-            usage["prompt_tokens_details"] |= prompt_details(self._prompt, self._media)
+            usage["prompt_tokens_details"] |= prompt_details(usage["prompt_tokens"], self._media)
             usage["timings"] = self._timings and asdict(self._timings)
         if self._thoughts is not None:
             thoughts = sum(choice.count for choice in self._thoughts)
@@ -202,7 +232,8 @@ class AnswerWriter:
         *,
         tokens: list[dict[str, Any]] | None = None,
         finish: FinishReason | None = None,
-    ) -> dict[str, Any]:
+        **about: Any,
+    ) -> bytes:
         choice: dict[str, Any] = {
             "index": index,
             "delta": delta,
@@ -210,10 +241,8 @@ class AnswerWriter:
             "finish_reason": self._finish_type(index, finish),
         }
         if finish is not None:
-            choice["stop_reason"] = _stop_reason(finish)
-        # With include_usage every chunk has the field, which is null except in the last one.
-        extra = {"usage": None} if self._include_usage else {}
-        return self._head.object("chat.completion.chunk", choices=[choice], **extra)
+            choice["stop_reason"] = stop_reason(finish)
+        return self._chunk_of(choice, **about)
 
     def _finish_type(self, index: int, finish: FinishReason | None) -> str | None:
         if finish is None:
@@ -221,45 +250,35 @@ class AnswerWriter:
         return "tool_calls" if finish.type == "stop" and self._text(index).called else finish.type
 
     def _tokens(self, output: TokenOutput) -> list[dict[str, Any]]:
-        """Return the logprobs of an output's tokens, without the token that ended the answer."""
-        listed = output.logprobs or ()
-        finish = output.finish_reason
-        if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
-            listed = listed[:-1]
-        return [self._token(entry) for entry in listed]
+        return [self._token(entry) for entry in shown_logprobs(output)]
 
     def _token(self, entry: TokenLogprobs) -> dict[str, Any]:
         top = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        return {
-            **self._named(entry.token_id, entry.logprob),
-            "top_logprobs": [self._named(token_id, logprob) for token_id, logprob in top],
-            **(
-                {"token_ids_logprobs": [finite(p) for p in entry.token_ids_logprobs]}
-                if entry.token_ids_logprobs
-                else {}
-            ),
-        }
+        token = self._named(entry.token_id, entry.logprob)
+        token["top_logprobs"] = [self._named(token_id, logprob) for token_id, logprob in top]
+        if entry.token_ids_logprobs:
+            token["token_ids_logprobs"] = list(map(finite, entry.token_ids_logprobs))
+        return token
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token_id)
-        return {
-            "token": raw.decode("utf-8", "replace"),
-            "logprob": finite(logprob),
-            "bytes": list(raw),
-        }
+        return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def shown_logprobs(output: TokenOutput) -> Sequence[TokenLogprobs]:
+    """Return the logprobs of an output's tokens, without the token that ended the answer."""
+    listed, finish = output.logprobs or (), output.finish_reason
+    ended = finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched
+    return listed[:-1] if ended else listed
 
 
 def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:
     """Return how many tokens of a prompt are text, pictures and videos."""
     of = {kind: sum(medium.tokens for medium in media if medium.kind == kind) for kind in ("image", "video")}
-    return {
-        "text_tokens": tokens - sum(of.values()),
-        "image_tokens": of["image"],
-        "video_tokens": of["video"],
-    }
+    return {"text_tokens": tokens - sum(of.values()), "image_tokens": of["image"], "video_tokens": of["video"]}
 
 
-def _stop_reason(finish: FinishReason | None) -> str | None:
+def stop_reason(finish: FinishReason | None) -> str | None:
     """Return the stop string that was found, as other servers do."""
     return finish.matched if finish is not None and isinstance(finish.matched, str) else None
 
@@ -298,3 +317,89 @@ def prompt_json(found: PromptLogprobs, tokenizer: TextTokenizer) -> dict[str, An
         asked = [[finite(logprob) for logprob in row] for row in found.token_ids_logprobs[after_none:].tolist()]
         fields["prompt_token_ids_logprobs"] = [None] * after_none + asked
     return fields
+
+
+# ---- the message of an answer, whole and in deltas, made of the pieces that the parsers find
+
+
+def delta_of(piece: Piece) -> dict[str, Any]:
+    """Return the delta that a stream's chunk has for a piece."""
+    match piece:
+        case Text():
+            return {"content": piece.text}
+        case Reasoning():
+            return {"reasoning_content": piece.text}
+        case CallBegin():
+            function = {"name": piece.name, "arguments": ""}
+            call = {"index": piece.index, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            return {"tool_calls": [{**call, "function": function}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """Return the whole message: the sum of its deltas."""
+    content, reasoning = "", ""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        match piece:
+            case Text():
+                content += piece.text
+            case Reasoning():
+                reasoning += piece.text
+            case CallBegin():
+                [call] = delta_of(piece)["tool_calls"]
+                calls.append({key: value for key, value in call.items() if key != "index"})
+            case CallArguments():
+                calls[piece.index]["function"]["arguments"] += piece.text
+    return {
+        "role": "assistant",
+        "content": content or (None if calls else ""),
+        "refusal": None,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
+
+
+class ThoughtTokens:
+    """Counts the tokens of one choice's thoughts and of their tags. opened, closed: the ids of these tags. thinking:
+    the prompt has begun the thoughts."""
+
+    def __init__(self, opened: int | None, closed: int | None, *, thinking: bool) -> None:
+        self.count = 0
+        self._opened = opened
+        self._closed = closed
+        self._thinking = thinking
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Count the next tokens."""
+        for token in ids:
+            self._thinking |= token == self._opened
+            self.count += self._thinking
+            self._thinking &= token != self._closed
+
+
+class ChoiceText:
+    """Reads one choice's text. thinking: the prompt has begun the thoughts. called: the text calls a tool. If the
+    request allows one call only, later calls are left out, with a warning."""
+
+    def __init__(self, reading: AnswerReading, *, thinking: bool) -> None:
+        self.called = False
+        self.warning = ""
+        self._parser = reading.parser(thinking=thinking)
+        self._only_one = reading.calls is not None and not reading.calls.parallel
+
+    def feed(self, text: str, *, final: bool) -> list[Piece]:
+        """Return the pieces that are certain by now. final: this text is the last one."""
+        if self._parser is None:
+            return [Text(text)] if text else []
+        return [piece for piece in self._parser.feed(text, final=final) if self._is_wanted(piece)]
+
+    def _is_wanted(self, piece: Piece) -> bool:
+        if not isinstance(piece, CallBegin | CallArguments):
+            return True
+        self.called = True
+        if piece.index == 0 or not self._only_one:
+            return True
+        self.warning = "the model called more than one tool; with parallel_tool_calls: false the answer has the first"
+        return False

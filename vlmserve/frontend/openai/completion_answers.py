@@ -6,8 +6,7 @@ import codecs
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from vlmserve.frontend.openai.answers import AnswerHead, finite, prompt_json
-from vlmserve.frontend.openai.json_bodies import sse_event
+from vlmserve.frontend.openai.answers import AnswerHead, Writer, finite, prompt_json, shown_logprobs, stop_reason
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
 from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
@@ -39,9 +38,6 @@ class _LogprobColumns:
 
     def of_answer(self, output: TokenOutput) -> dict[str, list[Any]]:
         """Return the columns of an output's tokens, without the token that ended the answer."""
-        listed, finish = output.logprobs or (), output.finish_reason
-        if finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched:
-            listed = listed[:-1]
         return self._columns(
             self._row(
                 entry.token_id,
@@ -49,7 +45,7 @@ class _LogprobColumns:
                 zip(entry.top_ids, entry.top_logprobs, strict=True),
                 hidden=entry.token_id in self._hidden,
             )
-            for entry in listed
+            for entry in shown_logprobs(output)
         )
 
     def _row(
@@ -77,12 +73,14 @@ class _LogprobColumns:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Writes the answers to several prompts, n for each.
 
     echo: the texts of the prompts, if they are to be repeated. logprobs: how many of the likeliest tokens are named;
     None: no logprobs. prompt_logprobs, include_usage: the request asks for them. hidden_ids: see `_LogprobColumns`.
     """
+
+    chunk_kind = "text_completion"
 
     def __init__(
         self,
@@ -97,24 +95,19 @@ class CompletionWriter:
         include_usage: bool,
         hidden_ids: frozenset[int],
     ) -> None:
-        self._head = head
-        self._tokenizer = tokenizer
-        self._n = n
+        super().__init__(head, tokenizer, prompts=prompts, n=n, include_usage=include_usage)
         self._echo = echo
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
-        self._include_usage = include_usage
         self._columns = [_LogprobColumns(tokenizer, hidden_ids) for _ in range(prompts * n)]
         self._began = [False] * (prompts * n)
-        self._completions = [0] * (prompts * n)
-        self._prompts, self._cached = [0] * prompts, [0] * prompts
 
     async def whole(self, batches: AsyncIterator[Sequence[ChoiceOutput]]) -> dict[str, Any]:
         """Return the text_completion of all outputs."""
         collected: list[list[TokenOutput]] = [[] for _ in self._columns]
         async for items in batches:
             for item in items:
-                self._note(item)
+                self._count(item)
                 collected[item.index].append(item.output)
         choices = [self._choice(index, collected) for index in range(len(collected))]
         return self._head.object("text_completion", choices=choices, usage=self._usage())
@@ -122,12 +115,6 @@ class CompletionWriter:
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
         """Return the next chunks as events. They are empty while the text of the outputs is held back."""
         return b"".join(map(self._event, items))
-
-    def usage_event(self) -> bytes:
-        """Return the event with the usage, which follows all choices if the request asks for it."""
-        if not self._include_usage:
-            return b""
-        return sse_event(self._head.object("text_completion", choices=[], usage=self._usage()))
 
     def _choice(self, index: int, collected: Sequence[Sequence[TokenOutput]]) -> dict[str, Any]:
         outputs = collected[index]
@@ -144,14 +131,12 @@ class CompletionWriter:
         return choice
 
     def _event(self, item: ChoiceOutput) -> bytes:
-        self._note(item)
+        self._count(item)
         output = item.output
         text, logprobs = self._piece(item.index, output, output.prompt_logprobs)
         if not text and output.finish_reason is None and not (logprobs and logprobs["tokens"]):
             return b""
-        usage = {"usage": None} if self._include_usage else {}
-        choice = self._as_choice(item.index, text, logprobs, output.finish_reason)
-        return sse_event(self._head.object("text_completion", choices=[choice], **usage))
+        return self._chunk_of(self._as_choice(item.index, text, logprobs, output.finish_reason))
 
     def _piece(
         self, index: int, output: TokenOutput, of_prompt: PromptLogprobs | None
@@ -170,25 +155,8 @@ class CompletionWriter:
     def _as_choice(self, index: int, text: str, logprobs: Any, finish: FinishReason | None) -> dict[str, Any]:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish and finish.type}
         if finish is not None:
-            choice["stop_reason"] = finish.matched if isinstance(finish.matched, str) else None
+            choice["stop_reason"] = stop_reason(finish)
         return choice
-
-    def _note(self, item: ChoiceOutput) -> None:
-        prompt, choice = divmod(item.index, self._n)
-        self._prompts[prompt] = item.output.prompt_tokens
-        self._completions[item.index] = item.output.completion_tokens
-        if choice == 0:  # later choices find the first one's prompt in the cache
-            self._cached[prompt] = item.output.cached_tokens
-
-    def _usage(self) -> dict[str, Any]:
-        """Return the tokens of all prompts, each once, and of all answers."""
-        prompt, completion = sum(self._prompts), sum(self._completions)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
-        }
 
 
 def _joined(found: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:

@@ -6,13 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from vlmserve.frontend.openai.protocol import (
-    FormedRequest,
-    LogitsProcessor,
-    Stop,
-    StreamOptions,
-    TokenIds,
-)
+from vlmserve.frontend.openai.protocol import SampledRequest, TokenIds
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -37,35 +31,12 @@ Prompt = Annotated[
 ]
 
 
-class CompletionRequest(FormedRequest):
-    """POST /v1/completions: OpenAI's fields, then the extensions that chats have, too."""
+class CompletionRequest(SampledRequest):
+    """POST /v1/completions: the fields of chats, where they make sense, and OpenAI's own."""
 
     model: str
     prompt: Prompt
-
     best_of: int | None = None
     echo: bool | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: int | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: Stop = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     suffix: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    user: str | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
-    logits_processors: list[LogitsProcessor] | None = None

@@ -132,20 +132,14 @@ def _check_combinations(request: ChatCompletionRequest) -> None:
 
 
 def _refuse_unsupported(request: ChatCompletionRequest) -> None:
-    if request.audio is not None or "audio" in (request.modalities or ()):
-        raise _unsupported("modalities", "audio output")
-    for name in ("prediction", "web_search_options"):
-        if getattr(request, name) is not None:
-            raise _unsupported(name, name)
+    refused = {name: f"{name} is not supported yet" for name in ("prediction", "web_search_options")}
     for name, newer in (("functions", "tools"), ("function_call", "tool_choice")):
+        refused[name] = f"{name} is not taken: send {newer}, its later name"
+    if request.audio is not None or "audio" in (request.modalities or ()):
+        raise BadRequestError("audio output is not supported yet", param="modalities", code="unsupported_parameter")
+    for name, why in refused.items():
         if getattr(request, name) is not None:
-            raise BadRequestError(
-                f"{name} is not taken: send {newer}, its later name", param=name, code="unsupported_parameter"
-            )
-
-
-def _unsupported(param: str, what: str) -> BadRequestError:
-    return BadRequestError(f"{what} is not supported yet", param=param, code="unsupported_parameter")
+            raise BadRequestError(why, param=name, code="unsupported_parameter")
 
 
 def tool_use(request: ChatCompletionRequest, formats: AnswerFormats) -> ToolUse | None:

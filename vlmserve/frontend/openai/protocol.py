@@ -6,7 +6,8 @@ tools are validated here but kept as the client wrote them (plain dicts, keys in
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, LiteralString, Self
 
 from pydantic import (
     BaseModel,
@@ -35,14 +36,27 @@ def _keep_raw(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return value
 
 
-def _text_or_parts(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "parts" if isinstance(value, list) else None
+def by_type(must_be: LiteralString, **types: type | tuple[type, ...]) -> Discriminator:
+    """Return the choice among the members of a union by a value's type. types: tag of a member -> its types."""
+
+    def tag_of(value: Any) -> str | None:
+        return next((tag for tag, kinds in types.items() if isinstance(value, kinds)), None)
+
+    return Discriminator(tag_of, custom_error_type="wrong_type", custom_error_message=must_be)
 
 
-def _url_object(value: Any) -> Any:
-    if not isinstance(value, str | dict):
-        raise PydanticCustomError("url_type", "must be a URL, or an object with a url")
-    return {"url": value} if isinstance(value, str) else value
+def _text_as(name: str, must_be: LiteralString) -> Callable[[Any], Any]:
+    """Return a validator that takes text for an object with the text in this field."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, str | dict):
+            raise PydanticCustomError("wrong_type", must_be)
+        return {name: value} if isinstance(value, str) else value
+
+    return convert
+
+
+_url_object = _text_as("url", "must be a URL, or an object with a url")
 
 
 def _list_of_one(value: Any) -> Any:
@@ -51,9 +65,7 @@ def _list_of_one(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-_CONTENT = Discriminator(
-    _text_or_parts, custom_error_type="content_type", custom_error_message="must be text or a list of parts"
-)
+_CONTENT = by_type("must be text or a list of parts", text=str, parts=list)
 
 
 # ---- parts of a message
@@ -86,7 +98,7 @@ class ImageUrl(MediaSource):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class _ImageFields(StrictModel):
+class ImageFields(StrictModel):
     """The fields of Qwen's own code beside a picture; see `processors.knobs.ImageKnobs`."""
 
     min_pixels: int | None = None
@@ -95,14 +107,14 @@ class _ImageFields(StrictModel):
     resized_width: int | None = None
 
 
-class ImageUrlPart(_ImageFields):
+class ImageUrlPart(ImageFields):
     """image_url may also be the URL itself."""
 
     type: Literal["image_url"]
     image_url: Annotated[ImageUrl, BeforeValidator(_url_object, json_schema_input_type=str | ImageUrl)]
 
 
-class ImagePart(_ImageFields):
+class ImagePart(ImageFields):
     """Qwen's own form."""
 
     type: Literal["image"]
@@ -124,10 +136,7 @@ class Embeds(StrictModel):
         return self
 
 
-def _data_object(value: Any) -> Any:
-    if not isinstance(value, str | dict):
-        raise PydanticCustomError("data_type", "must be base64 text, or an object with a url, data or a file_id")
-    return {"data": value} if isinstance(value, str) else value
+_data_object = _text_as("data", "must be base64 text, or an object with a url, data or a file_id")
 
 
 class ImageEmbedsPart(StrictModel):
@@ -137,7 +146,7 @@ class ImageEmbedsPart(StrictModel):
     image_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
 
 
-class _VideoFields(StrictModel):
+class VideoFields(StrictModel):
     """The fields of Qwen's own code beside a video; see `processors.video.options.VideoKnobs`."""
 
     fps: float | None = None
@@ -154,7 +163,7 @@ class _VideoFields(StrictModel):
     video_end: float | None = None
 
 
-class VideoUrlPart(_VideoFields):
+class VideoUrlPart(VideoFields):
     type: Literal["video_url"]
     video_url: Annotated[MediaSource, BeforeValidator(_url_object, json_schema_input_type=str | MediaSource)]
 
@@ -165,17 +174,13 @@ class FrameFile(StrictModel):
     file_id: str
 
 
-def _frame_kind(value: Any) -> str | None:
-    return "url" if isinstance(value, str) else "file" if isinstance(value, dict | FrameFile) else None
+Frame = Annotated[
+    Annotated[str, Tag("url")] | Annotated[FrameFile, Tag("file")],
+    by_type("must be a URL, or an object with a file_id", url=str, file=(dict, FrameFile)),
+]
 
 
-_FRAME = Discriminator(
-    _frame_kind, custom_error_type="frame_type", custom_error_message="must be a URL, or an object with a file_id"
-)
-Frame = Annotated[Annotated[str, Tag("url")] | Annotated[FrameFile, Tag("file")], _FRAME]
-
-
-class VideoPart(_VideoFields):
+class VideoPart(VideoFields):
     """Qwen's own form: a URL, or the URLs of frames, some of which may be uploaded files."""
 
     type: Literal["video"]
@@ -328,17 +333,9 @@ class StructuredOutputs(StrictModel):
     json_object: bool | None = None
 
 
-def _choice_kind(value: Any) -> str | None:
-    return "word" if isinstance(value, str) else "named" if isinstance(value, dict) else None
-
-
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedToolChoice, Tag("named")],
-    Discriminator(
-        _choice_kind,
-        custom_error_type="tool_choice",
-        custom_error_message="must be none, auto, required or a named function",
-    ),
+    by_type("must be none, auto, required or a named function", word=str, named=dict),
 ]
 
 
@@ -364,42 +361,25 @@ class LogitsProcessorName(StrictModel):
     params: dict[str, Any] | None = None
 
 
-def _named_object(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
+_named_object = _text_as("name", "must be a name, or an object with a name")
 LogitsProcessor = Annotated[
     LogitsProcessorName, BeforeValidator(_named_object, json_schema_input_type=str | LogitsProcessorName)
 ]
 
 
-def _query_kind(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, list):
-        return "messages" if value and isinstance(value[0], dict) else "ids"
-    return None
-
-
 TokenIds = Annotated[list[int], Field(min_length=1)]
-Query = Annotated[
-    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")] | Annotated[Messages, Tag("messages")],
-    Discriminator(
-        _query_kind, custom_error_type="query_type", custom_error_message="must be text, token ids or a conversation"
-    ),
+IdsOrMessages = Annotated[
+    Annotated[TokenIds, Tag("ids")] | Annotated[Messages, Tag("messages")],
+    Discriminator(lambda value: "messages" if value and isinstance(value[0], dict) else "ids"),
 ]
-
-
-def _item_kind(value: Any) -> str | None:
-    return "text" if isinstance(value, str) else "ids" if isinstance(value, list) else None
-
-
+Query = Annotated[
+    Annotated[str, Tag("text")] | Annotated[IdsOrMessages, Tag("list")],
+    by_type("must be text, token ids or a conversation", text=str, list=list),
+]
 Item = Annotated[
     Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("ids")],
-    Discriminator(_item_kind, custom_error_type="item_type", custom_error_message="must be text or token ids"),
+    by_type("must be text or token ids", text=str, ids=list),
 ]
-
-
 Items = Annotated[list[Item] | None, BeforeValidator(_list_of_one, json_schema_input_type=str | list[Item] | None)]
 
 
@@ -428,6 +408,33 @@ class FormedRequest(NamedRequest):
     ebnf: str | None = None
 
 
+class SampledRequest(FormedRequest):
+    """Fields that chat and text completions have alike: OpenAI's, then the extensions of vLLM and SGLang."""
+
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    stop: Stop = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: list[LogitsProcessor] | None = None
+
+
 class ScoreRequest(NamedRequest):
     """POST /v1/score: SGLang's fields, then ours. A query may be a conversation with media."""
 
@@ -443,27 +450,15 @@ class ScoreRequest(NamedRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(FormedRequest):
+class ChatCompletionRequest(SampledRequest):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions of vLLM and SGLang."""
 
     model: str
     messages: Messages
 
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    n: int | None = None
-    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
-    stop: Stop = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[Annotated[Tool, WrapValidator(_keep_raw)]] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -477,7 +472,6 @@ class ChatCompletionRequest(FormedRequest):
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     store: bool | None = None
-    user: str | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     # official, not supported (see convert.py)
@@ -488,12 +482,6 @@ class ChatCompletionRequest(FormedRequest):
     function_call: str | dict[str, Any] | None = None
 
     # extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    stop_token_ids: list[int] | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
@@ -501,20 +489,18 @@ class ChatCompletionRequest(FormedRequest):
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    prompt_logprobs: int | None = None
     logprob_start_len: int | None = None
     token_ids_logprob: list[int] | None = None
     temp_scaled_logprobs: bool | None = None
     top_p_normalized_logprobs: bool | None = None
     return_hidden_states: bool | Literal["last", "all"] | None = None
-    logits_processors: list[LogitsProcessor] | None = None
 
 
 FIELDS_INSIDE = frozenset(
     name
     for model in StrictModel.__subclasses__()
     for cls in (model, *model.__subclasses__())
-    if cls not in (NamedRequest, FormedRequest, ChatCompletionRequest, ScoreRequest, WarmupRequest)
+    if not issubclass(cls, NamedRequest | WarmupRequest)
     for name in cls.model_fields
 )
 """The fields of all that a request is made of, for guesses at misspelt ones."""

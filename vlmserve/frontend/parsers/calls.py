@@ -9,7 +9,7 @@ import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 from vlmserve.frontend.parsers.pieces import Piece, Text, begun_tag
 
@@ -25,15 +25,29 @@ class State(enum.Enum):
     REFUSED = enum.auto()
 
 
-class CallReader(Protocol):
-    """A reader of one call, from behind its opening tag. Once it has made a piece, the call can no longer be
-    refused."""
+class CallReader:
+    """Reads one call, from behind its opening tag, in steps that follow each other. Once it has made a piece, the call
+    can no longer be refused. index: the call's number."""
 
-    state: State
+    def __init__(self, index: int, first: Step) -> None:
+        self.state = State.OPEN
+        self._index = index
+        self._read = first
 
     def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
         """Read on and return the number of characters taken; the rest comes again, with more. final: nothing comes
         behind this text, so the call must end."""
+        taken = 0
+        while self.state is State.OPEN:
+            took = self._read(text[taken:], pieces, final)
+            if took is None:
+                break
+            taken += took
+        return taken
+
+
+Step: TypeAlias = Callable[[str, list[Piece], bool], int | None]
+"""text, pieces, final -> the number of characters taken; None if the step needs more text or has ended the call."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
+from vlmserve.frontend.parsers.calls import CallFormat, CallReader, State, Tool
 from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, could_begin
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -18,25 +18,12 @@ _IN_STRING = re.compile(r'["\\]')
 _IN_VALUE = re.compile(r'[{}\[\]"<]')
 
 
-class _HermesReader:
-    """Reads one call of this format; see `CallReader`."""
-
+class _HermesReader(CallReader):
     def __init__(self, tag: str, index: int, tools: Sequence[Tool]) -> None:
-        self.state = State.OPEN
-        self._index = index
-        self._read = self._head
+        super().__init__(index, self._head)
         # of the arguments: open brackets; whether this is within a string, and behind a backslash
         self._depth = 0
         self._in_string = self._escaped = False
-
-    def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
-        taken = 0
-        while self.state is State.OPEN:
-            took = self._read(text[taken:], pieces, final)
-            if took is None:
-                break
-            taken += took
-        return taken
 
     def _head(self, text: str, pieces: list[Piece], final: bool) -> int | None:
         head = _HEAD.match(text)

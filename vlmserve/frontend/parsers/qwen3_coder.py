@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vlmserve.frontend.parsers.calls import CallFormat, State, Tool
+from vlmserve.frontend.parsers.calls import CallFormat, CallReader, State, Tool
 from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, begun_tag, could_begin
 
 STRING = frozenset(("string",))
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+_KINDS = {"properties": "object", "items": "array"}
 _DEEPEST = 16  # references and alternatives within each other
 
 
 def types_of(tools: Sequence[Tool], function: str, parameter: str) -> frozenset[str]:
     """Return JSON Schema's names of the types that a parameter may have; a string if the schema says nothing."""
-    schema, root = _schema_of(tools, function, parameter)
-    return _types(schema, root, _DEEPEST) or STRING
+    parts = _parts(*_schema_of(tools, function, parameter), past_types=False)
+    return frozenset().union(*map(_own_types, parts)) or STRING
 
 
 def is_picked(tools: Sequence[Tool], function: str, parameter: str) -> bool:
     """Return whether a parameter has fixed values or a pattern: then blanks around it do not belong to it."""
-    schema, root = _schema_of(tools, function, parameter)
-    return _is_picked(schema, root, _DEEPEST)
+    parts = _parts(*_schema_of(tools, function, parameter), past_types=True)
+    return any(word in part for part in parts for word in ("enum", "const", "pattern", "format"))
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
@@ -56,37 +57,29 @@ def _schema_of(tools: Sequence[Tool], function: str, parameter: str) -> tuple[An
     return None, {}
 
 
-def _is_picked(schema: Any, root: Mapping[str, Any], depth: int) -> bool:
+def _parts(
+    schema: Any, root: Mapping[str, Any], *, past_types: bool, depth: int = _DEEPEST
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema and those that it refers to or chooses from. past_types: go on behind one that names its type."""
     if not isinstance(schema, Mapping) or depth == 0:
-        return False
-    if any(word in schema for word in ("enum", "const", "pattern", "format")):
-        return True
+        return
+    yield schema
+    if isinstance(schema.get("type"), str | list) and not past_types:
+        return
     parts = [_resolve(schema["$ref"], root)] if isinstance(schema.get("$ref"), str) else []
     for word in _ALTERNATIVES:
         parts += schema[word] if isinstance(schema.get(word), list) else []
-    return any(_is_picked(part, root, depth - 1) for part in parts)
+    for part in parts:
+        yield from _parts(part, root, past_types=past_types, depth=depth - 1)
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
-    if not isinstance(schema, Mapping) or depth == 0:
-        return frozenset()
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
     said = schema.get("type")
-    if isinstance(said, str):
-        return frozenset((said,))
-    if isinstance(said, list):
-        return frozenset(name for name in said if isinstance(name, str))
+    if isinstance(said, str | list):
+        return frozenset(name for name in ([said] if isinstance(said, str) else said) if isinstance(name, str))
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     found = {name for value in values for name in _type_names(value)} if isinstance(values, list) else set()
-    if isinstance(schema.get("$ref"), str):
-        found |= _types(_resolve(schema["$ref"], root), root, depth - 1)
-    for word in _ALTERNATIVES:
-        if isinstance(schema.get(word), list):
-            found |= {name for part in schema[word] for name in _types(part, root, depth - 1)}
-    if "properties" in schema:
-        found.add("object")
-    if "items" in schema:
-        found.add("array")
-    return frozenset(found)
+    return frozenset(found | {kind for word, kind in _KINDS.items() if word in schema})
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
@@ -126,31 +119,18 @@ _LONGEST_NAME = 256
 _NAME = re.compile(rf"([^<>\n]{{1,{_LONGEST_NAME}}})>")
 
 
-class _Qwen3CoderReader:
-    """Reads one call of this format; see `CallReader`. Strings are passed on as they come, other values once complete.
-
-    The models forget the outermost tag at times: then <function= opens the call.
-    """
+class _Qwen3CoderReader(CallReader):
+    """Passes strings on as they come, other values once complete. The models forget the outermost tag at times: then
+    <function= opens the call."""
 
     def __init__(self, tag: str, index: int, tools: Sequence[Tool]) -> None:
-        self.state = State.OPEN
-        self._index = index
+        super().__init__(index, self._function if tag == FUNCTION else self._head)
         self._tools = tools
-        self._read = self._function if tag == FUNCTION else self._head
         self._name = ""
         self._parameters = 0
         self._types = STRING
         self._is_picked = False
         self._value_begun = False
-
-    def read(self, text: str, pieces: list[Piece], *, final: bool) -> int:
-        taken = 0
-        while self.state is State.OPEN:
-            took = self._read(text[taken:], pieces, final)
-            if took is None:
-                break
-            taken += took
-        return taken
 
     def _head(self, text: str, pieces: list[Piece], final: bool) -> int | None:
         begun = text.lstrip()

@@ -8,11 +8,11 @@ from vlmserve.ipc.messages import THINK_END
 OPEN, CLOSE = "<think>", THINK_END
 
 
-def opened_in_prompt(prompt: str, *, turn: str = "<|im_start|>", end: str = "<|im_end|>") -> bool:
+def opened_in_prompt(prompt: str) -> bool:
     """Return whether a rendered prompt leaves the model within its thoughts: the last turn, which is the model's, is
     open, and so is a <think> in it."""
-    last = prompt.rpartition(turn)[2]
-    return end not in last and last.rfind(OPEN) > last.rfind(CLOSE)
+    last = prompt.rpartition("<|im_start|>")[2]
+    return "<|im_end|>" not in last and last.rfind(OPEN) > last.rfind(CLOSE)
 
 
 class ReasoningParser:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from vlmserve.frontend.parsers.answer import AnswerReading
 from vlmserve.frontend.parsers.calls import CallFormat, ToolUse
-from vlmserve.frontend.parsers.hermes import HERMES
 from vlmserve.frontend.parsers.pieces import Piece, joined
-from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
 
 TOOLS = [
     {
@@ -33,49 +31,6 @@ TOOLS = [
         },
     },
     {"type": "function", "function": {"name": "clear"}},
-]
-HERMES_TEXTS = (
-    "plain text, with blanks at the end \n",
-    'Let me see.\n<tool_call>\n{"name": "draw", "arguments": {"text": "a } <b> \\" \\\\", "at": {"x": [1]}}}\n'
-    "</tool_call>",
-    '<tool_call>\n{"name": "draw", "arguments": {}}\n</tool_call>\n<tool_call>\n{"name": "clear", "arguments": {}}\n'
-    "</tool_call>\n",
-    '<tool_call>{"arguments": {"text": "ä🦜"}, "name": "draw"}</tool_call> done',
-    '<tool_call>{"name": "draw", "arguments": "{\\"count\\": 1}"}</tool_call>',
-    '<tool_call>{"name": "clear"}</tool_call>',
-    '<tool_call>{"name": "draw", "arguments": {"count": 1}, "id": "7"}</tool_call>',
-    '<tool_call>{"name": "draw", "arguments": {"count": 1}</tool_call>',  # a brace too few
-    '<tool_call>{"name": "draw", "arguments": {"count": [1}</tool_call> more',
-    '<tool_call>{"name": "draw", "arguments": {"count": 1}} and more',
-    'Use <tool_call> for calls.\n<tool_call>\n{"name": "clear", "arguments": {}}\n</tool_call>',
-    '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-    '<tool_call>{"name": "draw", "arguments": [1]}</tool_call>',
-    '<tool_call>{"name": "draw", "argum',
-    '<tool_call>{"name": "draw", "arguments": {"text": "cut',
-    '<tool_call>{"name": "draw", "arguments": {"text": "cut"}}\n</tool_',
-    "a < b, and <tool",
-)
-QWEN3_CODER_TEXTS = (
-    "plain text, with blanks at the end \n",
-    'Let me see.\n\n<tool_call>\n<function=draw>\n<parameter=text>\nfirst\n</para> "q"\n\n</parameter>\n'
-    "<parameter=count>\n5\n</parameter>\n<parameter=size>\nNone\n</parameter>\n</function>\n</tool_call>",
-    "<tool_call>\n<function=clear>\n</function>\n</tool_call>\n\n<tool_call>\n<function=draw>\n<parameter=at>\n"
-    '{"x": 1}\n</parameter>\n</function>\n</tool_call>\n',
-    "<function=draw><parameter=fill>True</parameter><parameter=mode>1</parameter></function></tool_call> ok",
-    "<tool_call><function=draw><parameter=count>many</parameter></tool_call>",
-    "<function=draw><parameter=pen>\n\n felt\n\t</parameter><parameter=day>\n 1999-12-31</parameter></function>",
-    "<tool_call><function=draw> junk <parameter=count>1</parameter></function></tool_call>",
-    "<tool_call><function=other><parameter=any thing>\n12\n</parameter></function></tool_call>",
-    '<tool_call>\n{"name": "draw"}\n</tool_call>',
-    "<tool_call>\n<function=dra",
-    "<tool_call>\n<function=draw>\n<parameter=te",
-    "<tool_call>\n<function=draw>\n<parameter=text>\ncut \n",
-    "<tool_call>\n<function=draw>\n<parameter=count>\n4",
-    "a < b, and <func",
-)
-TEXTS: list[tuple[CallFormat, str]] = [
-    *((HERMES, text) for text in HERMES_TEXTS),
-    *((QWEN3_CODER, text) for text in QWEN3_CODER_TEXTS),
 ]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.vlmserve.frontend.parsers.samples import TEXTS, TOOLS, read
+from tests.vlmserve.frontend.parsers.samples import TOOLS, read
 from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
 from vlmserve.frontend.parsers.calls import CallFormat, CallParser
 from vlmserve.frontend.parsers.hermes import HERMES
@@ -28,46 +28,86 @@ def found(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]
 
 
 AS_IT_IS = None  # no call, and all of the text
-HERMES_FOUND = [
-    AS_IT_IS,
-    ("Let me see.", [("draw", '{"text": "a } <b> \\" \\\\", "at": {"x": [1]}}')]),
-    ("", [("draw", "{}"), ("clear", "{}")]),
-    (" done", [("draw", '{"text": "ä🦜"}')]),
-    ("", [("draw", '{"count": 1}')]),
-    ("", [("clear", "{}")]),
-    ("", [("draw", '{"count": 1}')]),
-    ("", [("draw", '{"count": 1}')]),
-    (" more", [("draw", '{"count": [1}')]),
-    ("and more", [("draw", '{"count": 1}')]),
-    ("Use <tool_call> for calls.", [("clear", "{}")]),
-    AS_IT_IS,
-    AS_IT_IS,
-    AS_IT_IS,
-    ("", [("draw", '{"text": "cut')]),
-    ("", [("draw", '{"text": "cut"}')]),
-    AS_IT_IS,
+HERMES_SAMPLES = [
+    ("plain text, with blanks at the end \n", AS_IT_IS),
+    (
+        'Let me see.\n<tool_call>\n{"name": "draw", "arguments": {"text": "a } <b> \\" \\\\", "at": {"x": [1]}}}\n'
+        "</tool_call>",
+        ("Let me see.", [("draw", '{"text": "a } <b> \\" \\\\", "at": {"x": [1]}}')]),
+    ),
+    (
+        '<tool_call>\n{"name": "draw", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "clear", "arguments": {}}\n</tool_call>\n',
+        ("", [("draw", "{}"), ("clear", "{}")]),
+    ),
+    (
+        '<tool_call>{"arguments": {"text": "ä🦜"}, "name": "draw"}</tool_call> done',
+        (" done", [("draw", '{"text": "ä🦜"}')]),
+    ),
+    ('<tool_call>{"name": "draw", "arguments": "{\\"count\\": 1}"}</tool_call>', ("", [("draw", '{"count": 1}')])),
+    ('<tool_call>{"name": "clear"}</tool_call>', ("", [("clear", "{}")])),
+    ('<tool_call>{"name": "draw", "arguments": {"count": 1}, "id": "7"}</tool_call>', ("", [("draw", '{"count": 1}')])),
+    # a brace too few
+    ('<tool_call>{"name": "draw", "arguments": {"count": 1}</tool_call>', ("", [("draw", '{"count": 1}')])),
+    ('<tool_call>{"name": "draw", "arguments": {"count": [1}</tool_call> more', (" more", [("draw", '{"count": [1}')])),
+    ('<tool_call>{"name": "draw", "arguments": {"count": 1}} and more', ("and more", [("draw", '{"count": 1}')])),
+    (
+        'Use <tool_call> for calls.\n<tool_call>\n{"name": "clear", "arguments": {}}\n</tool_call>',
+        ("Use <tool_call> for calls.", [("clear", "{}")]),
+    ),
+    ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', AS_IT_IS),
+    ('<tool_call>{"name": "draw", "arguments": [1]}</tool_call>', AS_IT_IS),
+    ('<tool_call>{"name": "draw", "argum', AS_IT_IS),
+    ('<tool_call>{"name": "draw", "arguments": {"text": "cut', ("", [("draw", '{"text": "cut')])),
+    ('<tool_call>{"name": "draw", "arguments": {"text": "cut"}}\n</tool_', ("", [("draw", '{"text": "cut"}')])),
+    ("a < b, and <tool", AS_IT_IS),
 ]
-QWEN3_CODER_FOUND = [
-    AS_IT_IS,
-    ("Let me see.", [("draw", '{"text": "first\\n</para> \\"q\\"\\n", "count": 5, "size": null}')]),
-    ("", [("clear", "{}"), ("draw", '{"at": {"x": 1}}')]),
-    (" ok", [("draw", '{"fill": true, "mode": 1}')]),
-    ("", [("draw", '{"count": "many"}')]),
-    ("", [("draw", '{"pen": "felt", "day": "1999-12-31"}')]),
-    (" junk <parameter=count>1</parameter></function></tool_call>", [("draw", "{}")]),
-    ("", [("other", '{"any thing": "12"}')]),
-    AS_IT_IS,
-    AS_IT_IS,
-    ("", [("draw", "")]),
-    ("", [("draw", '{"text": "cut \\n')]),
-    ("", [("draw", '{"count": 4')]),
-    AS_IT_IS,
+QWEN3_CODER_SAMPLES = [
+    ("plain text, with blanks at the end \n", AS_IT_IS),
+    (
+        'Let me see.\n\n<tool_call>\n<function=draw>\n<parameter=text>\nfirst\n</para> "q"\n\n</parameter>\n'
+        "<parameter=count>\n5\n</parameter>\n<parameter=size>\nNone\n</parameter>\n</function>\n</tool_call>",
+        ("Let me see.", [("draw", '{"text": "first\\n</para> \\"q\\"\\n", "count": 5, "size": null}')]),
+    ),
+    (
+        "<tool_call>\n<function=clear>\n</function>\n</tool_call>\n\n<tool_call>\n<function=draw>\n<parameter=at>\n"
+        '{"x": 1}\n</parameter>\n</function>\n</tool_call>\n',
+        ("", [("clear", "{}"), ("draw", '{"at": {"x": 1}}')]),
+    ),
+    (
+        "<function=draw><parameter=fill>True</parameter><parameter=mode>1</parameter></function></tool_call> ok",
+        (" ok", [("draw", '{"fill": true, "mode": 1}')]),
+    ),
+    ("<tool_call><function=draw><parameter=count>many</parameter></tool_call>", ("", [("draw", '{"count": "many"}')])),
+    (
+        "<function=draw><parameter=pen>\n\n felt\n\t</parameter><parameter=day>\n 1999-12-31</parameter></function>",
+        ("", [("draw", '{"pen": "felt", "day": "1999-12-31"}')]),
+    ),
+    (
+        "<tool_call><function=draw> junk <parameter=count>1</parameter></function></tool_call>",
+        (" junk <parameter=count>1</parameter></function></tool_call>", [("draw", "{}")]),
+    ),
+    (
+        "<tool_call><function=other><parameter=any thing>\n12\n</parameter></function></tool_call>",
+        ("", [("other", '{"any thing": "12"}')]),
+    ),
+    ('<tool_call>\n{"name": "draw"}\n</tool_call>', AS_IT_IS),
+    ("<tool_call>\n<function=dra", AS_IT_IS),
+    ("<tool_call>\n<function=draw>\n<parameter=te", ("", [("draw", "")])),
+    ("<tool_call>\n<function=draw>\n<parameter=text>\ncut \n", ("", [("draw", '{"text": "cut \\n')])),
+    ("<tool_call>\n<function=draw>\n<parameter=count>\n4", ("", [("draw", '{"count": 4')])),
+    ("a < b, and <func", AS_IT_IS),
 ]
+SAMPLES = [
+    *((HERMES, text, found) for text, found in HERMES_SAMPLES),
+    *((QWEN3_CODER, text, found) for text, found in QWEN3_CODER_SAMPLES),
+]
+TEXTS = [(call_format, text) for call_format, text, _ in SAMPLES]
 
 
-@pytest.mark.parametrize(("answer", "expected"), zip(TEXTS, [*HERMES_FOUND, *QWEN3_CODER_FOUND], strict=True))
-def test_text_and_calls(answer, expected):
-    assert found(*answer) == (expected or (answer[1], []))
+@pytest.mark.parametrize(("call_format", "text", "expected"), SAMPLES, ids=lambda value: repr(value)[:40])
+def test_text_and_calls(call_format, text, expected):
+    assert found(call_format, text) == (expected or (text, []))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import xgrammar
 
-from tests.vlmserve.frontend.parsers.samples import read
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.frontend.parsers.calls import ToolUse, call_grammar
 from vlmserve.frontend.parsers.hermes import HERMES
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
@@ -88,10 +86,6 @@ def test_text_with_calls_of_strict_tools(compiler):
     assert not fits(compiler, GOOD + GOOD, parallel=False)
 
 
-def test_any_text_needs_no_grammar():
-    assert call_grammar(ToolUse(tools=TOOLS[1:], call_format=HERMES)) is None
-
-
 def test_qwen3_coder(compiler):
     fitting = [
         (xml("f", x="p"), True),
@@ -101,13 +95,3 @@ def test_qwen3_coder(compiler):
         ("text", False),
     ]
     assert [(text, fits(compiler, text, choice="required", call_format=QWEN3_CODER)) for text, _ in fitting] == fitting
-
-
-def test_what_fits_is_read_as_calls():
-    def calls(pieces: list[Piece]) -> list[Piece]:
-        assert all(isinstance(piece, CallBegin | CallArguments) for piece in pieces)
-        return pieces
-
-    expected = [CallBegin(0, "f"), CallArguments(0, '{"x": "p"}'), CallBegin(1, "h"), CallArguments(1, "{}")]
-    assert calls(read(HERMES, GOOD + "\n" + call("h", "{}"))) == expected
-    assert calls(read(QWEN3_CODER, xml("f", x="p") + "\n" + xml("h"))) == expected

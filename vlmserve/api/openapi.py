@@ -1,13 +1,17 @@
-"""GET /openapi.json, made of the declared operations, and GET /docs: Swagger UI, which works without internet."""
+"""Operations of the API, each declared at its endpoint; GET /openapi.json, made of them; and GET /docs, Swagger UI.
+
+The page works without internet.
+"""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import as_file, files
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -16,12 +20,18 @@ from starlette.responses import FileResponse, Response
 
 from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH, OPEN_PATHS
 from vlmserve.api.errors import Error
-from vlmserve.api.openapi.operation import Operation
 from vlmserve.api.web_pages import DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH
 from vlmserve.api.web_pages import OPEN_PATH as HEALTH_PATH
 from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.version import __version__
 
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+# Statuses of errors: about a body, an id, the engine, and an answer that the model makes.
+BODY_ERRORS = (400, 408, 413)
+ID_ERRORS = (404,)
+ENGINE_ERRORS = (500, 503)
+MODEL_ERRORS = (*BODY_ERRORS, *ID_ERRORS, 409, 429, 499, *ENGINE_ERRORS, 504)
 _KEY, _ADMIN_KEY = "apiKey", "adminApiKey"
 # the package that brings Swagger UI
 _SWAGGER_UI = "fastapi_offline"
@@ -36,6 +46,59 @@ _TAGS = {
     "Server": "For load balancers and monitoring",
     "Operators": "What operators ask of the engine",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of the API.
+
+    id: the name of its method in generated clients. answer: the type of its JSON with the status 200, or the media type
+    of other content. request, example: the type of its JSON body and an example, which gets the model's name. form: the
+    schema of a multipart body. events: the type of the JSON in the events of `stream: true`. ends_with_done: the last
+    event is [DONE]. query: the schemas of query parameters. errors: the statuses of its own errors. conflict: the type
+    of its 409.
+    """
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    id: str
+    tag: str
+    summary: str
+    answer: Any
+    request: Any = None
+    example: dict[str, Any] | None = None
+    form: dict[str, Any] | None = None
+    needs_body: bool = True
+    events: Any = None
+    ends_with_done: bool = False
+    query: dict[str, dict[str, Any]] | None = None
+    errors: tuple[int, ...] = ()
+    conflict: Any = Error
+
+
+def operation(method: str, path: str, id: str, tag: str, *, answer: Any, **more: Any) -> Callable[[Endpoint], Endpoint]:
+    """Return a decorator that declares an endpoint's `Operation`. The summary is the docstring's first sentence."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        summary = " ".join((endpoint.__doc__ or "").partition(".")[0].split())
+        declared = Operation(method=method, path=path, id=id, tag=tag, summary=summary, answer=answer, **more)  # type: ignore[arg-type]
+        endpoint.operation = declared  # type: ignore[attr-defined]
+        return endpoint
+
+    return declare
+
+
+def endpoints_of(api: object) -> list[Callable[..., Any]]:
+    """Return the endpoints of a class or of its object, in the order of their declarations."""
+    kind = api if isinstance(api, type) else type(api)
+    return [getattr(api, name) for name, value in vars(kind).items() if hasattr(value, "operation")]
+
+
+def add_operations(app: FastAPI, endpoints: Iterable[Callable[..., Any]]) -> None:
+    """Add the routes of endpoints."""
+    for endpoint in endpoints:
+        declared: Operation = endpoint.operation  # type: ignore[attr-defined]
+        app.add_api_route(declared.path, endpoint, methods=[declared.method], response_model=None)
 
 
 def openapi_document(operations: Sequence[Operation], *, model: str, keys: bool, admin_key: bool) -> dict[str, Any]:
@@ -75,7 +138,6 @@ def openapi_document(operations: Sequence[Operation], *, model: str, keys: bool,
 
 
 def _needed(operation: Operation, *, keys: bool, admin_key: bool) -> str | None:
-    """Return the security scheme of the key that an operation needs."""
     if operation.path in OPEN_PATHS:
         return None
     monitors = operation.path == METRICS_PATH
@@ -128,8 +190,13 @@ def _described(
         "summary": operation.summary,
         "security": [] if needed is None else [{needed: []}],
     }
-    if parameters := [*_in_path(operation.path), *_in_query(operation)]:
-        described["parameters"] = parameters
+    in_path = [(name, "path", {"type": "string"}) for name in re.findall(r"\{(\w+)[:}]", operation.path)]
+    in_query = [(name, "query", schema) for name, schema in (operation.query or {}).items()]
+    if in_path or in_query:
+        described["parameters"] = [
+            {"name": name, "in": place, "schema": schema} | ({"required": True} if place == "path" else {})
+            for name, place, schema in (*in_path, *in_query)
+        ]
     if operation.form is not None:
         described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
     elif operation.request is not None:
@@ -157,15 +224,6 @@ def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]
         event = {"type": "object", "required": ["data"], "properties": {"event": {"type": "string"}, "data": data}}
         content["text/event-stream"] = {"schema": event}
     return content
-
-
-def _in_path(path: str) -> Sequence[dict[str, Any]]:
-    names = re.findall(r"\{(\w+)[:}]", path)
-    return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
-
-
-def _in_query(operation: Operation) -> Sequence[dict[str, Any]]:
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in (operation.query or {}).items()]
 
 
 def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
@@ -198,6 +256,5 @@ def add_pages(app: FastAPI, *, model: str, keys: bool, admin_key: bool) -> None:
 
 
 def _file(path: str) -> Response:
-    """Answer with a file of Swagger UI."""
     with as_file(files(_SWAGGER_UI) / "static" / path.rpartition("/")[2]) as file:
         return FileResponse(file)
