@@ -83,7 +83,8 @@ class Batches:
         started = False
         workers = {number: self._workers.setdefault(number, _Worker()) for number in self._backend.workers()}
         while waiting:
-            free = [number for number, worker in workers.items() if self._has_room(worker, waiting[0])]
+            most = 1 if waiting[0].attempts else self._ahead
+            free = [number for number, one in workers.items() if not one.alone and len(one.batches) < most]
             if not free:
                 break
             number = min(free, key=lambda number: (workers[number].patches, number))
@@ -105,9 +106,6 @@ class Batches:
                 if entry in batch and number not in worker.cancelled and not any(other.holders for other in batch):
                     worker.cancelled.add(number)
                     self._backend.cancel(place, number)
-
-    def _has_room(self, worker: _Worker, first: EncodeEntry) -> bool:
-        return not worker.alone and len(worker.batches) < (1 if first.attempts else self._ahead)
 
     def _next_batch(self, waiting: list[EncodeEntry], worker: _Worker, workers: list[_Worker]) -> list[EncodeEntry]:
         """Take a worker's next batch from the front of the waiting entries. A retried entry goes alone.

@@ -122,9 +122,9 @@ class MultimodalProcessor(ABC):
     def video_rules(settings: RuleSettings) -> VideoRules:
         """Make the family's own rules. `--video-sampling` can replace them."""
 
-    @abstractmethod
     def time_interval(self, item: MultimodalDataItem) -> float:
         """Return the M-RoPE positions between two temporal patches of `item`."""
+        return 1.0
 
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
         """Parse a request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""

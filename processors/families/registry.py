@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from processors.families.base import ContinueText, MultimodalProcessor, ProcessorLimits, VideoBlock
 from processors.families.config import ProcessorConfig, read_processor_config
 from processors.inputs import Modality, MultimodalDataItem
-from processors.resize import Allocate
 from processors.video.clips import ProcessedVideo
 from processors.video.rules import qwen2_rules, qwen3_rules
 from vlmserve_common.errors import CheckpointError
@@ -23,10 +20,6 @@ class Qwen2VLProcessor(MultimodalProcessor):
     video_rules = staticmethod(qwen2_rules)
     coordinates = "0-1000"
 
-    def time_interval(self, item: MultimodalDataItem) -> float:
-        """Return 1: temporal patches are one position apart."""
-        return 1.0
-
 
 class Qwen2_5VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_5_vl (arXiv:2502.13923). "Absolute time encoding": positions follow the clock."""
@@ -34,15 +27,8 @@ class Qwen2_5VLProcessor(MultimodalProcessor):
     video_rules = staticmethod(qwen2_rules)
     coordinates = "absolute"
 
-    def __init__(
-        self,
-        config: ProcessorConfig,
-        limits: ProcessorLimits,
-        continue_text: ContinueText | None = None,
-        *,
-        allocate: Allocate = np.empty,
-    ) -> None:
-        super().__init__(config, limits, continue_text, allocate=allocate)
+    def __init__(self, config: ProcessorConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
         if config.tokens_per_second is None:
             raise CheckpointError("config.json: vision_config lacks tokens_per_second, which Qwen2.5-VL needs")
         self._tokens_per_second = config.tokens_per_second
@@ -63,10 +49,6 @@ class Qwen3VLProcessor(MultimodalProcessor):
 
     video_rules = staticmethod(qwen3_rules)
     coordinates = "0-1000"
-
-    def time_interval(self, item: MultimodalDataItem) -> float:
-        """Return 1. The value has no effect, since blocks are one temporal patch long."""
-        return 1.0
 
     def place_video(self, before: list[int], video: ProcessedVideo, after: int | None) -> VideoBlock:
         """Write `<T seconds>`, vision start, pads and vision end for each temporal patch (transformers'

@@ -14,15 +14,7 @@ from typing import Any
 
 from processors.families.base import ProcessedMedium
 from processors.pool.maker import FatalMediumError
-from processors.pool.messages import (
-    ANSWER_MESSAGES,
-    WORK_MESSAGES,
-    MediaWork,
-    PictureWork,
-    WorkBegun,
-    WorkFailed,
-    WorkRefused,
-)
+from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, WorkBegun, WorkFailed, WorkOrder, WorkRefused
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.child import ChildProcess, is_stopped_by_a_signal
 from vlmserve_common.process.supervisor import EndedInOrderError, ProcessKeeper, ProcessPlan
@@ -39,15 +31,10 @@ class MediaJob:
     too, and can refuse the medium itself.
     """
 
-    work: MediaWork
+    order: WorkOrder
     seconds: float
     grace_s: float = 0.0
     made: Future[ProcessedMedium] = field(default_factory=Future)
-
-    @property
-    def what(self) -> str:
-        """The medium's name in errors."""
-        return "picture" if isinstance(self.work, PictureWork) else "video"
 
 
 class WorkerBugError(Exception):
@@ -173,7 +160,7 @@ class MediaProcess:
                 self._job = None
 
     def _do(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> ProcessedMedium:
-        frames, begun = channel.encode(job.work), False
+        frames, begun = channel.encode(job.order), False
         deadline = time.monotonic() + job.seconds + job.grace_s
         try:
             channel.send(frames)
@@ -217,16 +204,16 @@ def _death(job: MediaJob, child: ChildProcess) -> BadRequestError:
         return _too_slow(job)
     kind = BadRequestError if child.was_killed else FatalMediumError
     return kind(
-        f"the {job.what} ended the process that decoded it ({child.how_it_died()}): it is broken, or takes more memory "
-        "than there is",
+        f"the {job.order.what} ended the process that decoded it ({child.how_it_died()}): it is broken, or takes more "
+        "memory than there is",
         code="media_crash",
     )
 
 
 def _too_slow(job: MediaJob) -> FatalMediumError:
-    setting = "--max-image-decode-s" if isinstance(job.work, PictureWork) else "--max-video-decode-s"
+    setting = "--max-image-decode-s" if job.order.video_knobs is None else "--max-video-decode-s"
     return FatalMediumError(
-        f"the {job.what} took longer than {job.seconds:g} s, the limit (setting {setting}): the process that decoded "
-        "it was ended",
+        f"the {job.order.what} took longer than {job.seconds:g} s, the limit (setting {setting}): the process that "
+        "decoded it was ended",
         code="media_too_costly",
     )

@@ -8,24 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from queue import Empty
-
-import numpy as np
 
 from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
 from processors.families.config import ProcessorConfig
 from processors.pool.maker import DirectMaker
-from processors.pool.messages import (
-    ANSWER_MESSAGES,
-    WORK_MESSAGES,
-    MediaWork,
-    PictureWork,
-    WorkBegun,
-    WorkFailed,
-    WorkRefused,
-)
+from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, WorkBegun, WorkFailed, WorkOrder, WorkRefused
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.process.limits import ProcessLimits, allow_cpu_time, confine, return_memory
@@ -88,42 +77,32 @@ def run_worker(
     confine(ProcessLimits(memory_bytes=settings.memory_bytes))
     parent.ready({})
     while True:
-        work = channel.receive()
-        allow_cpu_time(settings.picture_cpu_s if isinstance(work, PictureWork) else settings.video_cpu_s)
+        order: WorkOrder = channel.receive()
+        allow_cpu_time(settings.picture_cpu_s if order.video_knobs is None else settings.video_cpu_s)
         channel.send(channel.encode(WorkBegun()))
-        answer = _answer(maker, work, settings)
+        answer = _answer(maker, order, settings)
         try:
             frames = channel.encode(answer)
         except Exception as error:  # ours, not the medium's
             logger.exception("what became of a medium cannot be sent")
             frames = channel.encode(WorkFailed(message=f"{type(error).__name__}: {error}"))
         channel.send(frames)
-        del work, answer, frames
+        del order, answer, frames
 
 
 def _answer(
-    maker: DirectMaker, work: MediaWork, settings: MediaWorkerSettings
+    maker: DirectMaker, order: WorkOrder, settings: MediaWorkerSettings
 ) -> ProcessedMedium | WorkRefused | WorkFailed:
     try:
-        return _make(maker, work)
+        return maker.make(order.work())
     except Exception as error:
         if _is_out_of_memory(error):
-            what = _too_much(work, settings)
+            what = _too_much(order, settings)
             return WorkRefused(message=what, code="media_too_costly", status=400, out_of_memory=True)
         if isinstance(error, BadRequestError):
             return WorkRefused(message=error.message, code=error.code, status=error.status)
         logger.exception("a medium could not be processed")
         return WorkFailed(message=f"{type(error).__name__}: {error}")
-
-
-def _make(maker: DirectMaker, work: MediaWork) -> ProcessedMedium:
-    data = work.data.tobytes()
-    if isinstance(work, PictureWork):
-        return maker.picture(data, work.knobs)
-    if work.sizes is None:
-        return maker.clip(data, work.knobs)
-    ends = np.cumsum((0, *work.sizes)).tolist()
-    return maker.frames([data[start:end] for start, end in pairwise(ends)], work.knobs)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
@@ -135,11 +114,9 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def _too_much(work: MediaWork, settings: MediaWorkerSettings) -> str:
-    what, setting = "video", "--max-video-frame-pixels"
-    if isinstance(work, PictureWork):
-        what, setting = "picture", "--max-image-pixels"
+def _too_much(order: WorkOrder, settings: MediaWorkerSettings) -> str:
+    setting = "--max-image-pixels" if order.video_knobs is None else "--max-video-frame-pixels"
     return (
-        f"the {what} takes more memory than the {settings.memory_bytes / _GIB:.1f} GiB that decoding one may (they "
-        f"follow from {setting}): the process that decoded it was ended"
+        f"the {order.what} takes more memory than the {settings.memory_bytes / _GIB:.1f} GiB that decoding one may "
+        f"(they follow from {setting}): the process that decoded it was ended"
     )

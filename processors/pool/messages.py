@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from processors.knobs import ImageKnobs
+from processors.pool.maker import MediaWork
 from processors.processed import ProcessedImage, ProcessedVideo
 from processors.video.options import VideoKnobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PictureWork:
-    """A picture to process. `data`: the file's bytes, uint8."""
+class WorkOrder:
+    """A `MediaWork` as a message. `data`: the bytes of its files in a row, uint8. `sizes`: of each file.
 
-    data: np.ndarray
-    knobs: ImageKnobs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VideoWork:
-    """A video to process.
-
-    `data`: the file's bytes, uint8. With `sizes`, it is the bytes of the frames, picture files of these sizes in a row.
+    `image_knobs`, `video_knobs`: one of them is None.
     """
 
     data: np.ndarray
-    knobs: VideoKnobs
-    sizes: tuple[int, ...] | None = None
+    sizes: tuple[int, ...]
+    image_knobs: ImageKnobs | None
+    video_knobs: VideoKnobs | None
+    listed: bool
+
+    @classmethod
+    def of(cls, work: MediaWork) -> WorkOrder:
+        files, knobs = [file for file in work.files if isinstance(file, bytes)], work.knobs
+        return cls(
+            data=np.frombuffer(b"".join(files), np.uint8),
+            sizes=tuple(map(len, files)),
+            image_knobs=knobs if isinstance(knobs, ImageKnobs) else None,
+            video_knobs=knobs if isinstance(knobs, VideoKnobs) else None,
+            listed=work.listed,
+        )
+
+    def work(self) -> MediaWork:
+        knobs = self.image_knobs or self.video_knobs
+        assert knobs is not None
+        data, ends = self.data.tobytes(), np.cumsum((0, *self.sizes)).tolist()
+        files = [data[start:end] for start, end in pairwise(ends)]
+        return MediaWork(files=files, knobs=knobs, listed=self.listed)
+
+    @property
+    def what(self) -> str:
+        """The medium's name in errors."""
+        return "picture" if self.video_knobs is None else "video"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +72,5 @@ class WorkFailed:
     message: str
 
 
-MediaWork = PictureWork | VideoWork
-WORK_MESSAGES = (PictureWork, VideoWork)
+WORK_MESSAGES = (WorkOrder,)
 ANSWER_MESSAGES = (WorkBegun, WorkRefused, WorkFailed, ProcessedImage, ProcessedVideo)

@@ -7,22 +7,21 @@ its own host. Fetched files take part of a bounded memory until they are process
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from traceback import clear_frames
-from typing import Literal
-
-from PIL import Image
 
 from processors.embeds import parse_embeds
 from processors.families.base import ImageKnobs, MultimodalProcessor, ProcessedMedium
 from processors.fetch.fetching import MediaFetcher, off_loop
 from processors.fetch.limits import Claim
 from processors.fetch.sources import VideoSources, call_off, file_from
+from processors.hashing import digest_fields
 from processors.knobs import check_image_knobs
-from processors.pool.cache import ProcessorCache
-from processors.pool.maker import FatalMediumError, MediaMaker, ThreadMaker, closing_error
+from processors.pool.maker import FatalMediumError, MediaMaker, MediaWork, ThreadMaker, closing_error
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
 from processors.video.options import VideoKnobs, check_knobs
 from vlmserve_common.errors import BadRequestError
@@ -139,43 +138,19 @@ class ProcessorPool:
     async def _load(self, request: MediaRequest, client: str, fetched: Callable[[], None]) -> ProcessedMedium:
         try:
             with self._fetcher.claim() as claim:
-                if isinstance(request, ImageRequest):
-                    return await self._load_picture(request, claim, client, fetched)
-                if isinstance(request, VideoRequest):
-                    return await self._load_video(request, claim, client, fetched)
-                return await self._load_embeds(request, claim, fetched)
+                if isinstance(request, EmbedsRequest):
+                    return await self._load_embeds(request, claim, fetched)
+                work = await self._fetch(request, claim)
+                fetched()
+                if all(isinstance(file, bytes) for file in work.files):
+                    return await self._make_once(work, request.tenant, client)
+                return await self._threads.make(work, client=client)
         except BadRequestError as error:
             # Raise a copy: requests for the same medium share the error. Its frames hold the medium's bytes, and form
             # reference cycles with the futures that it came through.
             clear_frames(error.__traceback__)
             param = error.param or request.param
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error
-
-    async def _load_picture(
-        self, request: ImageRequest, claim: Claim, client: str, fetched: Callable[[], None]
-    ) -> ProcessedMedium:
-        knobs = request.knobs or ImageKnobs()
-        picture = await file_from(request.source, self._fetcher, claim)
-        fetched()
-        if isinstance(picture, Image.Image):
-            return await self._threads.picture(picture, knobs, client=client)
-        make = partial(self._maker.picture, picture, knobs, client=client)
-        return await self._make_once("picture", [picture], request, knobs, make)
-
-    async def _load_video(
-        self, request: VideoRequest, claim: Claim, client: str, fetched: Callable[[], None]
-    ) -> ProcessedMedium:
-        knobs = request.knobs or VideoKnobs()
-        video = await self._videos.fetch(request.source, claim)
-        fetched()
-        if isinstance(video, bytes):
-            make = partial(self._maker.clip, video, knobs, client=client)
-            return await self._make_once("clip", [video], request, knobs, make)
-        files = [frame for frame in video if isinstance(frame, bytes)]
-        if len(files) < len(video):
-            return await self._threads.frames(video, knobs, client=client)
-        make = partial(self._maker.frames, files, knobs, client=client)
-        return await self._make_once("frames", files, request, knobs, make)
 
     async def _load_embeds(self, request: EmbedsRequest, claim: Claim, fetched: Callable[[], None]) -> ProcessedMedium:
         rows = await file_from(request.source, self._fetcher, claim)
@@ -186,39 +161,40 @@ class ProcessorPool:
 
         return await self._threads.call(process)
 
-    async def _make_once(
-        self,
-        kind: Literal["picture", "clip", "frames"],
-        files: Sequence[bytes],
-        request: ImageRequest | VideoRequest,
-        knobs: ImageKnobs | VideoKnobs,
-        make: Callable[[], Awaitable[ProcessedMedium]],
-    ) -> ProcessedMedium:
-        """Return the cached medium, or the result of `make`, for all requests that ask for it meanwhile.
+    async def _fetch(self, request: ImageRequest | VideoRequest, claim: Claim) -> MediaWork:
+        if isinstance(request, ImageRequest):
+            picture = await file_from(request.source, self._fetcher, claim)
+            return MediaWork(files=[picture], knobs=request.knobs or ImageKnobs())
+        video = await self._videos.fetch(request.source, claim)
+        files = [video] if isinstance(video, bytes) else video
+        return MediaWork(files=files, knobs=request.knobs or VideoKnobs(), listed=not isinstance(video, bytes))
 
-        `make` is the same for all of them, and they share its failure. It is called off when the last request has gone.
+    async def _make_once(self, work: MediaWork, tenant: str, client: str) -> ProcessedMedium:
+        """Return the cached medium, or the one made for all requests that ask for it meanwhile.
+
+        They share its failure. It is called off when the last request has gone.
         """
-        key = await off_loop(sum(map(len, files)), self._cache.key, kind, files, knobs, request.tenant)
-        work = self._in_work.get(key)
-        if work is None:
+        key = await off_loop(math.ceil(work.cost), self._cache.key, work, tenant)
+        shared = self._in_work.get(key)
+        if shared is None:
             found = self._cache.get(key)
             if found is not None:
                 return found
             if key in self._fatal:
                 raise self._fatal[key]()
-            work = self._in_work[key] = _InWork(task=asyncio.create_task(self._make(key, make)))
-        work.wanted_by += 1
+            shared = self._in_work[key] = _InWork(task=asyncio.create_task(self._make(key, work, client)))
+        shared.wanted_by += 1
         try:
-            return await asyncio.shield(work.task)
+            return await asyncio.shield(shared.task)
         finally:
-            work.wanted_by -= 1
-            if not work.wanted_by:
-                work.task.cancel()
+            shared.wanted_by -= 1
+            if not shared.wanted_by:
+                shared.task.cancel()
                 del self._in_work[key]
 
-    async def _make(self, key: bytes, make: Callable[[], Awaitable[ProcessedMedium]]) -> ProcessedMedium:
+    async def _make(self, key: bytes, work: MediaWork, client: str) -> ProcessedMedium:
         try:
-            made = await make()
+            made = await self._maker.make(work, client=client)
         except FatalMediumError as error:
             what = f"{error.message}; it is not tried again"
             # Not an error, whose traceback would hold the medium's bytes.
@@ -251,3 +227,38 @@ def _check_room(there: int, more: int, limit: int) -> None:
             code="server_busy",
             status=429,
         )
+
+
+class ProcessorCache:
+    """Evicts the least recently used medium first. `max_bytes` bounds the features held; 0 turns the cache off."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, ProcessedMedium] = OrderedDict()
+        self._bytes = 0
+
+    @staticmethod
+    def key(work: MediaWork, tenant: str = "") -> bytes:
+        """Return the key of files, knobs and tenant. Knobs are dataclasses: their repr holds their type and values."""
+        files = [file for file in work.files if isinstance(file, bytes)]
+        return digest_fields([bytes([work.listed]), repr(work.knobs).encode(), tenant.encode(), *files])
+
+    def get(self, key: bytes) -> ProcessedMedium | None:
+        """Return the medium under `key`, if it is still cached."""
+        found = self._entries.get(key)
+        if found is not None:
+            self._entries.move_to_end(key)
+        return found
+
+    def put(self, key: bytes, medium: ProcessedMedium) -> None:
+        """Keep `medium`, and evict the least recently used for it. A medium larger than the cache is not kept."""
+        if medium.feature.nbytes > self._max_bytes:
+            return
+        old = self._entries.pop(key, None)
+        if old is not None:
+            self._bytes -= old.feature.nbytes
+        self._entries[key] = medium
+        self._bytes += medium.feature.nbytes
+        while self._bytes > self._max_bytes:
+            _, evicted = self._entries.popitem(last=False)
+            self._bytes -= evicted.feature.nbytes

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, TypeVar
-
-import numpy as np
+from typing import TypeAlias
 
 from processors.families.base import MultimodalProcessor
-from processors.knobs import ImageKnobs
 from processors.pool import prepare_processes
-from processors.pool.maker import closing_error
+from processors.pool.maker import MediaWork, closing_error
 from processors.pool.media_process import MediaJob, MediaProcess, NotBegunError, WorkerBugError
 from processors.pool.media_worker import MediaWorkerSettings, run_worker
-from processors.pool.messages import MediaWork, PictureWork, VideoWork
+from processors.pool.messages import WorkOrder
 from processors.pool.turns import BYTES_PER_S, Turns
-from processors.processed import ProcessedImage, ProcessedVideo
-from processors.video.options import VideoKnobs
+from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.process.supervisor import ProcessPlan
@@ -31,7 +27,6 @@ from vlmserve_common.transport.shm import SharedArrays
 WorkerMain: TypeAlias = Callable[[Parent, MediaWorkerSettings], None]
 """The main function of a worker; see `processors.pool.media_worker`."""
 
-_Processed = TypeVar("_Processed", ProcessedImage, ProcessedVideo)
 _MAX_TRIES = 3
 _MOST_DEATHS = 4
 _RECOVERY_S = 1.0
@@ -107,16 +102,6 @@ class ProcessMaker:
         for start in done:
             start.result()
 
-    async def picture(self, data: bytes, knobs: ImageKnobs, *, client: str = "") -> ProcessedImage:
-        return await self._make(PictureWork(data=_array(data), knobs=knobs), ProcessedImage, client)
-
-    async def clip(self, data: bytes, knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        return await self._make(VideoWork(data=_array(data), knobs=knobs), ProcessedVideo, client)
-
-    async def frames(self, files: Sequence[bytes], knobs: VideoKnobs, *, client: str = "") -> ProcessedVideo:
-        work = VideoWork(data=_array(b"".join(files)), sizes=tuple(map(len, files)), knobs=knobs)
-        return await self._make(work, ProcessedVideo, client)
-
     async def close(self) -> None:
         await asyncio.to_thread(self.close_now)
 
@@ -131,17 +116,15 @@ class ProcessMaker:
             worker.close()
         atexit.unregister(self.close_now)
 
-    def _job(self, work: MediaWork) -> MediaJob:
-        if isinstance(work, PictureWork):
-            return MediaJob(work=work, seconds=self._settings.picture_s)
-        return MediaJob(work=work, seconds=self._settings.video_s, grace_s=self._settings.video_grace_s)
-
-    async def _make(self, work: MediaWork, kind: type[_Processed], client: str) -> _Processed:
-        clip = isinstance(work, VideoWork)
-        async with self._turns.turn(cost=1.0 + work.data.nbytes, clip=clip, client=client):
+    async def make(self, work: MediaWork, *, client: str = "") -> ProcessedMedium:
+        order = WorkOrder.of(work)
+        given = self._settings
+        seconds, grace_s = (given.video_s, given.video_grace_s) if work.is_video else (given.picture_s, 0.0)
+        kind = ProcessedVideo if work.is_video else ProcessedImage
+        async with self._turns.turn(cost=work.cost, clip=work.is_video, client=client):
             for _ in range(_MAX_TRIES):
                 worker = await self._take_worker()
-                job = self._job(work)
+                job = MediaJob(order=order, seconds=seconds, grace_s=grace_s)
                 try:
                     made = await worker.make(job)
                 except NotBegunError as error:  # something else was in its way, such as a signal
@@ -152,13 +135,15 @@ class ProcessMaker:
                     raise
                 else:
                     if not isinstance(made, kind):
-                        raise WorkerBugError(f"a worker made a {type(made).__name__} of a {job.what}")
+                        raise WorkerBugError(f"a worker made a {type(made).__name__} of a {order.what}")
                     made.feature.flags.writeable = False
                     return made
                 finally:
                     self._idle.append(worker)
                     self._freed.set()
-            raise closing_error() if self._closing else EngineError(f"no media worker takes the {job.what}: {reason}")
+            raise (
+                closing_error() if self._closing else EngineError(f"no media worker takes the {order.what}: {reason}")
+            )
 
     async def _take_worker(self) -> MediaProcess:
         """Take an idle worker; there is one for each turn. A worker that is down is taken only if all are: it gives the
@@ -171,7 +156,3 @@ class ProcessMaker:
             self._freed.clear()
             with suppress(TimeoutError):  # one that is down may be up again
                 await asyncio.wait_for(self._freed.wait(), _RECOVERY_S)
-
-
-def _array(data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.uint8)

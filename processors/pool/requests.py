@@ -15,42 +15,37 @@ from processors.video.options import VideoKnobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ImageRequest:
-    """One picture to load. `source`: a URL, a file, its bytes, or a Pillow picture.
+class _Request:
+    """The common part. `param`: the request field that the medium came from, for error messages.
 
-    `param`: the request field it came from, for error messages. `tenant`: the tenant in whose name it is cached; "" is
-    shared by all requests without a tenant.
+    `tenant`: the tenant in whose name it is cached; "" is shared by all requests without a tenant.
     """
+
+    param: str | None = None
+    tenant: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageRequest(_Request):
+    """One picture to load. `source`: a URL, a file, its bytes, or a Pillow picture."""
 
     source: str | bytes | MediaFile | Image.Image
     knobs: ImageKnobs | None = None
-    param: str | None = None
-    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VideoRequest:
-    """One video to load. `param` and `tenant`: as for a picture.
-
-    `source`: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture.
-    """
+class VideoRequest(_Request):
+    """One video to load. `source`: a URL, a file or its bytes, or its frames, each a URL, bytes or a Pillow picture."""
 
     source: str | bytes | MediaFile | tuple[Frame, ...]
     knobs: VideoKnobs | None = None
-    param: str | None = None
-    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EmbedsRequest:
-    """One picture that comes as embeddings. `param` and `tenant`: as for a picture.
-
-    `source`: a URL, a safetensors file or its bytes, or tensors by name.
-    """
+class EmbedsRequest(_Request):
+    """One picture that comes as embeddings. `source`: a URL, a safetensors file or its bytes, or tensors by name."""
 
     source: str | bytes | MediaFile | Mapping[str, Any]
-    param: str | None = None
-    tenant: str = ""
 
 
 MediaRequest: TypeAlias = ImageRequest | VideoRequest | EmbedsRequest

@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
-from processors.hashing import media_digest
+from processors.hashing import media_digest, original_digest, patch_digest
 from processors.inputs import Modality
 from processors.processed import ProcessedVideo
-from processors.resize import Allocate, PatchConfig, fit_to_resize_later
+from processors.resize import (
+    Allocate,
+    PatchConfig,
+    fit_to_resize_later,
+    frames_to_patches,
+    planes,
+    resize_frames,
+)
 from processors.video.frame_choice import ClipInfo, FrameChoice
 from processors.video.options import VideoKnobs, VideoLimits, check_knobs
 from processors.video.rules import VideoRules
-from processors.video.threads import ahead, side_by_side
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
     from processors.video.decoding import Clip
-from processors.hashing import original_digest, patch_digest
-from processors.resize import frames_to_patches, planes, resize_frames
 
 _CODE = "invalid_value"
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
@@ -38,6 +44,7 @@ _LIST_FPS = 2.0
 _OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end")
 
 
+_T = TypeVar("_T")
 _Frames: TypeAlias = AbstractContextManager[Iterable[np.ndarray]]
 
 
@@ -126,9 +133,12 @@ class VideoProcessor:
         parts = clip.stretches(indices, depth)
         if len(parts) == 1:
             return _Reading(opens=[lambda: closing(ahead(clip.read(indices, clip.threads)))])
-        opens = [partial(_open, clip, indices[part.start : part.stop]) for part in parts]
+
+        def opening(part: range) -> Callable[[], _Frames]:
+            return lambda: closing(clip.read(indices[part.start : part.stop]))
+
         starts = [part.start // depth for part in parts]
-        return _Reading(opens=opens, starts=starts, threads=clip.threads, call_off=clip.call_off)
+        return _Reading(opens=[*map(opening, parts)], starts=starts, threads=clip.threads, call_off=clip.call_off)
 
     def _process(
         self, reading: _Reading, choice: FrameChoice, info: ClipInfo, knobs: VideoKnobs, *, later: bool
@@ -204,10 +214,6 @@ class VideoProcessor:
             return cut_frames(frames, feature, grid, self._patches, in_float=self._rules.resize_in_float)
 
 
-def _open(clip: Clip, indices: Sequence[int]) -> _Frames:
-    return closing(clip.read(indices, threads=1))
-
-
 def _checked(frames: Iterator[np.ndarray], limit_s: float) -> Iterator[np.ndarray]:
     """Check a list's frames: one size for all, and the time limit of a clip."""
     deadline = time.monotonic() + limit_s
@@ -243,7 +249,7 @@ def cut_frames(
     height, width = grid[0] * config.patch_size, grid[1] * config.patch_size
     group = np.empty((config.temporal_patch_size, 3, height, width), np.uint8)
     digests: list[bytes] = []
-    resized = _resized(frames, height, width, config.resample, in_float)
+    resized = (planes(resize_frames(one[None], height, width, config.resample, in_float=in_float))[0] for one in frames)
     for place in feature:
         for at in range(len(group)):
             # a filled up frame stays as it is from the place before
@@ -272,7 +278,54 @@ def take_frames(
     return digests
 
 
-def _resized(frames: Iterable[np.ndarray], height: int, width: int, mode: str, in_float: bool) -> Iterator[np.ndarray]:
-    """Resize frames to uint8 [3, height, width] each."""
-    for frame in frames:
-        yield planes(resize_frames(frame[None], height, width, mode, in_float=in_float))[0]
+def ahead(items: Generator[_T, None, None], count: int = 2) -> Generator[_T, None, None]:
+    """Yield `items`, which one extra thread makes at most `count` ahead of their use.
+
+    An error of making an item is raised when the item is asked for. When this iterator ends or is closed, `items` is
+    closed and the thread has ended.
+    """
+    thread = ThreadPoolExecutor(1, thread_name_prefix="media-ahead")
+
+    def make() -> tuple[_T] | None:
+        for item in items:
+            return (item,)
+        return None
+
+    try:
+        coming = deque(thread.submit(make) for _ in range(count))
+        while (made := coming.popleft().result()) is not None:
+            yield made[0]
+            coming.append(thread.submit(make))
+    finally:
+        thread.shutdown(cancel_futures=True)
+        items.close()
+
+
+def side_by_side(
+    calls: Sequence[Callable[[], _T]], most: int, call_off: Callable[[], None], begin: Iterable[int]
+) -> list[_T]:
+    """Return the result of each call; `most` run at a time, each in a thread of its own.
+
+    `begin`: every place in `calls`, in the order in which they start. If calls fail, the failure of the first one by
+    place is raised, once all before it are done. Calls that have not started are dropped. `call_off` hurries the
+    running ones, and the function waits for them.
+    """
+    failures: list[int] = []  # places of failed calls: calls behind them do not start
+
+    def run(place: int) -> _T:
+        if any(place > other for other in failures):
+            raise CancelledError
+        try:
+            return calls[place]()
+        except BaseException:
+            failures.append(place)
+            raise
+
+    threads = ThreadPoolExecutor(most, thread_name_prefix="side-by-side")
+    try:
+        futures = {place: threads.submit(run, place) for place in begin}
+        return [futures[place].result() for place in range(len(calls))]
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        call_off()
+        threads.shutdown()

@@ -1,8 +1,8 @@
 """Decodes the RGB frames that are used from video bytes, through PyAV.
 
 A clip is read twice. The first time nothing is decoded: the times of all frames and the keyframes are listed. The
-second time the chosen frames are decoded, in stretches side by side if that is faster. Frames come one at a time, so
-memory holds a few of them, however long the clip is.
+second time the chosen frames are decoded, in stretches side by side if that is faster. A stretch begins at a keyframe
+and needs no other stretch. Frames come one at a time, so memory holds a few of them, however long the clip is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import av
 import numpy as np
@@ -22,10 +23,8 @@ from av.video.reformatter import VideoReformatter
 from av.video.stream import VideoStream
 
 from processors.video.frame_choice import ClipInfo
-from processors.video.listing import list_frames
 from processors.video.options import VideoLimits
-from processors.video.stretches import SEEK_GAP, stretches
-from processors.video.video_file import VideoFile, broken, check_frame_size, words
+from processors.video.video_file import VideoFile, broken, check_frame_size, list_frames, words
 from vlmserve_common.errors import BadRequestError
 
 _STRETCHES = 4
@@ -35,6 +34,51 @@ _USUAL_BITS = 12  # of a pixel, 8 bits of each colour, these shared by four pixe
 
 _SLICE = range(1, 6)  # types of units that hold a part of a picture (ITU-T H.264, table 7-1)
 _TELLS_NOTHING = frozenset({6, 9, 12})  # additional information, delimiters and filling: nothing later depends on them
+
+
+SEEK_GAP = 8  # frames: to decode that many is about as quick as to seek
+_OPENING = 12  # frames that are decoded in the time that it takes to open the file
+
+
+def stretches(indices: Sequence[int], keys: Sequence[int], *, multiple: int, most: int) -> list[range]:
+    """Return ranges of places in `indices` (ascending frames of a clip), in order.
+
+    There are at most `most`, about equally long to decode, and no more than are worth a decoder of their own. `keys`:
+    the clip's keyframes, ascending; the first is frame 0. `multiple`: all ranges except the last hold a multiple of
+    this.
+    """
+    alone = [index - _key(keys, index) + 1 for index in indices]  # frames to decode for that one only
+    after = [0, *(_step(before, index, keys) for before, index in pairwise(indices))]  # ... with the one before done
+    done = list(accumulate(after))
+
+    def cost(part: range) -> int:
+        return alone[part[0]] + done[part[-1]] - done[part[0]]
+
+    def split(count: int) -> list[range]:
+        """Start each stretch where little is decoded twice, near its even share."""
+        starts = [0]
+        for number in range(1, count):
+            wanted = (alone[0] + done[-1]) * number / count - alone[0]
+            places = range(starts[-1] + multiple, len(indices), multiple)
+
+            def off(place: int, wanted: float = wanted) -> float:
+                return abs(done[place] - wanted) + alone[place] - after[place]
+
+            if places:
+                starts.append(min(places, key=off))
+        return [range(start, end) for start, end in pairwise([*starts, len(indices)])]
+
+    found = [split(count) for count in range(1, most + 1)]
+    return min(found, key=lambda parts: max(map(cost, parts)) + _OPENING * len(parts))
+
+
+def _key(keys: Sequence[int], index: int) -> int:
+    return keys[bisect.bisect_right(keys, index) - 1]
+
+
+def _step(before: int, index: int, keys: Sequence[int]) -> int:
+    key = _key(keys, index)
+    return index - (key if key > before + SEEK_GAP else before + 1) + 1
 
 
 class Clip:

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tokenizers import Tokenizer
 
-from assets.recipe.batches import attention_mask, batches, collate
+from assets.recipe.batches import batches, collate
 from assets.recipe.clips import make_clip
 from assets.recipe.lessons import CHARACTERS, MOTIONS, Lesson, Teacher, see, watch
 from assets.recipe.losses import Hinter, losses
@@ -76,18 +75,6 @@ def test_padding_and_neighbours_change_nothing(tokenizer: Tokenizer, network: Ne
     counts = [lesson.taught.sum() for lesson in lessons]
     alone = sum(_answers_loss(network, [x]) * n for x, n in zip(lessons, counts, strict=True))
     assert _answers_loss(network, lessons) * sum(counts) == pytest.approx(alone, rel=1e-4)
-
-
-def test_the_mask_hides_other_branches_and_the_future() -> None:
-    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]))[0, 0]
-    assert mask.int().tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 1],
-    ]
 
 
 def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
@@ -285,8 +272,3 @@ def test_clips_do_what_they_say() -> None:
             for thing in frame.things:
                 assert thing.box[0] > -1
                 assert thing.box[2] < frame.width + 1
-
-
-def test_pictures_of_the_same_scene_are_the_same() -> None:
-    scene = make_scene(np.random.default_rng(2), 3)
-    assert Image.Image.tobytes(paint(scene)) == Image.Image.tobytes(paint(scene))

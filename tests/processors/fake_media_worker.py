@@ -15,13 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from processors.knobs import ImageKnobs
 from processors.pool import media_worker as worker
-from processors.pool.maker import DirectMaker
+from processors.pool.maker import DirectMaker, MediaWork
 from processors.pool.media_worker import MediaWorkerSettings, run_worker
-from processors.pool.messages import ANSWER_MESSAGES, PictureWork
+from processors.pool.messages import ANSWER_MESSAGES, WorkOrder
 from processors.processed import ProcessedImage
-from processors.video.options import VideoKnobs
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
@@ -36,7 +34,7 @@ def fake_worker(parent: Parent, settings: MediaWorkerSettings) -> None:
     _note(folder / "pids", str(os.getpid()))
     _note(folder / "levels", logging.getLevelName(logging.getLogger().level))
     _start(folder / "plan")
-    worker.ANSWER_MESSAGES = (*ANSWER_MESSAGES, PictureWork)
+    worker.ANSWER_MESSAGES = (*ANSWER_MESSAGES, WorkOrder)
     run_worker(parent, settings, lambda _: _OddMaker(SharedArrays(settings.shared_dir, spare_bytes=2**30), folder))
 
 
@@ -56,7 +54,8 @@ class _OddMaker(DirectMaker):
         self._shared = shared
         self._folder = folder
 
-    def picture(self, data: bytes, knobs: ImageKnobs) -> object:
+    def make(self, work: MediaWork) -> object:
+        data = work.files[0]
         if data.isalpha():
             _note(self._folder / "tried", data.decode())
         feature = self._shared.empty((1, max(len(data), MAPPED_FROM_BYTES)), np.uint8)
@@ -77,7 +76,7 @@ class _OddMaker(DirectMaker):
         if data == FAIL:
             raise RuntimeError("a bug")
         if data == LIE:
-            return PictureWork(data=feature[0, :9], knobs=knobs)
+            return WorkOrder(data=feature[0, :9], sizes=(9,), image_knobs=None, video_knobs=None, listed=False)
         if data == ODD:
             return object()
         return ProcessedImage(
@@ -88,12 +87,6 @@ class _OddMaker(DirectMaker):
             num_tokens=1,
             source_size=(os.getpid(), 1),
         )
-
-    def clip(self, data: bytes, knobs: VideoKnobs) -> object:
-        return self.picture(data, ImageKnobs())
-
-    def frames(self, files: list[bytes], knobs: VideoKnobs) -> object:
-        return self.picture(files[0], ImageKnobs())
 
 
 def _start(plan: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -86,3 +88,35 @@ def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return buffer.getvalue()
+
+
+_MEASURE = """
+import re, sys
+from pathlib import Path
+from processors.image.decoding import DecodeLimits, decode_image
+from processors.video.decoding import Clip
+from processors.video.options import VideoLimits
+from vlmserve_common.errors import BadRequestError
+data, is_video = Path(sys.argv[1]).read_bytes(), sys.argv[2] == "video"
+Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
+before = peak()
+try:
+    if is_video:
+        clip = Clip(data, VideoLimits())
+        count = sum(1 for _ in clip.read(range(clip.info.num_frames)))
+    else:
+        count = len([decode_image(data, DecodeLimits())])
+except BadRequestError:
+    count = 0
+print(count, peak() - before)
+"""
+
+
+def decoded_and_growth(data: bytes, kind: str, folder: Path) -> tuple[int, int]:
+    """Pictures or frames read of a file, and the growth of the peak, in MiB, of a process of its own."""
+    (folder / "file").write_bytes(data)
+    words = [sys.executable, "-c", _MEASURE, str(folder / "file"), kind]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    count, grown = map(int, done.stdout.split())
+    return count, grown

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import struct
-import subprocess
-import sys
 from fractions import Fraction
 
 import av
@@ -19,6 +17,7 @@ from PIL import Image
 from processors.video.decoding import Clip
 from processors.video.options import VideoLimits
 from tests.processors.clips import decode_all, make_clip
+from tests.processors.helpers import decoded_and_growth
 from vlmserve_common.errors import BadRequestError
 
 LIMITS = VideoLimits()
@@ -181,11 +180,6 @@ def test_more_frames_than_any_camera_takes():
     refused(make_clip(60, times=times, container="matroska", codec="libx264"), "more than 48 frames", limits)
 
 
-def test_frames_of_8k():
-    error = refused(black_clip(7680, 4320), "pixels.*--max-video-frame-pixels")
-    assert error.code == "video_too_large"
-
-
 # ---------------------------------------------------------------- headers are not believed
 
 
@@ -206,38 +200,9 @@ def test_a_table_of_samples_that_are_not_there():
 
 # ---------------------------------------------------------------- memory
 
-_MEASURE = """
-import re, sys
-from pathlib import Path
-from processors.video.decoding import Clip
-from processors.video.options import VideoLimits
-from vlmserve_common.errors import BadRequestError
-data = Path(sys.argv[1]).read_bytes()
-Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
-before = peak()
-try:
-    clip = Clip(data, VideoLimits())
-    count = sum(1 for _ in clip.read(range(clip.info.num_frames)))
-except BadRequestError:
-    count = 0
-print(count, peak() - before)
-"""
-
-
-def growth(data, tmp_path):
-    """Frames read and the growth of the peak, in MiB, of a process of its own."""
-    path = tmp_path / "clip"
-    path.write_bytes(data)
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, check=True, timeout=120
-    )
-    count, grown = map(int, done.stdout.split())
-    return count, grown
-
 
 def test_memory_does_not_grow_with_the_clip(tmp_path):
-    count, grown = growth(black_clip(640, 360, frames=300), tmp_path)  # 198 MiB of RGB
+    count, grown = decoded_and_growth(black_clip(640, 360, frames=300), "video", tmp_path)  # 198 MiB of RGB
     assert count == 300
     assert grown < 100
 
@@ -257,6 +222,6 @@ def test_a_frame_over_the_limit_is_not_decoded(tmp_path):
             packet.is_keyframe = True
             box.mux(packet)
     refused(file.getvalue(), "--max-video-frame-pixels|cannot be decoded")
-    count, grown = growth(file.getvalue(), tmp_path)
+    count, grown = decoded_and_growth(file.getvalue(), "video", tmp_path)
     assert count == 0
     assert grown < 60

@@ -147,22 +147,15 @@ def test_data_url_is_measured_before_it_is_decoded(monkeypatch):
     ("url", "match"),
     [
         ("", "empty media URL"),
-        ("   ", "empty media URL"),
         ("::::", "is not a media URL"),
         ("/etc/hostname", "is not a media URL"),
-        ("picture.png", "is not a media URL"),
         ("ftp://127.0.0.1/x.png", "scheme 'ftp' is not supported"),
-        ("gopher://127.0.0.1/x.png", "scheme 'gopher'"),
         ("javascript:alert(1)", "scheme 'javascript'"),
         ("http:///x.png", "without a host"),
-        ("http://", "without a host"),
-        ("http:", "without a host"),
         ("http:x.png", "host"),
         ("http://[::1/x.png", "malformed|Invalid"),
         ("http://host:99999/", "malformed"),
-        ("http://host:0/", "malformed"),
         ("http://host:x/", "malformed"),
-        ("http://a b/", "malformed"),
         ("http://a%2eb/", "malformed"),
         ("http://[fe80::1%25eth0]/", "malformed"),
         ("https://user:secret@example.com/x.png", "user name or password"),
@@ -541,18 +534,6 @@ def test_not_public(address):
 @pytest.mark.parametrize("address", PUBLIC.split())
 def test_public(address):
     assert is_public_address(ipaddress.ip_address(address))
-
-
-def test_resolve_asks_once_and_keeps_the_order():
-    calls = []
-
-    def resolver(host, port):
-        calls.append((host, port))
-        return ["2606:4700:4700::1111", "1.1.1.1"]
-
-    found = asyncio.run(NameLookup(resolver).resolve("media.example", 443))
-    assert [str(address) for address in found] == ["2606:4700:4700::1111", "1.1.1.1"]
-    assert calls == [("media.example", 443)]
 
 
 def test_so_many_names_at_a_time_are_looked_up_and_no_more():

@@ -20,7 +20,7 @@ from processors.video.rules import (
     time_grid_rules,
 )
 from tests import hf_env  # noqa: F401
-from tests.processors.helpers import FAMILIES, picture, preprocessor_config, tiny_processor, values
+from tests.processors.helpers import picture, tiny_processor
 from tests.processors.test_frame_sampling import PATCHES
 from vlmserve_common.errors import BadRequestError
 
@@ -129,26 +129,6 @@ def test_a_size_within_the_servers_limit(tmp_path):
         Clamp(knob="resized_height", asked=600, used=308, **limit),
         Clamp(knob="resized_width", asked=300, used=140, **limit),
     )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [(4, 9), (30, 40), (1, 1), (50, 60)])
-def test_pixels_are_those_of_transformers(tmp_path, family, budget):
-    import numpy as np
-    from transformers import Qwen2VLImageProcessor
-
-    factor = 32 if family == "qwen3_vl" else 28
-    low, high = (n * factor**2 for n in budget)
-    raw = {key: value for key, value in preprocessor_config(family).items() if key != "image_processor_type"}
-    reference = Qwen2VLImageProcessor(**raw)
-    processor = tiny_processor(tmp_path, family, ProcessorLimits(max_pixels=64 * factor**2))
-    for image in (picture(90, 201), picture(500, 300), picture(20, 30)):
-        want = reference(images=[image], size={"shortest_edge": low, "longest_edge": high}, return_tensors="pt")
-        parsed = processor.parse_kwargs({"size": {"shortest_edge": low, "longest_edge": high}}).image
-        for knobs in (ImageKnobs(min_pixels=low, max_pixels=high), parsed):
-            made = processor.process_image(image, knobs)
-            assert made.grid_thw == tuple(want["image_grid_thw"][0].tolist())
-            assert np.array_equal(values(made), want["pixel_values"].numpy())
 
 
 # ---------------------------------------------------------------- videos
@@ -414,22 +394,6 @@ def test_low_detail_is_never_more_than_the_checkpoint_or_the_server_has(tmp_path
     # below the checkpoint's minimum, too
     processor = qwen2(tmp_path, low=81, high=100)
     assert tokens(processor, 3000, processor.sizes.knobs_for_detail("low")) == 64
-
-
-def test_fetch_image_itself(tmp_path):
-    from qwen_vl_utils.vision_process import fetch_image
-
-    processor = qwen2(tmp_path, 16384)
-    image = picture(301, 170)
-    for knobs in (
-        {"resized_height": 100, "resized_width": 333},
-        {"min_pixels": 90 * TOKEN, "max_pixels": 400 * TOKEN},
-        {"max_pixels": 20 * TOKEN},
-        {"min_pixels": 90 * TOKEN},
-    ):
-        fetched = fetch_image({"image": image, **knobs}, image_patch_size=14)
-        width, height = fetched.size
-        assert processor.process_image(image, ImageKnobs(**knobs)).grid_thw == (1, height // 14, width // 14)
 
 
 @pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules, qwen_vl_utils_rules])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -13,12 +10,13 @@ import pytest
 from PIL import Image, ImageFile, features
 
 from processors.formats import HEAD_BYTES, mime_type, modality_of
-from processors.image import rgb
+from processors.image import decoding as rgb
 from processors.image.decoding import DecodeLimits, decode_image, normalize_image
 from processors.inputs import Modality
+from tests.nasty_media import png_chunk
 from tests.processors.clips import make_clip
-from tests.processors.helpers import encoded, picture
-from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, png_chunk, reference_rgb
+from tests.processors.helpers import decoded_and_growth, encoded, picture
+from tests.processors.test_decoding import FILES, LIMITS, NOT_PICTURES, reference_rgb
 from vlmserve_common.errors import BadRequestError
 
 GREY, RGB, CMYK = 1, 2, 5
@@ -127,9 +125,6 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_refuses_other_kinds_of_pixels_by_their_name(name):
     refused(*UNSUPPORTED[name])
-
-
-# ---------------------------------------------------------------- interlaced, CMYK, several pictures
 
 
 # ---------------------------------------------------------------- formats by name
@@ -257,49 +252,30 @@ def test_thin_pictures_are_refused_before_they_are_decoded(size, monkeypatch):
         normalize_image(Image.new("L", size), LIMITS)
 
 
-_MEASURE = """
-import re, sys
-from pathlib import Path
-from PIL import PngImagePlugin
-from processors.image.decoding import DecodeLimits, decode_image
-data = Path(sys.argv[1]).read_bytes()
-Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) // 1024
-before = peak()
-decode_image(data, DecodeLimits())
-print(peak() - before)
-"""
-
-
 def test_memory_of_a_large_transparent_picture(tmp_path):
     """Two pictures of four bytes a pixel, the one that was read and the one on white, and not four of them."""
-    path = tmp_path / "picture"
-    path.write_bytes(encoded(Image.new("RGBA", (4096, 4096), (10, 20, 30, 40)), compress_level=1))
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(path)], capture_output=True, text=True, check=True, timeout=120
-    )
-    assert int(done.stdout) < 2 * 64 + 32
+    data = encoded(Image.new("RGBA", (4096, 4096), (10, 20, 30, 40)), compress_level=1)
+    count, grown = decoded_and_growth(data, "image", tmp_path)
+    assert (count, grown < 2 * 64 + 32) == (1, True)
 
 
 # ---------------------------------------------------------------- what a file is called, by its first bytes
 
 
-@pytest.mark.parametrize("name", ["png", "jpeg", "webp", "gif", "bmp", "tiff"])
-def test_pictures(name: str) -> None:
-    out = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(out, name)
-    assert mime_type(out.getvalue()[:HEAD_BYTES]) == f"image/{name}"
+MIME_TYPES = [
+    (encoded(Image.new("RGB", (8, 8)), name), f"image/{name}") for name in ("png", "jpeg", "webp", "gif", "bmp")
+]
+MIME_TYPES += [
+    (make_clip(2), "video/mp4"),
+    (make_clip(2, container="mov"), "video/quicktime"),
+    (make_clip(2, container="matroska"), "video/x-matroska"),
+    (make_clip(2, container="webm", codec="libvpx-vp9"), "video/webm"),
+    (b"", "application/octet-stream"),
+    (b"%PDF-1.7", "application/octet-stream"),
+    (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "application/octet-stream"),
+]
 
 
-@pytest.mark.parametrize(
-    ("container", "name"),
-    [("mp4", "mp4"), ("mov", "quicktime"), ("matroska", "x-matroska"), ("webm", "webm")],
-)
-def test_videos(container: str, name: str) -> None:
-    codec = {"codec": "libvpx-vp9"} if container == "webm" else {}
-    assert mime_type(make_clip(2, container=container, **codec)[:HEAD_BYTES]) == f"video/{name}"
-
-
-@pytest.mark.parametrize("head", [b"", b"plain text", b"%PDF-1.7", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"])
-def test_others(head: bytes) -> None:
-    assert mime_type(head) == "application/octet-stream"
+@pytest.mark.parametrize(("data", "name"), MIME_TYPES, ids=[name for _, name in MIME_TYPES])
+def test_mime_types(data: bytes, name: str) -> None:
+    assert mime_type(data[:HEAD_BYTES]) == name

@@ -18,9 +18,8 @@ from processors.families.base import ImageKnobs, ProcessedImage
 from processors.fetch.fetching import MediaFetcher, MediaFile
 from processors.fetch.limits import FetchSettings
 from processors.pool import pool as pool_module
-from processors.pool.cache import ProcessorCache
-from processors.pool.maker import FatalMediumError
-from processors.pool.pool import PoolSettings, ProcessorPool
+from processors.pool.maker import FatalMediumError, MediaWork
+from processors.pool.pool import PoolSettings, ProcessorCache, ProcessorPool
 from processors.pool.requests import ImageRequest, VideoRequest
 from processors.video.options import VideoKnobs
 from tests import hf_env  # noqa: F401
@@ -81,12 +80,14 @@ def data_url(data):
     return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
-def serve_picture(server, image):
-    """Let the server answer /picture with `image`."""
-    body = encoded(image)
-    server.RequestHandlerClass = type(
-        "Handler", (server.RequestHandlerClass,), {"get_picture": lambda self, _: self.answer(200, body)}
-    )
+def serve_files(server, files):
+    """Let the server answer /NAME with files[NAME]."""
+
+    def answer(body):
+        return lambda self, _: self.answer(200, body)
+
+    handlers = {f"get_{name}": answer(body) for name, body in files.items()}
+    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), handlers)
 
 
 def test_every_kind_of_source_in_order(make_pool, processor, tmp_path):
@@ -95,7 +96,7 @@ def test_every_kind_of_source_in_order(make_pool, processor, tmp_path):
     uploaded = SlowFile(encoded(images[2]))
     uploaded.gate.set()
     with serve() as server:
-        serve_picture(server, images[4])
+        serve_files(server, {"picture": encoded(images[4])})
         sources = [
             data_url(encoded(images[0])),
             encoded(images[1]),
@@ -136,20 +137,6 @@ def test_one_pillow_picture_given_many_times(make_pool):
     image = Image.open(io.BytesIO(encoded(picture(400, 400))))
     results = load(make_pool(max_workers=4), *[ImageRequest(source=image)] * 12)
     assert len({result.digest for result in results}) == 1
-
-
-BAD_SOURCES = [b"no picture", data_url(b"no picture"), "data:nonsense", "/etc/hostname", picture(401, 2)]
-
-
-@pytest.mark.parametrize("source", BAD_SOURCES, ids=["bytes", "data", "nonsense", "path", "ratio"])
-def test_errors_name_the_request_field(make_pool, source):
-    pool = make_pool()
-    request = ImageRequest(source=source, param="messages[0].content[1]")
-    with pytest.raises(BadRequestError) as caught:
-        load(pool, ImageRequest(source=encoded(picture(30, 30))), request)
-    assert caught.value.param == "messages[0].content[1]"
-    assert caught.value.status == 400
-    assert pool.in_pool == 0
 
 
 def test_a_full_pool_refuses(make_pool, processor, monkeypatch):
@@ -203,7 +190,7 @@ def test_what_keeps_others_waiting_keeps_nobody_else(make_pool):
     async def scenario():
         pool, file = make_pool(max_workers=1), SlowFile(b"")
         with serve() as server:
-            serve_picture(server, picture(30, 30))
+            serve_files(server, {"picture": encoded(picture(30, 30))})
             url = server.url("/stall")
             requests = [ImageRequest(source=url), VideoRequest(source=(url,) * 9), ImageRequest(source=file)] * 9
             stuck = [asyncio.create_task(pool.load([request])) for request in requests]
@@ -259,18 +246,6 @@ def test_close_calls_off_and_refuses(make_pool, processor, monkeypatch):
 
     asyncio.run(scenario())
     assert gate.calls == 1
-
-
-def test_a_bug_is_not_the_clients_fault(make_pool, processor, monkeypatch):
-    def broken(image, knobs=None):
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(processor, "process_image", broken)
-    with serve() as server:
-        serve_picture(server, picture(30, 30))
-        for source in (encoded(picture(30, 30)), server.url("/picture")):
-            with pytest.raises(RuntimeError, match="a bug"):
-                load(make_pool(), ImageRequest(source=source))
 
 
 def test_an_error_does_not_keep_the_bytes_of_its_medium(make_pool):
@@ -339,7 +314,7 @@ class SlowMaker:
         self.calls = self.called_off = 0
         self.called, self.gate = asyncio.Event(), asyncio.Event()
 
-    async def picture(self, data, knobs, *, client=""):
+    async def make(self, work, *, client=""):
         self.calls += 1
         self.called.set()
         try:
@@ -353,38 +328,13 @@ class SlowMaker:
         pass
 
 
-async def all_but_one_leave(processor, leave):
-    """Three ask for the same; so many leave, the first one among them. The maker, the pool and who stays."""
-    maker = SlowMaker()
-    pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings(), maker)
-    data = encoded(picture(60, 60))
-    tasks = [asyncio.create_task(pool.load([ImageRequest(source=data, param=f"p{n}")])) for n in range(3)]
-    await maker.called.wait()
-    for task in tasks[:leave]:
-        await cancelled(task)
-    return maker, pool, tasks[leave:]
-
-
-def test_the_work_is_called_off_when_the_last_one_leaves_and_not_before(processor):
-    async def scenario():
-        maker, pool, (last,) = await all_but_one_leave(processor, 2)
-        assert (maker.calls, maker.called_off, pool.in_pool) == (1, 0, 1)
-        await cancelled(last)
-        await asyncio.sleep(0)
-        assert (maker.calls, maker.called_off, pool.in_pool) == (1, 1, 0)
-        again = asyncio.create_task(pool.load([ImageRequest(source=encoded(picture(60, 60)), param="again")]))
-        maker.gate.set()
-        with pytest.raises(BadRequestError, match="of the medium"):
-            await again
-        assert maker.calls == 2, "from the start"
-        await pool.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_failure_is_everybodys_who_waits_each_with_its_own_place(processor):
     async def scenario():
-        maker, pool, tasks = await all_but_one_leave(processor, 0)
+        maker = SlowMaker()
+        pool = ProcessorPool(processor, MediaFetcher(FetchSettings()), PoolSettings(), maker)
+        data = encoded(picture(60, 60))
+        tasks = [asyncio.create_task(pool.load([ImageRequest(source=data, param=f"p{n}")])) for n in range(3)]
+        await maker.called.wait()
         maker.gate.set()
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert [(error.message, error.code, error.param) for error in errors] == [
@@ -427,11 +377,19 @@ def test_fatal_media_are_not_tried_again(processor, monkeypatch):
 
 def test_keys_tell_apart_what_is_asked_and_of_what():
     image, video, fast = ImageKnobs(), VideoKnobs(), VideoKnobs(fps=3)
-    asked = [("picture", [b"a"], image), ("picture", [b"a"], ImageKnobs(max_pixels=9)), ("clip", [b"a"], video)]
-    asked += [("frames", [b"a"], video), ("frames", [b"a"], fast), ("frames", [b"a", b""], video)]
-    asked += [("frames", [b"ab"], video), ("frames", [b"a", b"b"], video), ("frames", [], video)]
-    assert len({ProcessorCache.key(*each) for each in asked}) == len(asked)
-    assert ProcessorCache.key("clip", [b"a"], VideoKnobs()) == ProcessorCache.key("clip", [b"a"], video)
+    asked = [([b"a"], knobs) for knobs in (image, ImageKnobs(max_pixels=9), video)]
+    lists = [
+        ([b"a"], video),
+        ([b"a"], fast),
+        ([b"a", b""], video),
+        ([b"ab"], video),
+        ([b"a", b"b"], video),
+        ([], video),
+    ]
+    works = [MediaWork(files=files, knobs=knobs) for files, knobs in asked]
+    works += [MediaWork(files=files, knobs=knobs, listed=True) for files, knobs in lists]
+    assert len({ProcessorCache.key(work) for work in works}) == len(works)
+    assert ProcessorCache.key(replace(works[2], knobs=VideoKnobs())) == ProcessorCache.key(works[2])
 
 
 def processed(size, mark=0):
@@ -466,16 +424,6 @@ def test_replacing_and_oversized_entries_keep_the_books():
 
 
 # ---------------------------------------------------------------- videos
-
-
-def serve_files(server, files):
-    """Let the server answer /NAME with files[NAME]."""
-
-    def answer(body):
-        return lambda self, _: self.answer(200, body)
-
-    handlers = {f"get_{name}": answer(body) for name, body in files.items()}
-    server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), handlers)
 
 
 def test_videos_from_every_source_in_order(make_pool, processor, tmp_path):
@@ -520,25 +468,27 @@ def test_a_video_sent_again_is_not_decoded_again(make_pool, processor, monkeypat
         assert after is before
 
 
-BAD_VIDEOS = {
-    "bytes": (b"no video", None, "not a video of a supported format"),
-    "data": (data_url(b"no video"), None, "not a video"),
-    "frame": ((jpeg(0), b"no picture"), None, "frame 1 of the video: the data is not a picture"),
-    "sizes": ((jpeg(0), jpeg(0, 64, 64)), None, "all frames of a video must have one size"),
-    "none": ((), None, "empty list"),
-    "joined": ("data:video/jpeg;base64,%%%", None, "frame 0|base64"),
-    "fps": ("http://127.0.0.1:1/never-fetched", VideoKnobs(fps=0.0), "fps is 0.0"),
-    "count": (("http://127.0.0.1:1/never-fetched",) * 769, None, "769 frames; the limit is 768"),
+NEVER_FETCHED = "http://127.0.0.1:1/never-fetched"
+BAD = {
+    "bytes": (ImageRequest(source=b"no picture"), "not a picture"),
+    "data": (ImageRequest(source=data_url(b"no picture")), "not a picture"),
+    "nonsense": (ImageRequest(source="data:nonsense"), "without a comma"),
+    "ratio": (ImageRequest(source=picture(401, 2)), "aspect ratio"),
+    "video": (VideoRequest(source=data_url(b"no video")), "not a video of a supported format"),
+    "frame": (VideoRequest(source=(jpeg(0), b"no picture")), "frame 1 of the video: the data is not a picture"),
+    "sizes": (VideoRequest(source=(jpeg(0), jpeg(0, 64, 64))), "all frames of a video must have one size"),
+    "none": (VideoRequest(source=()), "empty list"),
+    "joined": (VideoRequest(source="data:video/jpeg;base64,%%%"), "frame 0|base64"),
+    "fps": (VideoRequest(source=NEVER_FETCHED, knobs=VideoKnobs(fps=0.0)), "fps is 0.0"),
+    "count": (VideoRequest(source=(NEVER_FETCHED,) * 769), "769 frames; the limit is 768"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_VIDEOS)
-def test_errors_of_videos_name_the_request_field(make_pool, name):
-    source, knobs, match = BAD_VIDEOS[name]
-    pool = make_pool()
-    request = VideoRequest(source=source, knobs=knobs, param="messages[0].content[1]")
+@pytest.mark.parametrize("name", BAD)
+def test_errors_name_the_request_field(make_pool, name):
+    pool, (request, match) = make_pool(), BAD[name]
     with pytest.raises(BadRequestError, match=match) as caught:
-        load(pool, request)
+        load(pool, ImageRequest(source=encoded(picture(30, 30))), replace(request, param="messages[0].content[1]"))
     assert caught.value.param == "messages[0].content[1]"
     assert caught.value.status == 400
     assert pool.in_pool == 0
@@ -577,28 +527,6 @@ def test_videos_have_a_byte_limit_of_their_own(processor):
             load(small, VideoRequest(source=(url + "frame",) * 3))
     for one in (pool, tight, small):
         asyncio.run(one.close())
-
-
-def test_the_event_loop_runs_while_a_video_is_decoded(make_pool, processor, monkeypatch):
-    entered, leave = threading.Event(), threading.Event()
-    real = processor.process_video
-
-    def slow(*args):
-        entered.set()
-        assert leave.wait(20)
-        return real(*args)
-
-    monkeypatch.setattr(processor, "process_video", slow)
-    pool = make_pool()
-
-    async def main():
-        loading = asyncio.create_task(pool.load([VideoRequest(source=make_clip(4))]))
-        while not entered.is_set():
-            await asyncio.sleep(0.01)
-        leave.set()  # only a loop that is not blocked gets here
-        return await loading
-
-    assert asyncio.run(main())[0].num_tokens
 
 
 def test_a_failure_calls_off_the_rest(make_pool, processor, monkeypatch):

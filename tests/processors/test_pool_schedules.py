@@ -105,8 +105,8 @@ class Maker:
     def __init__(self, world):
         self.world = world
 
-    async def picture(self, data, knobs, *, client=""):
-        world = self.world
+    async def make(self, work, *, client=""):
+        [data], world = work.files, self.world
         assert not world.making[data], "one makes it for all"
         world.making[data] += 1
         try:

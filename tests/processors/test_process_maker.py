@@ -20,27 +20,14 @@ import pytest
 
 from processors.knobs import ImageKnobs
 from processors.pool import prepare_processes
-from processors.pool.maker import DirectMaker, FatalMediumError
+from processors.pool.maker import DirectMaker, FatalMediumError, MediaWork
 from processors.pool.media_process import WorkerBugError
 from processors.pool.media_worker import run_worker
 from processors.pool.process_maker import ProcessMaker, ProcessSettings, WorkerMain
 from processors.video.options import VideoKnobs
+from tests.processors import fake_media_worker as fakery
 from tests.processors.clips import jpeg, make_clip
-from tests.processors.fake_media_worker import (
-    CRASH,
-    EAT,
-    EXIT,
-    FAIL,
-    FILES,
-    LIE,
-    ODD,
-    ONCE,
-    PAUSE,
-    SPIN,
-    fake_worker,
-    hurried_worker,
-    noting_worker,
-)
+from tests.processors.fake_media_worker import PAUSE, fake_worker, hurried_worker, noting_worker
 from tests.processors.helpers import encoded, picture, tiny_processor
 from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
@@ -51,6 +38,10 @@ from vlmserve_common.transport.wire import SHARED_FROM_BYTES
 
 GOOD = encoded(picture(60, 60))
 KNOBS = ImageKnobs()
+
+
+def picture_work(data: bytes, knobs: ImageKnobs = KNOBS) -> MediaWork:
+    return MediaWork(files=[data], knobs=knobs)
 
 
 class Fakes:
@@ -81,7 +72,7 @@ class Fakes:
             await asyncio.sleep(0.01)
 
     async def check_works(self) -> None:
-        assert bytes((await self.maker.picture(GOOD, KNOBS)).feature[0, : len(GOOD)]) == GOOD
+        assert bytes((await self.maker.make(picture_work(GOOD))).feature[0, : len(GOOD)]) == GOOD
 
     def finish(self) -> None:
         self.maker.close_now()
@@ -132,24 +123,20 @@ def real() -> Iterator[Fakes]:
 
 CLIP, FRAMES = make_clip(12), [jpeg(number) for number in range(3)]
 LARGE = encoded(picture(900, 700), "JPEG")
+NARROW = VideoKnobs(fps=2.5, max_pixels=10**9, video_start=0, video_end=1)
 CASES = {
-    "picture": ("picture", GOOD, KNOBS),
-    "large": ("picture", LARGE, KNOBS),
-    "knobs": ("picture", GOOD, ImageKnobs(max_pixels=4 * 32 * 32)),
-    "clamped": ("picture", GOOD, ImageKnobs(max_pixels=10**9)),
-    "no-picture": ("picture", b"no picture", KNOBS),
-    "cut-off": ("picture", GOOD[:-30], KNOBS),
-    "empty": ("picture", b"", KNOBS),
-    "ratio": ("picture", encoded(picture(401, 2)), KNOBS),
-    "clip": ("clip", CLIP, VideoKnobs()),
-    "clip-fps": ("clip", CLIP, VideoKnobs(fps=2.5, max_pixels=10**9, video_start=0, video_end=1)),
-    "clip-frames": ("clip", CLIP, VideoKnobs(num_frames=6)),
-    "clip-cut-off": ("clip", CLIP[: len(CLIP) // 2], VideoKnobs()),
-    "clip-empty": ("clip", b"", VideoKnobs()),
-    "frames": ("frames", FRAMES, VideoKnobs(fps=4, max_frames=9)),
-    "frames-broken": ("frames", [FRAMES[0], FRAMES[1][:99]], VideoKnobs()),
-    "frames-empty": ("frames", [], VideoKnobs()),
-    "frames-of-two-sizes": ("frames", [FRAMES[0], GOOD], VideoKnobs()),
+    "picture": picture_work(GOOD),
+    "large": picture_work(LARGE),
+    "knobs": picture_work(GOOD, ImageKnobs(max_pixels=4 * 32 * 32)),
+    "clamped": picture_work(GOOD, ImageKnobs(max_pixels=10**9)),
+    "cut-off": picture_work(GOOD[:-30]),
+    "empty": picture_work(b""),
+    "ratio": picture_work(encoded(picture(401, 2))),
+    "clip": MediaWork(files=[CLIP], knobs=NARROW),
+    "clip-cut-off": MediaWork(files=[CLIP[: len(CLIP) // 2]], knobs=VideoKnobs()),
+    "frames": MediaWork(files=FRAMES, knobs=VideoKnobs(fps=4, max_frames=9), listed=True),
+    "frames-broken": MediaWork(files=[FRAMES[0], FRAMES[1][:99]], knobs=VideoKnobs(), listed=True),
+    "frames-empty": MediaWork(files=[], knobs=VideoKnobs(), listed=True),
 }
 
 
@@ -166,22 +153,21 @@ def facts_of(made: Any) -> object:
 def test_threads_and_processes_agree_about_everything_also_at_once(real):
     direct = DirectMaker(real.processor)
 
-    def here(kind: str, source: Any, knobs: Any) -> Any:
+    def here(work: MediaWork) -> Any:
         try:
-            return getattr(direct, kind)(source, knobs)
+            return direct.make(work)
         except BadRequestError as error:
             return error
 
     async def play() -> list[Any]:
-        calls = (getattr(real.maker, kind)(source, knobs) for kind, source, knobs in CASES.values())
-        return await asyncio.gather(*calls, return_exceptions=True)
+        return await asyncio.gather(*map(real.maker.make, CASES.values()), return_exceptions=True)
 
     for name, made in zip(CASES, run(play()), strict=True):
-        assert facts_of(made) == facts_of(here(*CASES[name])), name
+        assert facts_of(made) == facts_of(here(CASES[name])), name
 
 
 def test_patches_lie_where_the_worker_wrote_them_and_are_handed_on_as_they_are(real):
-    made = run(real.maker.picture(LARGE, KNOBS))
+    made = run(real.maker.make(picture_work(LARGE)))
     assert made.feature.nbytes >= MAPPED_FROM_BYTES
     block = block_of(made.feature)
     assert block is not None
@@ -193,8 +179,8 @@ def test_patches_lie_where_the_worker_wrote_them_and_are_handed_on_as_they_are(r
 
 def test_a_worker_takes_little_memory_of_its_own(fakes):
     fake = fakes(main=noting_worker)
-    run(fake.maker.picture(encoded(picture(2000, 1500), "JPEG"), KNOBS))
-    run(fake.maker.clip(CLIP, VideoKnobs()))
+    run(fake.maker.make(picture_work(encoded(picture(2000, 1500), "JPEG"))))
+    run(fake.maker.make(MediaWork(files=[CLIP], knobs=VideoKnobs())))
     [pid] = fake.pids()
     sizes = re.findall(r"Private_\w+: +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
     assert sum(map(int, sizes)) < 80 * 1024
@@ -210,14 +196,14 @@ def test_a_worker_takes_little_memory_of_its_own(fakes):
 @pytest.mark.parametrize(
     ("order", "code", "message"),
     [
-        (CRASH, "media_crash", r"\(media worker 0 was killed by SIGSEGV\)"),
-        pytest.param(EXIT, "media_crash", "ended with status 7", marks=pytest.mark.slow),
-        (EAT, "media_too_costly", r"the picture takes more memory than the 4\.0 GiB .* --max-image-pixels"),
+        (fakery.CRASH, "media_crash", r"\(media worker 0 was killed by SIGSEGV\)"),
+        pytest.param(fakery.EXIT, "media_crash", "ended with status 7", marks=pytest.mark.slow),
+        (fakery.EAT, "media_too_costly", r"the picture takes more memory than the 4\.0 GiB .* --max-image-pixels"),
     ],
 )
 def test_a_file_that_ends_its_worker_fails_alone(fakes, caplog, order, code, message):
     async def play() -> None:
-        calls = (fake.maker.picture(one, KNOBS) for one in (order, GOOD))
+        calls = (fake.maker.make(picture_work(one)) for one in (order, GOOD))
         error, fine = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(error, FatalMediumError)
         assert (error.status, error.code) == (400, code)
@@ -237,7 +223,7 @@ def test_cpu_time_is_the_kernel_s_to_limit(fakes):
         with pytest.raises(
             FatalMediumError, match=r"took longer than .* s, the limit \(setting --max-image-decode-s\)"
         ):
-            await fake.maker.picture(SPIN, KNOBS)
+            await fake.maker.make(picture_work(fakery.SPIN))
         await fake.check_works()
 
     fake = fakes(main=hurried_worker)
@@ -249,17 +235,17 @@ def test_cpu_time_is_the_kernel_s_to_limit(fakes):
 
 def test_a_worker_opens_few_files(fakes):
     with pytest.raises(WorkerBugError, match="Too many open files"):
-        run(fakes().maker.picture(FILES, KNOBS))
+        run(fakes().maker.make(picture_work(fakery.FILES)))
 
 
 @pytest.mark.parametrize("kind", ["picture", "clip", pytest.param("frames", marks=pytest.mark.slow)])
 def test_pictures_and_videos_have_limits_of_their_own(fakes, kind):
     limit, setting = ("picture_s", "image") if kind == "picture" else ("video_s", "video")
     fake = fakes(**{limit: 1.0})
-    source, knobs = [PAUSE] if kind == "frames" else PAUSE, KNOBS if kind == "picture" else VideoKnobs()
+    work = MediaWork(files=[PAUSE], knobs=KNOBS if kind == "picture" else VideoKnobs(), listed=kind == "frames")
     message = rf"took longer than 1 s, the limit \(setting --max-{setting}-decode-s\): the process"
     with pytest.raises(FatalMediumError, match=message) as caught:
-        run(getattr(fake.maker, kind)(source, knobs))
+        run(fake.maker.make(work))
     assert (caught.value.status, caught.value.code) == (400, "media_too_costly")
     run(fake.check_works())
     assert len(fake.pids()) == 2
@@ -268,12 +254,12 @@ def test_pictures_and_videos_have_limits_of_their_own(fakes, kind):
 def test_a_worker_has_more_time_than_the_limit_where_it_knows_that_itself(fakes):
     fake = fakes(video_s=0.0, video_grace_s=PATIENCE_S)
     with pytest.raises(WorkerBugError, match="made a ProcessedImage of a video"):
-        run(fake.maker.clip(GOOD, VideoKnobs()))
+        run(fake.maker.make(MediaWork(files=[GOOD], knobs=VideoKnobs())))
 
 
 def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes, caplog):
     async def play() -> None:
-        calls = [asyncio.create_task(fake.maker.picture(PAUSE, KNOBS)) for _ in range(2)]
+        calls = [asyncio.create_task(fake.maker.make(picture_work(PAUSE))) for _ in range(2)]
         await fake.tried(1)
         for call in calls:
             call.cancel()
@@ -290,10 +276,10 @@ def test_work_whose_client_has_gone_is_ended_and_what_waits_is_never_begun(fakes
 
 def test_a_bug_is_nobody_s_fault(fakes):
     fake = fakes()
-    for order, log in ((FAIL, "RuntimeError: a bug"), (ODD, "object"), (LIE, "cannot be used")):
+    for order, log in ((fakery.FAIL, "RuntimeError: a bug"), (fakery.ODD, "object"), (fakery.LIE, "cannot be used")):
         for _ in range(2):  # it may be tried again
             with pytest.raises(WorkerBugError, match=log):
-                run(fake.maker.picture(order, KNOBS))
+                run(fake.maker.make(picture_work(order)))
         run(fake.check_works())
 
 
@@ -310,7 +296,7 @@ def test_a_worker_killed_while_idle_is_replaced_and_harms_nobody(fakes):
 
 def test_a_file_that_a_worker_did_not_take_is_given_to_the_next_one_and_leaves_nothing(fakes):
     async def play() -> Any:
-        call = asyncio.create_task(fake.maker.picture(bytes(SHARED_FROM_BYTES), KNOBS))
+        call = asyncio.create_task(fake.maker.make(picture_work(bytes(SHARED_FROM_BYTES))))
         while not SharedArrays(fake.shared_dir).outstanding():
             await asyncio.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
@@ -327,7 +313,7 @@ def test_a_file_that_a_worker_did_not_take_is_given_to_the_next_one_and_leaves_n
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_file_whose_worker_was_stopped_is_given_to_the_next_one(fakes, begun):
     async def play() -> Any:
-        call = asyncio.create_task(fake.maker.picture(ONCE if begun else GOOD, KNOBS))
+        call = asyncio.create_task(fake.maker.make(picture_work(fakery.ONCE if begun else GOOD)))
         if begun:
             await fake.tried(1)
             os.kill(pid, signal.SIGSTOP)
@@ -345,7 +331,7 @@ def test_a_file_whose_worker_was_stopped_is_given_to_the_next_one(fakes, begun):
 def test_what_kills_one_worker_after_the_other_before_they_look_at_it_is_given_up(fakes):
     fake = fakes(plan="early early early ok")
     with pytest.raises(EngineError, match="no media worker takes the picture: media worker 0 ended with status 3"):
-        run(fake.maker.picture(GOOD, KNOBS))
+        run(fake.maker.make(picture_work(GOOD)))
     run(fake.check_works())
     assert len(fake.pids()) == 4
 
@@ -382,12 +368,12 @@ def test_work_waits_for_a_worker_that_is_well_while_another_one_is_down(fakes):
 
 def test_closing_ends_workers_whatever_they_do(fakes):
     async def play() -> None:
-        calls = [asyncio.create_task(fake.maker.picture(PAUSE, KNOBS)) for _ in range(3)]
+        calls = [asyncio.create_task(fake.maker.make(picture_work(PAUSE))) for _ in range(3)]
         await fake.tried(2)
         began = time.monotonic()
         await fake.maker.close()
         assert time.monotonic() - began < STOP_PATIENCE_S
-        calls.append(asyncio.create_task(fake.maker.picture(GOOD, KNOBS)))
+        calls.append(asyncio.create_task(fake.maker.make(picture_work(GOOD))))
         for error in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(error, BadRequestError)
             assert (error.status, error.code) == (503, "shutting_down")
@@ -398,7 +384,7 @@ def test_closing_ends_workers_whatever_they_do(fakes):
 
 def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
     async def play() -> None:
-        call = asyncio.create_task(fake.maker.picture(PAUSE, KNOBS))
+        call = asyncio.create_task(fake.maker.make(picture_work(PAUSE)))
         await fake.tried(1)
         os.kill(fake.pids()[-1], signal.SIGKILL)
         with pytest.raises(BadRequestError, match="SIGKILL") as caught:
@@ -407,14 +393,3 @@ def test_a_file_whose_worker_was_killed_by_others_is_not_to_blame(fakes):
 
     fake = fakes()
     run(play())
-
-
-def test_workers_that_cannot_start_are_tried_at_intervals_and_requests_fail_with_the_reason(fakes, caplog):
-    fake = fakes(plan="error", first_pause_s=PATIENCE_S)
-    with pytest.raises(EngineError, match=r"^no processor in there$"):
-        fake.maker.wait_ready()
-    for _ in range(2):
-        with pytest.raises(EngineError, match=r"^no processor in there$"):
-            run(fake.maker.picture(GOOD, KNOBS))
-    assert len(fake.pids()) == 4
-    assert f"no processor in there: the next try in {PATIENCE_S:g} s" in caplog.text

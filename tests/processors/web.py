@@ -12,6 +12,15 @@ from pathlib import Path
 
 TLS = Path(__file__).parent / "tls"  # made for media.example, trusted by nobody but the tests
 BODY = b"some bytes of a picture"
+ANSWERS = {
+    "/good": (200, BODY, {}),
+    "/empty": (200, b"", {}),
+    "/error": (500, b"oops", {}),
+    "/no_content": (204, b"", {}),
+    "/nowhere": (302, b"", {}),
+    "/zipped": (200, b"\x1f\x8b", {"Content_Encoding": "gzip"}),
+    "/short": (200, b"half", {"Content_Length": "8"}),
+}
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -52,7 +61,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.headers.append(dict(self.headers))
         path, _, query = self.path.partition("?")
         answer = getattr(self, "get_" + path.strip("/"), None)
-        if answer is None:
+        if path in ANSWERS:
+            status, body, headers = ANSWERS[path]
+            self.answer(status, body, **headers)
+            self.close_connection = path == "/short"
+        elif answer is None:
             self.answer(404, b"no such thing")
         else:
             answer(query)
@@ -65,29 +78,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def get_good(self, _: str) -> None:
-        self.answer(200, BODY)
-
-    def get_empty(self, _: str) -> None:
-        self.answer(200, b"")
-
-    def get_error(self, _: str) -> None:
-        self.answer(500, b"oops")
-
-    def get_no_content(self, _: str) -> None:
-        self.answer(204)
-
     def get_to(self, query: str) -> None:
         self.answer(302, Location=query)
 
     def get_hops(self, query: str) -> None:
         self.answer(307, Location=f"/hops?{int(query) - 1}" if int(query) > 1 else "/good")
-
-    def get_nowhere(self, _: str) -> None:
-        self.answer(302)
-
-    def get_zipped(self, _: str) -> None:
-        self.answer(200, b"\x1f\x8b", Content_Encoding="gzip")
 
     def get_size(self, query: str) -> None:
         self.answer(200, bytes(int(query)))
@@ -120,10 +115,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.stalled.set()
         if not self.connection.recv(1):
             self.server.gone.set()
-        self.close_connection = True
-
-    def get_short(self, _: str) -> None:
-        self.answer(200, b"half", Content_Length="8")
         self.close_connection = True
 
     def get_garbage(self, _: str) -> None:

@@ -15,8 +15,7 @@ import numpy as np
 
 from tests.vision.fake_worker import DIE
 from vision.towers.temporal_patch import EncodeBatch
-from vision.workers.encoder_messages import EncodeDone, RowsHandle, encoder_channel
-from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH, LentRows
+from vision.workers.encoder_messages import TRIAL_ROWS, TRIAL_WIDTH, EncodeDone, LentRows, RowsHandle, encoder_channel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import SharedArrays

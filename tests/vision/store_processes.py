@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,13 +68,6 @@ def use(connection: Connection, folder: Path, seed: int, limit: int, numbers: in
     connection.send(store.stats())
     for text in warnings:
         connection.send(text)
-
-
-def put_with_file_limit(connection: Connection, folder: Path) -> None:
-    """A small entry and a large one, where files may not be longer than 4096 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    store = open_store(folder)
-    connection.send([store.put(key(0), rows(0)), store.put(key(1), rows(1, width=1024)), holds(store, 0)])
 
 
 def _run(function, connection: Connection, args: tuple) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import select
 import threading
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from vision.cache.disk_tier import DiskTier, Done, HostCopy, Loaded, Saved
+from vision.cache.disk_tier import DiskTier, Done, Loaded, Saved
 from vision.cache.stats import TierStats
 from vlmserve_common.process.wake_up import WakeUp
 
@@ -189,67 +190,18 @@ def test_closing_writes_what_waits_to_be_written_and_may_be_done_again(store):
     disk.close()
 
 
-# ---------------------------------------------------------------- copies to the host
-
-
-class OnGpu:
-    """Rows on a GPU, as far as is asked of them here."""
-
-    is_cuda, device, nbytes = True, "cuda:0", 24
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
-        self.copied_in = ""
-
-    def cpu(self) -> torch.Tensor:
-        self.calls.append(("copy",))
-        self.copied_in = threading.current_thread().name
-        return torch.ones(3, 2)
-
-
-class Stream:
-    def __init__(self, calls: list, name: str) -> None:
-        self.calls, self.name = calls, name
-
-    def wait_event(self, event: object) -> None:
-        self.calls.append((self.name, "waits for", event))
-
-    def __enter__(self) -> None:
-        self.calls.append(("on", self.name))
-
-    def __exit__(self, *_: object) -> None:
-        self.calls.append(("off", self.name))
-
-
-@pytest.fixture
-def gpu_rows(monkeypatch) -> OnGpu:
-    gpu = OnGpu()
-
-    class Event:
-        def record(self, stream: Stream) -> None:
-            gpu.calls.append(("record", stream.name))
-
-        def __eq__(self, other: object) -> bool:
-            return other == "event"
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(gpu.calls, "own"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(gpu.calls, "computing"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    return gpu
-
-
-def test_the_copy_waits_for_what_was_computed_before_it_was_asked_for(gpu_rows):
-    copy = HostCopy(gpu_rows)
-    assert gpu_rows.calls == [("record", "computing")]
-    assert torch.equal(copy.take(), torch.ones(3, 2))
-    assert gpu_rows.calls[1:] == [("on", "own"), ("own", "waits for", "event"), ("copy",), ("off", "own")]
-
-
-def test_saving_copies_nothing_in_the_caller_s_thread(gpu_rows):
-    store = Store()
+def test_rows_of_a_gpu_are_copied_by_the_writer_behind_what_computed_them(store, monkeypatch):
+    threads: list[str] = []
+    cuda, on_gpu = MagicMock(), MagicMock(is_cuda=True, nbytes=24)
+    on_gpu.cpu = lambda: threads.append(threading.current_thread().name) or torch.ones(3, 2)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    store.go.clear()
     disk = DiskTier(store)
-    disk.save(b"key", gpu_rows)
+    disk.save(b"key", on_gpu)
+    cuda.Event().record.assert_called_once_with(cuda.current_stream())
+    store.go.set()
     disk.close()
-    assert gpu_rows.copied_in.startswith("embedding-writer")
+    cuda.Stream().wait_event.assert_called_once_with(cuda.Event())
+    cuda.stream.assert_called_once_with(cuda.Stream())
+    assert threads[0].startswith("embedding-writer")
     assert torch.equal(store.kept[b"key"], torch.ones(3, 2))

@@ -37,12 +37,6 @@ def test_what_the_device_gives_up_goes_to_the_host_and_comes_back_when_it_is_loo
     assert (cache.host.stats().hits, cache.host.stats().misses) == (1, 1)
 
 
-def test_rows_for_a_device_of_its_own_are_brought_there():
-    cache = EmbeddingCache(MemoryTier(100, torch.device("meta")))
-    cache.add(key("a"), rows("a"))
-    assert cache.embeds(key("a")).device.type == "meta"
-
-
 class Model:
     """A tier told in the plainest way: names in order of use, sizes beside them."""
 

@@ -10,7 +10,6 @@ from random import Random
 import pytest
 
 from tests.vision.store_helpers import (
-    FINGERPRINT,
     HEADER,
     bytes_on_disk,
     entry_files,
@@ -21,7 +20,7 @@ from tests.vision.store_helpers import (
     rows,
     temporary_files,
 )
-from tests.vision.store_processes import put_for_ever, put_with_file_limit, received, use, worker
+from tests.vision.store_processes import put_for_ever, received, use, worker
 from vision.cache.stats import TierStats
 
 SIZE = HEADER + 1024
@@ -77,12 +76,6 @@ def test_processes_read_write_and_evict_at_once(tmp_path):
     assert there >= 20
     assert sum(holds(store, number) for number in range(60)) == there
     assert all(holds(store, number) for number in range(3))  # pinned
-
-
-def test_a_limit_of_the_system_is_lived_with(tmp_path):
-    with worker(put_with_file_limit, tmp_path) as (_, connection):
-        assert received(connection) == [[True, False, True]]
-    assert [path.name for path in (tmp_path / "v1" / FINGERPRINT.hex()).glob("*/*")] == [f"{key(0).hex()}.safetensors"]
 
 
 @pytest.fixture(autouse=True)

@@ -214,6 +214,21 @@ def test_what_failed_is_tried_once_more_and_alone_and_its_mates_get_on():
     assert ready(pool, keys) == [True] * 3, "who comes later tries anew"
 
 
+def test_what_its_worker_never_came_to_was_not_tried():
+    backend = FakeBackend(inline=False)
+    pool = make_pool(backend, max_patches=4)
+    keys = pool.submit(contents("ab"), order=0)
+    pool.advance()
+    backend.die(0)
+    pool.advance()
+    backend.finish()
+    pool.advance()
+    assert names(backend.batches) == [(0, "a"), (0, "b"), (0, "a"), (0, "b")]
+    backend.die(0)
+    finish_all(pool, backend)
+    assert ready(pool, keys) == [True, True]
+
+
 def test_a_retry_waits_for_a_worker_with_nothing_to_do():
     backend = FakeBackend(inline=False)
     pool = make_pool(backend, max_patches=4)
@@ -334,16 +349,6 @@ def test_a_write_that_outlives_its_entry():
     pool.advance()
     assert pool.is_saved(keys[0]) is None, "it was asked of another"
     assert not pool.busy
-
-
-def test_handles_are_those_of_the_workers_and_the_disk():
-    assert make_pool(FakeBackend()).wait_handles() == []
-    assert make_pool(FakeBackend(inline=False)).wait_handles() == [0]
-    both = make_pool(FakeBackend(inline=False), disk=FakeDisk())
-    assert both.wait_handles() == [0, 99]
-    inline = make_pool(FakeBackend(), disk=FakeDisk())
-    assert inline.inline
-    assert not both.inline
 
 
 def test_keys_are_of_the_tower_and_the_content():

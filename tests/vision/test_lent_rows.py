@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock, call
 
 import numpy as np
 import pytest
@@ -21,8 +23,7 @@ from vision.towers.temporal_patch import EncodeBatch
 from vision.workers import cuda_rows
 from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower, share
-from vision.workers.encoder_messages import RowsHandle
-from vision.workers.lent_rows import TRIAL_ROWS
+from vision.workers.encoder_messages import TRIAL_ROWS, RowsHandle
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
 
@@ -217,93 +218,51 @@ def test_rows_are_only_lent_from_gpu_to_gpu(tmp_path, device, rows_device, may):
     assert settings.may_lend(device) == may
 
 
-class FakeCuda:
-    """Stands for the calls of torch that need a GPU, and notes their order. The storage lent is one of the CPU."""
-
-    def __init__(self, monkeypatch, rows: torch.Tensor) -> None:
-        self.calls: list[object] = []
-        self.rows = rows
-        fields = (1, b"memory", rows.nbytes, 512, b"/torch_1_2_3", 7, b"event", True)
-        monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: self.note("share", fields), raising=False)
-        monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", self.open)
-        monkeypatch.setattr(
-            torch.UntypedStorage, "_release_ipc_counter_cuda", lambda *of: self.note(("release", *of), None)
-        )
-        for name in ("Stream", "current_stream", "default_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda _, name=name: FakeStream(self, name))
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-        monkeypatch.setattr(torch.cuda, "init", lambda: None)
-        monkeypatch.setattr(
-            torch.Tensor, "record_stream", lambda _, stream: self.calls.append(("used on", stream.name))
-        )
-
-    def note(self, call: object, result: object) -> object:
-        self.calls.append(call)
-        return result
-
-    def open(self, *fields: object) -> torch.UntypedStorage:
-        assert fields == (1, b"memory", self.rows.nbytes, 512, b"/torch_1_2_3", 7, b"event", True)
-        return self.note("open", self.rows.untyped_storage())
-
-
-class FakeStream:
-    def __init__(self, cuda: FakeCuda, name: str) -> None:
-        self.cuda, self.name = cuda, name
-
-    def synchronize(self) -> None:
-        self.cuda.calls.append((self.name, "synchronize"))
-
-    def __enter__(self) -> None:
-        self.cuda.calls.append("enter")
-
-    def __exit__(self, *_: object) -> None:
-        self.cuda.calls.append("leave")
-
-
 @pytest.fixture
-def cuda(monkeypatch) -> FakeCuda:
-    return FakeCuda(monkeypatch, torch.arange(12.0).view(6, 2).bfloat16())
+def on_gpu(monkeypatch) -> SimpleNamespace:
+    """Rows of the CPU, and stand-ins for the calls of torch that need a GPU."""
+    rows = torch.arange(12.0).view(6, 2).bfloat16()
+    fields = (1, b"memory", rows.nbytes, 512, b"/torch_1_2_3", 7, b"event", True)
+    opened, released, used, cuda = Mock(return_value=rows.untyped_storage()), Mock(), Mock(), MagicMock()
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: fields, raising=False)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", opened)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", released)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: used(stream))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    return SimpleNamespace(rows=rows, fields=fields, opened=opened, released=released, used=used, cuda=cuda)
 
 
-def test_a_handle_says_all_that_opening_takes_and_copies_have_memory_of_their_own(cuda):
-    handle = share(cuda.rows, [4, 2])
-    assert cuda.calls == [("current_stream", "synchronize"), "share"]
-    cuda.calls.clear()
+def test_a_handle_says_all_that_opening_takes_and_copies_have_memory_of_their_own(on_gpu):
+    handle = share(on_gpu.rows, [4, 2])
+    on_gpu.cuda.current_stream().synchronize.assert_called_once_with()
     first, second = CudaBorrower("cpu").copy(handle)
-    assert torch.equal(torch.cat([first, second]), cuda.rows)
+    on_gpu.opened.assert_called_once_with(*on_gpu.fields)
+    on_gpu.cuda.Stream().synchronize.assert_called_once_with()
+    assert on_gpu.used.call_args_list == [call(on_gpu.cuda.default_stream())] * 2
+    assert torch.equal(torch.cat([first, second]), on_gpu.rows)
     assert [len(first), len(second)] == [4, 2]
-    assert first.data_ptr() != cuda.rows.data_ptr()
+    assert first.data_ptr() != on_gpu.rows.data_ptr()
     assert first.untyped_storage().nbytes() == first.nbytes
-    used = ("used on", "default_stream")
-    assert cuda.calls == ["enter", "open", ("Stream", "synchronize"), "leave", used, used]
 
 
-def test_a_handle_that_cannot_be_opened_is_given_back(cuda, monkeypatch):
-    handle = share(cuda.rows, [6])
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("peer access is not supported")
-
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", fail)
-    with pytest.raises(RuntimeError, match="peer access"):
+@pytest.mark.parametrize(
+    ("count", "opening", "error"),
+    [(6, "peer access is not supported", RuntimeError), (5, r"24 bytes are not rows \[5, 2\] of bfloat16", ValueError)],
+)
+def test_a_handle_that_cannot_be_opened_is_given_back(on_gpu, count, opening, error):
+    handle = share(on_gpu.rows, [count])
+    on_gpu.opened.side_effect = RuntimeError("peer access is not supported")
+    with pytest.raises(error, match=opening):
         CudaBorrower("cpu").copy(handle)
-    assert ("release", b"/torch_1_2_3", 7) in cuda.calls
+    on_gpu.released.assert_called_once_with(b"/torch_1_2_3", 7)
 
 
-def test_a_handle_of_another_size_is_not_opened(cuda):
-    handle = share(cuda.rows, [5])
-    with pytest.raises(ValueError, match=r"24 bytes are not rows \[5, 2\] of bfloat16"):
-        CudaBorrower("cpu").copy(handle)
-    assert "open" not in cuda.calls
-    assert ("release", b"/torch_1_2_3", 7) in cuda.calls
-
-
-def test_counters_of_a_worker_that_is_gone_are_removed_and_no_others(cuda, monkeypatch, tmp_path):
+def test_counters_of_a_worker_that_is_gone_are_removed_and_no_others(on_gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda_rows, "_SHARED_MEMORY", tmp_path)
     for name in ("torch_1_2_3", "torch_1_2_4"):
         (tmp_path / name).touch()
     borrower = CudaBorrower("cpu")
-    borrower.copy(share(cuda.rows, [6]))
+    borrower.copy(share(on_gpu.rows, [6]))
     borrower.worker_gone()
     borrower.worker_gone()
     assert [path.name for path in tmp_path.iterdir()] == ["torch_1_2_4"]

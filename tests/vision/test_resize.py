@@ -21,7 +21,7 @@ from tests.processors.clips import make_clip
 from tests.processors.helpers import picture
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.towers import device_resize as module
-from vision.towers.device_resize import make_taps, original_patches, resize
+from vision.towers.device_resize import original_patches, resize
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve_common.checkpoint.reader import read_json
@@ -59,13 +59,6 @@ def test_bits_of_the_cpu(source, target, frames, mode, seed):
 def test_outputs_may_be_computed_in_parts(monkeypatch, most):
     monkeypatch.setattr(module, "_MOST_SUMS", most)
     check(pixels(2, 61, 90, 1), 56, 112, "bicubic")
-
-
-def test_few_taps_where_sides_are_at_most_halved():
-    most = {"bicubic": (4, 8), "bilinear": (2, 4)}
-    for mode, (larger, halved) in most.items():
-        assert make_taps(250, 500, mode).table.shape == (2, larger, 500)
-        assert max(make_taps(source, 500, mode).table.shape[1] for source in range(501, 1001)) == halved
 
 
 @pytest.mark.parametrize(("patch", "depth"), [(14, 1), (14, 2), (16, 1), (16, 2)])

@@ -13,7 +13,7 @@ from tests.vision.patches import random_patches
 from vision.towers.blocks import VisionTower, encoding_cost, encoding_flops
 from vision.towers.grids import Grid
 from vision.towers.loading import load_tower, make_tower
-from vision.towers.pieces import UNLIMITED, Kind, Piece, Steps, limited_tiles
+from vision.towers.pieces import UNLIMITED, Kind, Piece, PieceLimits, Steps, limited_tiles
 from vision.towers.runner import TowerRunner
 from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.kernels import library
@@ -23,14 +23,9 @@ CPU = torch.device("cpu")
 GRIDS: list[Grid] = [(2, 6, 10), (1, 2, 2), (1, 4, 26), (1, 26, 22), (1, 2, 2)]
 
 
-class Limit:
-    """The same for every kind."""
-
-    def __init__(self, most: float) -> None:
-        self.most_cost = most
-
-    def most(self, kind: Kind) -> float:
-        return self.most_cost
+def at_most(cost: float) -> PieceLimits:
+    """The same limit for every kind."""
+    return lambda kind: cost
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -77,7 +72,7 @@ def test_the_same_bits(folder, by_operators, dtype, most):
     tower, x = load(folder, dtype), pixels(folder, GRIDS)
     with torch.inference_mode():
         whole = tower(x, GRIDS)
-    sliced, pieces = cut(tower.steps(x, GRIDS, Limit(most)))
+    sliced, pieces = cut(tower.steps(x, GRIDS, at_most(most)))
     assert torch.equal(sliced, whole)
     _, uncut = cut(tower.steps(x, GRIDS, UNLIMITED))
     assert len(pieces) > len(uncut) or not by_operators or most == 2e7
@@ -89,7 +84,7 @@ def test_work_that_is_left_and_taken_up_again_beside_others_is_the_same(folder, 
     patches = random_patches(load_tower(folder))
     runner = TowerRunner(tower, CPU)
     expected = [runner.encode(patches[:3]), runner.encode(patches[3:])]
-    both = [runner.steps(part, Limit(1.0)) for part in (patches[:3], patches[3:])]
+    both = [runner.steps(part, at_most(1.0)) for part in (patches[:3], patches[3:])]
     found: dict[int, tuple[torch.Tensor, ...]] = {}
     while len(found) < 2:
         for number, steps in enumerate(both):
@@ -105,7 +100,7 @@ def test_work_that_is_left_and_taken_up_again_beside_others_is_the_same(folder, 
 @pytest.mark.parametrize("grid", [(1, 32, 32), (1, 2, 2)])
 def test_pieces_cost_together_what_a_picture_does(folder, by_operators, grid):
     tower = load(folder, torch.float32)
-    for limits in (Limit(1e6), UNLIMITED):
+    for limits in (at_most(1e6), UNLIMITED):
         _, pieces = cut(tower.steps(pixels(folder, [grid]), [grid], limits))
         costs = Counter[Kind]()
         for piece in pieces:
@@ -119,7 +114,7 @@ def test_no_piece_of_the_operators_costs_more_than_the_limit(folder):
     assert library.active() is not None, said
     try:
         tower, limit = load(folder, torch.bfloat16), 5e7
-        _, pieces = cut(tower.steps(pixels(folder, [(1, 60, 60)]), [(1, 60, 60)], Limit(limit)))
+        _, pieces = cut(tower.steps(pixels(folder, [(1, 60, 60)]), [(1, 60, 60)], at_most(limit)))
     finally:
         library.activate("off", threads=1)
     assert max(piece.cost for piece in pieces if piece.kind is not Kind.ELEMENTS) <= limit
@@ -129,55 +124,42 @@ def test_no_piece_of_the_operators_costs_more_than_the_limit(folder):
 @pytest.mark.parametrize("count", [1, 47, 48, 49, 100, 1000, 7400])
 @pytest.mark.parametrize("limit", [0.0, 48.0, 100.0, 1e4, math.inf])
 def test_tiles_cover_all_rows_once_and_are_no_larger_than_allowed(count, limit):
-    tiles = list(limited_tiles(count, 1.0, Limit(limit), Kind.PRODUCT, most=2048))
+    tiles = list(limited_tiles(count, 1.0, at_most(limit), Kind.PRODUCT, most=2048))
     assert [row for tile in tiles for row in range(count)[tile]] == list(range(count))
     assert all(tile.stop - tile.start <= min(2064, max(48, limit)) for tile in tiles)
 
 
 def test_a_limit_that_changes_holds_from_the_next_tile_on():
-    limit = Limit(96.0)
-    tiles = limited_tiles(1000, 1.0, limit, Kind.PRODUCT)
+    costs = iter([96.0, math.inf])
+    tiles = limited_tiles(1000, 1.0, lambda kind: next(costs), Kind.PRODUCT)
     assert next(tiles) == slice(0, 96)
-    limit.most_cost = math.inf
     assert list(tiles) == [slice(96, 1000)]
 
 
 # ---------------------------------------------------------------- costs
 
 
-QWEN3_VL_2B = {
-    "depth": 24,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_heads": 16,
-    "out_hidden_size": 2048,
-    "patch_size": 16,
-    "num_position_embeddings": 2304,
-    "deepstack_visual_indexes": [5, 11, 17],
-}
-QWEN2_5_VL = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 2048,
-    "patch_size": 14,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
+TOWER = {"num_heads": 16, "out_hidden_size": 2048}
+QWEN3_VL_2B = TOWER | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 16}
+QWEN3_VL_2B |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17]}
+QWEN2_5_VL = TOWER | {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "patch_size": 14}
+
+
+def flops(family: str, vision_config: dict, patches: int) -> float:
+    config = {"model_type": family, "vision_config": vision_config}
+    return encoding_flops(make_tower(config, torch.bfloat16, "meta"), patches)
 
 
 @pytest.mark.parametrize("patches", [784, 7500])
-def test_qwen3_vl(patches: int) -> None:
-    tower = make_tower({"model_type": "qwen3_vl", "vision_config": QWEN3_VL_2B}, torch.bfloat16, "meta")
+def test_operations_of_qwen3_vl(patches: int) -> None:
     layer = 4 * 1024**2 + 2 * 1024 * 4096
     mergers = 4 * (4096 * 4096 + 4096 * 2048) / 4
     want = 2 * patches * (3 * 2 * 16 * 16 * 1024 + 24 * layer + mergers) + 24 * 4 * 1024 * patches**2
-    assert encoding_flops(tower, patches) == pytest.approx(want)
+    assert flops("qwen3_vl", QWEN3_VL_2B, patches) == pytest.approx(want)
 
 
 def test_windows_are_not_the_whole_picture() -> None:
-    tower = make_tower({"model_type": "qwen2_5_vl", "vision_config": QWEN2_5_VL}, torch.bfloat16, "meta")
     layer = 4 * 1280**2 + 3 * 1280 * 3420
     merger = (5120 * 5120 + 5120 * 2048) / 4
     want = 2 * 4096 * (3 * 2 * 14 * 14 * 1280 + 32 * layer + merger) + 4 * 4 * 1280 * 4096**2
-    assert encoding_flops(tower, 4096) == pytest.approx(want)
+    assert flops("qwen2_5_vl", QWEN2_5_VL, 4096) == pytest.approx(want)

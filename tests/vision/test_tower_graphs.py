@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.vision.patches import random_patches
 from vision.towers.grids import Segments, StaticSegments
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
-from vision.towers.tower_graphs import BUCKETS, CapturedTower, TiledSegments, capture_tower
+from vision.towers.tower_graphs import CapturedTower, TiledSegments, capture_tower
 from vlmserve_common.compute.rotary import Rotation, rotate
 
 CPU = torch.device("cpu")
@@ -95,13 +94,6 @@ def test_embeddings_are_no_static_memory(towers: Towers) -> None:
     assert torch.equal(first, kept)
 
 
-def test_too_many_segments_go_without(towers: Towers) -> None:
-    patches = random_patches(towers.tower, [(2, 2)] * 41)
-    replayed = towers.capturer.replayed
-    assert len(towers.captured.encode(patches)) == 41
-    assert towers.capturer.replayed == replayed
-
-
 def test_memory_that_is_made_anew_is_found(folders: dict[str, Path]) -> None:
     towers = Towers(folders["qwen2_vl"], Recorder(), Forgetful)
     patches = random_patches(towers.tower, [(6, 10), (8, 8)])
@@ -130,10 +122,6 @@ def test_a_tower_that_cannot_be_captured(folders: dict[str, Path], caplog: pytes
     [line] = caplog.messages
     assert line.startswith("the vision tower is not captured as CUDA graphs: ")
     assert len(TowerRunner(tower, CPU).encode(random_patches(tower, [(4, 4)]))) == 1
-
-
-def test_padding_of_the_usual_buckets() -> None:
-    assert all(larger <= 2 * smaller for smaller, larger in itertools.pairwise(BUCKETS))
 
 
 # ---------------------------------------------------------------- tiled segments

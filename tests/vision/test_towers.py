@@ -57,22 +57,12 @@ def pair(request, tmp_path_factory):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_rows_are_those_of_transformers(pair, grid):
-    pixels = pair.pixels([grid])
-    rows = pair.tower(pixels, [grid])
-    expected = pair.expected(pixels, [grid])
-    assert rows.shape == expected.shape
-    assert rows.shape[1] == pair.tower.out_hidden_size * (1 + pair.tower.num_deepstack_layers)
-    torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.inference_mode()
 def test_a_packed_batch_of_mixed_sizes_equals_single_calls_and_transformers(pair):
     pixels = pair.pixels(GRIDS)
     rows = pair.tower(pixels, GRIDS)
     parts = pixels.split([t * h * w for t, h, w in GRIDS])
     singles = torch.cat([pair.tower(part, [grid]) for part, grid in zip(parts, GRIDS, strict=True)])
+    assert rows.shape[1] == pair.tower.out_hidden_size * (1 + pair.tower.num_deepstack_layers)
     torch.testing.assert_close(rows, singles, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(rows, pair.expected(pixels, GRIDS), rtol=1e-4, atol=1e-5)
 
@@ -83,18 +73,6 @@ def test_rows_of_a_video_are_those_of_its_temporal_patches(pair):
     pixels = pair.pixels([grid])
     frames = torch.cat([pair.tower(frame, [(1, 6, 10)]) for frame in pixels.split(60)])
     torch.testing.assert_close(pair.tower(pixels, [grid]), frames, rtol=1e-4, atol=1e-5)
-
-
-@torch.inference_mode()
-def test_every_row_depends_on_pixels_of_all_its_patches(pair):
-    grid = (1, 4, 6)
-    pixels = pair.pixels([grid])
-    base = pair.tower(pixels, [grid])
-    for patch in range(len(pixels)):
-        changed = pixels.clone()
-        changed[patch] += 1
-        moved = (pair.tower(changed, [grid]) - base).abs().amax(1)
-        assert moved[patch // 4] > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ def test_answers_are_those_of_the_cpu(tmp_path, monkeypatch):
     folder = str(make_checkpoint("qwen3_vl", tmp_path))
     settings: dict[str, Any] = {"num_threads": 1, "max_total_tokens": 4096}
     later: list[bool] = []
-    for name in ("picture", "clip"):
-        monkeypatch.setattr(DirectMaker, name, _noting(getattr(DirectMaker, name), later))
+    monkeypatch.setattr(DirectMaker, "make", _noting(DirectMaker.make, later))
     with LLM(folder, **settings) as llm:
         wanted = answers(llm)
     assert not any(later)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,29 +19,24 @@ from vlmserve_common.process.wake_up import WakeUp
 log = logging.getLogger(__name__)
 
 
-class HostCopy:
-    """Holds embeddings, from any device, until `take` copies them to the host. Making one never waits for the device.
+def _host_copier(embeds: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that copies embeddings from any device to the CPU, in any thread. Making it waits for nothing.
 
     Written by torch's documentation; it has not been run on a GPU.
     """
+    if not embeds.is_cuda:
+        return lambda: embeds
+    computed = torch.cuda.Event()
+    computed.record(torch.cuda.current_stream(embeds.device))
 
-    def __init__(self, embeds: torch.Tensor) -> None:
-        self.nbytes = embeds.nbytes
-        self._embeds = embeds
-        self._computed: torch.cuda.Event | None = None
-        if embeds.is_cuda:
-            self._computed = torch.cuda.Event()
-            self._computed.record(torch.cuda.current_stream(embeds.device))
-
-    def take(self) -> torch.Tensor:
-        """Return the embeddings on the CPU; blocks until they are there. Any thread can call it."""
-        if self._computed is None:
-            return self._embeds
+    def copy() -> torch.Tensor:
         # a stream of its own: behind what computed them, and behind nothing that was asked for since
-        stream = torch.cuda.Stream(self._embeds.device)
+        stream = torch.cuda.Stream(embeds.device)
         with torch.cuda.stream(stream):
-            stream.wait_event(self._computed)
-            return self._embeds.cpu()
+            stream.wait_event(computed)
+            return embeds.cpu()
+
+    return copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +99,7 @@ class DiskTier:
                 self._waiting_bytes += embeds.nbytes
                 self._waiting += 1
         if fits or insist:
-            self._writer.submit(self._save, self._saves, key, HostCopy(embeds), pin)
+            self._writer.submit(self._save, self._saves, key, embeds.nbytes, _host_copier(embeds), pin)
         else:
             self._finish(Saved(number=self._saves, key=key, ok=False))
         return self._saves
@@ -151,15 +147,15 @@ class DiskTier:
             log.exception("an embedding could not be read")
         self._finish(Loaded(key=key, embeds=embeds))
 
-    def _save(self, number: int, key: bytes, embeds: HostCopy, pin: bool) -> None:
+    def _save(self, number: int, key: bytes, nbytes: int, copy: Callable[[], torch.Tensor], pin: bool) -> None:
         ok = new = False
         try:
             new = key not in self.store
-            ok = self.store.put(key, embeds.take(), pin=pin)
+            ok = self.store.put(key, copy(), pin=pin)
         except Exception:
             log.exception("an embedding could not be written")
         with self._lock:
-            self._waiting_bytes -= embeds.nbytes
+            self._waiting_bytes -= nbytes
             self._waiting -= 1
         self._finish(Saved(number=number, key=key, ok=ok, new=new and ok))
 

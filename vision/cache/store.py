@@ -20,8 +20,7 @@ import torch
 
 from vision.cache.durable_file import make_folder, write_file
 from vision.cache.entry_file import KEY_BYTES, DamagedEntryError, EmbedsFormat, entry_header, read_entry
-from vision.cache.folder import EmbeddingFolder, remove_damaged
-from vision.cache.limit import FolderLimit
+from vision.cache.folder import EmbeddingFolder, FolderLimit, remove_damaged
 from vision.cache.stats import TierStats
 from vlmserve_common.errors import EngineError
 from vlmserve_common.files import flush_folder

@@ -65,7 +65,7 @@ def _by_operators(
     width = out[0].numel()
     first = 0
     while first < len(segments.lengths):
-        limit = limits.most(Kind.ATTENTION)
+        limit = limits(Kind.ATTENTION)
         last, cost = first + 1, attention_cost(segments.lengths[first], segments.lengths[first], width)
         while last < len(segments.lengths):
             more = attention_cost(segments.lengths[last], segments.lengths[last], width)
@@ -124,10 +124,10 @@ def _by_torch(qkv: torch.Tensor, rotary: Rotation, segments: Segments, out: torc
 
 def _chosen(segments: Segments, rows: int) -> Iterator[tuple[int, slice | torch.Tensor]]:
     """Yield lengths of segments, each with the rows of some segments of that length."""
-    for group in segments.groups:
-        chosen, step = group.rows, max(1, rows // group.length) * group.length
+    for length, chosen in segments.groups:
+        step = max(1, rows // length) * length
         if isinstance(chosen, torch.Tensor):
-            yield from ((group.length, part) for part in chosen.split(step))
+            yield from ((length, part) for part in chosen.split(step))
         else:
             for first in range(chosen.start, chosen.stop, step):
-                yield group.length, slice(first, min(first + step, chosen.stop))
+                yield length, slice(first, min(first + step, chosen.stop))

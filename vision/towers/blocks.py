@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -31,11 +31,14 @@ from vision.towers.pieces import (
     limited_tiles,
 )
 from vlmserve_common.checkpoint.fields import Fields
-from vlmserve_common.compute.activations import Activation
+from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from vision.towers.tower_graphs import CapturedTower
 
 NORM_EPS = 1e-6
 # Most rows that go through products together: the inner rows of an MLP are several times as wide.
@@ -85,16 +88,6 @@ def product_rows(
     return out
 
 
-class TowerGraphs(Protocol):
-    """The graphs that a tower can replay; see `vision.towers.tower_graphs`."""
-
-    def fits(self, inputs: LayerInputs) -> bool:
-        """Return True if there is a graph for these inputs."""
-
-    def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """Run `VisionTower.layer_steps` by a graph."""
-
-
 class VisionTower(nn.Module):
     """A vision tower, as the encoder sees it.
 
@@ -104,16 +97,27 @@ class VisionTower(nn.Module):
     `rotary`: positions.
     """
 
-    spatial_merge_size: int
-    out_hidden_size: int
     num_deepstack_layers: int = 0
     full_attention: frozenset[int] | None = None
     window_patches: int = 0
-    _graphs: TowerGraphs | None = None
-    patch_embed: PatchEmbed
-    blocks: nn.ModuleList
-    merger: PatchMerger
-    rotary: AxialRotary
+    _graphs: CapturedTower | None = None
+
+    def __init__(
+        self,
+        config: TowerConfig,
+        make_norm: Callable[[], nn.Module],
+        make_mlp: Callable[[], nn.Module],
+        merger: PatchMerger,
+        *,
+        embed_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.spatial_merge_size = config.merge_size
+        self.out_hidden_size = config.out_size
+        self.patch_embed = PatchEmbed(config.kernel, config.size, bias=embed_bias)
+        self.blocks = nn.ModuleList(VisionBlock(config, make_norm, make_mlp()) for _ in range(config.depth))
+        self.merger = merger
+        self.rotary = AxialRotary(config.head_dim, config.rope_theta)
 
     def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
         """Encode a packed batch. Every embedding depends on its own temporal patch only.
@@ -135,7 +139,7 @@ class VisionTower(nn.Module):
             embeds = yield from self.layer_steps(inputs, limits)
         return embeds if inputs.order is None else torch.empty_like(embeds).index_copy_(0, inputs.order, embeds)
 
-    def attach_graphs(self, graphs: TowerGraphs) -> None:
+    def attach_graphs(self, graphs: CapturedTower) -> None:
         """Replay the layers of batches that fit from now on."""
         self._graphs = graphs
 
@@ -261,14 +265,14 @@ class VisionMLP(nn.Module):
 class VisionBlock(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, make_norm: Callable[[], nn.Module], attn: VisionAttention, mlp: nn.Module) -> None:
+    def __init__(self, config: TowerConfig, make_norm: Callable[[], nn.Module], mlp: nn.Module) -> None:
         super().__init__()
         self.norm1 = make_norm()
         self.norm2 = make_norm()
-        self.attn = attn
+        self.attn = VisionAttention(config.size, config.num_heads)
         self.mlp = mlp
         self._mlp_flops = product_flops(mlp)
-        self.flops = product_flops(attn) + self._mlp_flops
+        self.flops = product_flops(self.attn) + self._mlp_flops
 
     def steps(
         self, x: torch.Tensor, rotary: Rotation, segments: Segments | StaticSegments, limits: PieceLimits
@@ -284,16 +288,17 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Merges `joined` neighbouring tokens (merge x merge) into one embedding.
+    """Merges neighbouring tokens (merge x merge) into one embedding.
 
     `flops`: operations of one embedding's products; subclasses set it.
     """
 
     flops: float
 
-    def __init__(self, joined: int) -> None:
+    def __init__(self, config: TowerConfig) -> None:
         super().__init__()
-        self._joined = joined
+        self._joined = config.merge_size**2
+        self._merged_size = config.size * self._joined
 
     def steps(self, x: torch.Tensor, limits: PieceLimits, out: torch.Tensor) -> Steps[None]:
         """Merge x [P, size] into out [P / joined, out_size], which may be some columns of a tensor."""
@@ -308,11 +313,10 @@ class PatchMerger(nn.Module):
 class QwenPatchMerger(PatchMerger):
     """The merger of Qwen2-VL and Qwen2.5-VL."""
 
-    def __init__(self, norm: nn.Module, size: int, joined: int, out_size: int, act: Activation) -> None:
-        super().__init__(joined)
+    def __init__(self, config: TowerConfig, norm: nn.Module) -> None:
+        super().__init__(config)
         self.ln_q = norm
-        self._merged_size = size * joined
-        self.mlp = VisionMLP(("0", "2"), (self._merged_size, self._merged_size, out_size), act)
+        self.mlp = VisionMLP(("0", "2"), (self._merged_size, self._merged_size, config.out_size), activation("gelu"))
         self.flops = product_flops(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -126,34 +126,19 @@ class Segments:
         return {}
 
     @cached_property
-    def groups(self) -> list[SegmentGroup]:
-        """The segments grouped by length."""
-        return group_segments(self.lengths, self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentGroup:
-    """Attention segments of one length. `rows`: their patches, segment by segment, as a slice or int64 [count *
-    length]."""
-
-    length: int
-    rows: slice | torch.Tensor
-
-
-def group_segments(lengths: Sequence[int], device: torch.device) -> list[SegmentGroup]:
-    """Group consecutive segments by length: those of one length are attended together."""
-    ends = torch.tensor(lengths).cumsum(0).tolist()
-    starts: dict[int, list[int]] = {}
-    for end, length in zip(ends, lengths, strict=True):
-        starts.setdefault(length, []).append(end - length)
-    groups = []
-    for length, begins in starts.items():
-        if begins[-1] - begins[0] == length * (len(begins) - 1):
-            groups.append(SegmentGroup(length=length, rows=slice(begins[0], begins[-1] + length)))
-        else:
-            rows = (torch.tensor(begins)[:, None] + torch.arange(length)).view(-1)
-            groups.append(SegmentGroup(length=length, rows=to_device(rows, device)))
-    return groups
+    def groups(self) -> list[tuple[int, slice | torch.Tensor]]:
+        """The segments of each length together: the length, and their patches as a slice or int64 [count * length]."""
+        starts: dict[int, list[int]] = {}
+        for start, length in zip(self.bounds.tolist(), self.lengths, strict=False):
+            starts.setdefault(length, []).append(start)
+        groups: list[tuple[int, slice | torch.Tensor]] = []
+        for length, begins in starts.items():
+            if begins[-1] - begins[0] == length * (len(begins) - 1):
+                groups.append((length, slice(begins[0], begins[-1] + length)))
+            else:
+                rows = (torch.tensor(begins)[:, None] + torch.arange(length)).view(-1)
+                groups.append((length, to_device(rows, self.device)))
+        return groups
 
 
 class StaticSegments(ABC):

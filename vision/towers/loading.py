@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import nn
 
 from processors.hashing import digest_fields
 from vision.towers.blocks import VisionTower
-from vision.towers.qwen2 import Qwen2VisionTower
-from vision.towers.qwen2_5 import Qwen2_5VisionTower
+from vision.towers.qwen2 import Qwen2_5VisionTower, Qwen2VisionTower
 from vision.towers.qwen3 import Qwen3VisionTower
 from vlmserve_common.checkpoint.hf_config import declared_dtype, read_hf_config
 from vlmserve_common.checkpoint.reader import CheckpointReader
@@ -25,17 +23,14 @@ from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
 
-TOWERS: Mapping[str, type[Qwen2VisionTower] | type[Qwen2_5VisionTower] | type[Qwen3VisionTower]] = MappingProxyType(
-    {
-        "qwen2_vl": Qwen2VisionTower,
-        "qwen2_5_vl": Qwen2_5VisionTower,
-        "qwen3_vl": Qwen3VisionTower,
-        "qwen3_vl_moe": Qwen3VisionTower,
-        "qwen3_5": Qwen3VisionTower,
-        "qwen3_5_moe": Qwen3VisionTower,
-    }
-)
-
+TOWERS: Mapping[str, type[Qwen2VisionTower | Qwen2_5VisionTower | Qwen3VisionTower]] = {
+    "qwen2_vl": Qwen2VisionTower,
+    "qwen2_5_vl": Qwen2_5VisionTower,
+    "qwen3_vl": Qwen3VisionTower,
+    "qwen3_vl_moe": Qwen3VisionTower,
+    "qwen3_5": Qwen3VisionTower,
+    "qwen3_5_moe": Qwen3VisionTower,
+}
 
 TOWER_WEIGHT_RULES = WeightRules(
     # `visual.*` (Qwen2-VL, Qwen2.5-VL) or `model.visual.*` (Qwen3-VL, and all families saved anew)

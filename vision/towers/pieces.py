@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
 
@@ -44,21 +44,13 @@ class Piece:
 Steps: TypeAlias = Generator[Piece, None, T]
 
 
-class PieceLimits(Protocol):
-    """How large pieces may be; asked again and again while a tower works."""
-
-    def most(self, kind: Kind) -> float:
-        """Return the approximate cost of a piece. A piece that cannot be cut further is larger."""
+PieceLimits: TypeAlias = Callable[[Kind], float]
+"""Returns the approximate cost of a piece, now: it is asked again and again. A piece that cannot be cut further is
+larger."""
 
 
-class Unlimited:
-    """Pieces as large as possible."""
-
-    def most(self, kind: Kind) -> float:
-        return math.inf
-
-
-UNLIMITED = Unlimited()
+UNLIMITED: PieceLimits = dict.fromkeys(Kind, math.inf).__getitem__
+"""Pieces are as large as possible."""
 
 
 def finish(steps: Steps[T]) -> T:
@@ -82,7 +74,7 @@ def limited_tiles(
     first = 0
     while first < count:
         left = count - first
-        rows = max(multiple, int(min(most, limits.most(kind) / cost)) // multiple * multiple)
+        rows = max(multiple, int(min(most, limits(kind) / cost)) // multiple * multiple)
         even = -(-left // -(-left // rows))
         stop = min(count, first + -(-even // multiple) * multiple)
         yield slice(first, stop)

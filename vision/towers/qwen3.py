@@ -9,18 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vision.towers.blocks import (
-    NORM_EPS,
-    AxialRotary,
-    PatchEmbed,
-    PatchMerger,
-    TowerConfig,
-    VisionAttention,
-    VisionBlock,
-    VisionMLP,
-    VisionTower,
-    product_flops,
-)
+from vision.towers.blocks import NORM_EPS, PatchMerger, TowerConfig, VisionMLP, VisionTower, product_flops
 from vision.towers.grids import Grid, LayerInputs, interpolation
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps, even_tiles
 from vlmserve_common.checkpoint.fields import Fields
@@ -38,8 +27,7 @@ class Qwen3PatchMerger(PatchMerger):
     """Normalises tokens before they are joined, or after that (DeepStack)."""
 
     def __init__(self, config: TowerConfig, *, norm_joined: bool) -> None:
-        super().__init__(config.merge_size**2)
-        self._merged_size = config.size * config.merge_size**2
+        super().__init__(config)
         self._norm_joined = norm_joined
         self.norm = LayerNorm(self._merged_size if norm_joined else config.size, NORM_EPS)
         self.linear_fc1 = Linear(self._merged_size, self._merged_size, bias=True)
@@ -60,37 +48,31 @@ class Qwen3VisionTower(VisionTower):
     """Qwen3-VL's tower, with uninitialised weights, from a `vision_config`."""
 
     def __init__(self, vision_config: dict[str, Any]) -> None:
-        super().__init__()
         fields = Fields(vision_config, "vision_config")
         config = TowerConfig.from_fields(fields)
         act = activation(fields.string("hidden_act", "gelu_pytorch_tanh"))
         inner = fields.positive("intermediate_size")
         positions = fields.positive("num_position_embeddings")
-        self._side = math.isqrt(positions)
-        self._taps = fields.integers("deepstack_visual_indexes", ())
-        if self._side**2 != positions:
+        side, taps = math.isqrt(positions), fields.integers("deepstack_visual_indexes", ())
+        if side**2 != positions:
             raise CheckpointError(f"vision_config: num_position_embeddings is {positions}, and must be a square")
-        if list(self._taps) != sorted({tap for tap in self._taps if 0 <= tap < config.depth}):
+        if list(taps) != sorted({tap for tap in taps if 0 <= tap < config.depth}):
             raise CheckpointError(
-                f"vision_config: deepstack_visual_indexes is {list(self._taps)}, and must be ascending layers "
+                f"vision_config: deepstack_visual_indexes is {list(taps)}, and must be ascending layers "
                 f"below {config.depth}"
             )
-        self.spatial_merge_size = config.merge_size
-        self.out_hidden_size = config.out_size
-        self.num_deepstack_layers = len(self._taps)
-        self.patch_embed = PatchEmbed(config.kernel, config.size, bias=True)
+
+        def norm() -> LayerNorm:
+            return LayerNorm(config.size, NORM_EPS)
+
+        def mlp() -> VisionMLP:
+            return VisionMLP(("linear_fc1", "linear_fc2"), (config.size, inner, config.size), act)
+
+        super().__init__(config, norm, mlp, Qwen3PatchMerger(config, norm_joined=False), embed_bias=True)
+        self._side, self._taps = side, taps
+        self.num_deepstack_layers = len(taps)
         self.pos_embed = Embedding(positions, config.size)
-        self.blocks = nn.ModuleList(
-            VisionBlock(
-                lambda: LayerNorm(config.size, NORM_EPS),
-                VisionAttention(config.size, config.num_heads),
-                VisionMLP(("linear_fc1", "linear_fc2"), (config.size, inner, config.size), act),
-            )
-            for _ in range(config.depth)
-        )
-        self.merger = Qwen3PatchMerger(config, norm_joined=False)
-        self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in self._taps)
-        self.rotary = AxialRotary(config.head_dim, config.rope_theta)
+        self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in taps)
 
     def mergers(self) -> list[PatchMerger]:
         return [self.merger, *self._deepstack_mergers()]

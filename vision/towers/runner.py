@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from processors.inputs import Normalization, Resizing
+from processors.inputs import Normalization
 from processors.normalize import normalize, value_width
 from vision.towers.blocks import VisionTower, encoding_cost
 from vision.towers.device_resize import original_patches
@@ -27,10 +26,6 @@ class TowerRunner:
     def __init__(self, tower: VisionTower, device: torch.device) -> None:
         self._tower = tower
         self._device = device
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     @torch.inference_mode()
     def encode(self, patches: Sequence[TemporalPatch]) -> tuple[torch.Tensor, ...]:
@@ -93,27 +88,20 @@ def _value_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Step
         raise ValueError(f"the patches of a batch have {sorted(widths)} values: they are not of one tower")
     values = torch.empty(sum(patch.num_patches for patch in patches), widths.pop(), dtype=torch.float32, device=device)
     done = 0
-    for kind, group in groupby(patches, key=_kind):  # nearly always one or two
+    for (normalization, _), group in groupby(patches, key=_kind):  # nearly always one or two
         pixels = yield from _pixel_steps(list(group), device)
         for rows in even_tiles(len(pixels), _VALUE_ROWS if values.is_cpu else len(pixels)):
             target = values[done + rows.start : done + rows.stop]
             yield Piece(Kind.ELEMENTS, target.numel())
-            normalize(pixels[rows], kind.normalization, target)
+            normalize(pixels[rows], normalization, target)
         done += len(pixels)
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class _PatchKind:
-    """Properties that patches must share to become values together. `originals`: grid and shape of unresized frames."""
-
-    normalization: Normalization
-    originals: tuple[Resizing, tuple[int, int], tuple[int, ...]] | None
-
-
-def _kind(patch: TemporalPatch) -> _PatchKind:
+def _kind(patch: TemporalPatch) -> tuple[Normalization, tuple[object, ...] | None]:
+    """Return properties that patches must share to become values together."""
     originals = None if patch.resizing is None else (patch.resizing, patch.grid, patch.pixels.shape)
-    return _PatchKind(_normalization(patch), originals)
+    return _normalization(patch), originals
 
 
 def _pixel_steps(patches: Sequence[TemporalPatch], device: torch.device) -> Steps[np.ndarray | torch.Tensor]:

@@ -76,6 +76,7 @@ class CapturedTower:
         return inputs, capturer.capture(run)
 
     def fits(self, inputs: LayerInputs) -> bool:
+        """Return True if there is a graph for these inputs."""
         if len(inputs.x) > self.buckets[-1]:
             return False
         static, _ = self._graphs[self._bucket(inputs)]
@@ -83,7 +84,7 @@ class CapturedTower:
 
     @torch.inference_mode()
     def run(self, inputs: LayerInputs) -> torch.Tensor:
-        """Run by a graph (see `TowerGraphs`). The embeddings have memory of their own."""
+        """Run `VisionTower.layer_steps` by a graph. The embeddings have memory of their own."""
         static, graph = self._graphs[self._bucket(inputs)]
         count = len(inputs.x)
         self._x[:count].copy_(inputs.x, non_blocking=True)

@@ -4,7 +4,7 @@ engine.
 Written by torch's documentation and source; it has not been run on a GPU. The handles are the ones that torch's
 multiprocessing pickles (`torch.multiprocessing.reductions`); here they are plain fields of a message. While a handle is
 out, torch counts in a small file in shared memory whether the other side has it open. The worker must also keep the
-rows (`vision.workers.lent_rows`) until it is told that they were taken.
+rows (`vision.workers.encoder_messages`) until it is told that they were taken.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from vision.workers.encoder_messages import RowsHandle
-from vision.workers.lent_rows import TRIAL_ROWS, TRIAL_WIDTH
+from vision.workers.encoder_messages import TRIAL_ROWS, TRIAL_WIDTH, RowsHandle
 from vlmserve_common.compute.tensors import dtype_name
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -42,28 +40,17 @@ def trial_rows(device: torch.device | str) -> torch.Tensor:
     return torch.arange(count * TRIAL_WIDTH, dtype=torch.float32, device=device).view(count, TRIAL_WIDTH)
 
 
-class RowsBorrower(Protocol):
-    """Copies rows that workers lend. For one thread and one worker at a time."""
-
-    def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        """Return the rows of each temporal patch, in memory of their own on the device that needs them.
-
-        The copy has ended, and nothing of the worker's is open any more. On an error, too, the handle is no longer
-        used.
-        """
-
-    def worker_gone(self) -> None:
-        """Remove the files that a dead worker left behind."""
-
-
-def try_out(borrower: RowsBorrower, trial: RowsHandle) -> None:
+def try_out(borrower: CudaBorrower, trial: RowsHandle) -> None:
     """Copy the trial's rows. Raises ValueError if they arrive changed."""
     if not torch.equal(torch.cat([rows.cpu() for rows in borrower.copy(trial)]), trial_rows("cpu")):
         raise ValueError("what arrives is not what was sent")
 
 
 class CudaBorrower:
-    """A `RowsBorrower` for a GPU. `device`: where rows are needed, the worker's GPU or a peer of it."""
+    """Copies rows that workers lend. For one thread and one worker at a time.
+
+    `device`: where rows are needed, the worker's GPU or a peer of it.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -71,11 +58,15 @@ class CudaBorrower:
         self._counters: set[str] = set()
 
     def copy(self, handle: RowsHandle) -> tuple[torch.Tensor, ...]:
-        """Copy on a stream of its own, so that it does not queue behind the LLM's work."""
+        """Return the rows of each temporal patch, in memory of their own on the device that needs them.
+
+        The copy has ended, and nothing of the worker's is open any more. On an error, too, the handle is no longer
+        used.
+        """
         self._counters.add(handle.counter.decode())
         if self._stream is None:
             torch.cuda.init()
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self._device)  # of its own: not behind the LLM's work
         # also where the source is closed: torch waits there for the current stream
         with torch.cuda.stream(self._stream):
             source = _open(handle)

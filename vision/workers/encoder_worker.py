@@ -10,8 +10,7 @@ from vision.towers.temporal_patch import EncodeBatch
 from vision.towers.tower_graphs import capture_on_gpu
 from vision.workers.backend import attempt
 from vision.workers.cuda_rows import share, trial_rows
-from vision.workers.encoder_messages import EncodeDone, encoder_channel
-from vision.workers.lent_rows import LentRows
+from vision.workers.encoder_messages import EncodeDone, LentRows, encoder_channel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.linear import pack_linears

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
-from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
+from vision.towers.pieces import Kind, Piece, Steps
+from vision.towers.runner import TowerRunner
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
 from vlmserve_common.compute.lanes import Lane
 from vlmserve_common.compute.transfers import Mark
@@ -37,7 +37,7 @@ _FIRST_SHARE = 4
 
 
 class Pace:
-    """Seconds per cost of each kind of piece, as a running mean. It is also a `PieceLimits`: pieces take `piece_s`
+    """Seconds per cost of each kind of piece, as a running mean. `most` is a `PieceLimits`: pieces take `piece_s`
     seconds.
 
     One thread reports times; any thread can ask.
@@ -58,20 +58,6 @@ class Pace:
 
     def most(self, kind: Kind) -> float:
         return self.piece_s / self.seconds(kind, 1.0)
-
-
-class Runner(Protocol):
-    """The interface of `towers.runner.TowerRunner` that the backend needs."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that it computes on."""
-
-    def steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[tuple[torch.Tensor, ...]]:
-        """Encode temporal patches in pieces; the result is the embeddings of each."""
-
-    def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
-        """Return the approximate cost of these pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +89,7 @@ class InlineBackend:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: TowerRunner,
         *,
         piece_s: float = PIECE_S,
         most_batches: int = BATCHES_IN_WORK,
@@ -208,7 +194,7 @@ class InlineBackend:
         return sum(self._pace.seconds(kind, cost) for kind, cost in job.left.items())
 
     def _begin(self, batch: EncodeBatch) -> None:
-        steps = self._runner.steps(batch.patches, self._pace)
+        steps = self._runner.steps(batch.patches, self._pace.most)
         piece, error = attempt(lambda: self._resume(steps))
         if isinstance(piece, Piece):
             self._jobs.append(

@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, wait
 
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
-from vision.workers.cuda_rows import CudaBorrower, RowsBorrower
+from vision.workers.cuda_rows import CudaBorrower
 from vision.workers.settings import WorkerSettings
 from vision.workers.start import start_worker
 from vision.workers.worker_keeper import WorkerKeeper, WorkerMain
@@ -35,7 +35,7 @@ class ProcessBackend:
         self,
         settings: WorkerSettings,
         main: WorkerMain = start_worker,
-        borrower: Callable[[str], RowsBorrower] = CudaBorrower,
+        borrower: Callable[[str], CudaBorrower] = CudaBorrower,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = settings.model

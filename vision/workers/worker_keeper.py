@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
-from vision.workers.cuda_rows import RowsBorrower, try_out
+from vision.workers.cuda_rows import CudaBorrower, try_out
 from vision.workers.encoder_messages import EncodeDone, RowsAnswer, RowsOffer, RowsTaken, encoder_channel
 from vision.workers.settings import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
@@ -32,7 +32,7 @@ from vlmserve_common.transport.wire import Frame, MessageChannel
 logger = logging.getLogger(__name__)
 
 WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
-"""A worker's main function; see `vision.workers.start`."""
+"""A worker's main function; see `vision.workers.settings`."""
 
 
 class WorkerKeeper:
@@ -49,7 +49,7 @@ class WorkerKeeper:
         settings: WorkerSettings,
         device: str,
         deliver: Callable[[EncodeResult], None],
-        borrower: RowsBorrower,
+        borrower: CudaBorrower,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.useful = False

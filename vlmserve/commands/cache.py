@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ _SIZES = {
     **{unit: 1000**power for power, unit in enumerate(("KB", "MB", "GB", "TB"), 1)},
 }
 _AGES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
 
 _VARIABLE = f"{ENV_PREFIX}EMBEDDING_CACHE_DIR"
 _EPILOG = """\
@@ -67,7 +65,7 @@ def _value(text: str, units: dict[str, int], expected: str, *, without_unit: str
     return float(match.group(1)) * units[unit]
 
 
-def list_entries(folder: EmbeddingFolder, limit: int | None) -> list[dict[str, Any]]:
+def _list_entries(folder: EmbeddingFolder, limit: int | None) -> list[dict[str, Any]]:
     """Return entries, the last used first. used: seconds since 1970. rows, width, dtype: None if damaged."""
     entries = sorted(folder.entries(now_s=time.time()), key=lambda entry: (-entry.used, entry.path))[:limit]
     models = {name: folder.about(name).get("model", "?") for name in {entry.fingerprint for entry in entries}}
@@ -90,8 +88,7 @@ def list_entries(folder: EmbeddingFolder, limit: int | None) -> list[dict[str, A
     return listed
 
 
-def print_entries(listed: Sequence[dict[str, Any]]) -> None:
-    """Print entries as a table."""
+def _print_entries(listed: Sequence[dict[str, Any]]) -> None:
     if not listed:
         print("no entries")
         return
@@ -106,7 +103,7 @@ def print_entries(listed: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def summarise(folder: EmbeddingFolder) -> dict[str, Any]:
+def _summarise(folder: EmbeddingFolder) -> dict[str, Any]:
     """Return entries and bytes of each fingerprint, with its about.json, and the totals."""
     entries = list(folder.entries(now_s=time.time()))
     towers = [
@@ -120,8 +117,7 @@ def summarise(folder: EmbeddingFolder) -> dict[str, Any]:
     return {"folder": str(folder.root.parent), "fingerprints": towers, **_totals(entries)}
 
 
-def print_summary(summary: dict[str, Any]) -> None:
-    """Print the summary as a table."""
+def _print_summary(summary: dict[str, Any]) -> None:
     print(f"{'fingerprint':18}{'entries':>9}{'size':>12}{'pinned':>8}  model")
     for tower in [*summary["fingerprints"], {**summary, "fingerprint": "total"}]:
         about = tower.get("about", {})
@@ -147,83 +143,19 @@ def _format(entry: StoredEntry) -> EmbedsFormat | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PruneRules:
-    """The entries to remove. fingerprints: only entries of these. older_than_s: entries unused for longer.
-
-    max_bytes: then the least recently used, until no more bytes are left. Without both: all. unpin: pinned ones, too.
-    """
-
-    fingerprints: Collection[str]
-    older_than_s: float | None
-    max_bytes: int | None
-    unpin: bool
-
-
-def verify(folder: EmbeddingFolder, *, remove: bool) -> tuple[int, list[tuple[StoredEntry, str, bool]]]:
-    """Read every entry. Returns their number, and the bad ones as (entry, reason, removed). remove: damaged ones."""
-    count, bad = 0, []
-    for entry in folder.entries(now_s=time.time()):
-        try:
-            with entry.path.open("rb", buffering=0) as file:
-                try:
-                    read_entry(file, bytes.fromhex(entry.key))
-                except DamagedEntryError as error:
-                    bad.append((entry, str(error), remove and remove_damaged(entry.path, file)))
-        except FileNotFoundError:
-            continue  # it was evicted meanwhile
-        except OSError as error:
-            bad.append((entry, f"it cannot be read: {error.strerror}", False))
-        count += 1
-    return count, bad
-
-
-def prune(folder: EmbeddingFolder, rules: PruneRules, *, dry_run: bool) -> tuple[list[StoredEntry], list[StoredEntry]]:
-    """Remove entries by the rules. Returns the removed and the remaining ones. dry_run: remove none."""
-    now = time.time()
-    if dry_run or not folder.root.is_dir():
-        return _divided(list(folder.entries(now_s=now)), rules, now)
-    with folder.locked(wait=True):
-        folder.sweep(now_s=now)
-        going, staying = _divided(list(folder.entries(now_s=now)), rules, now)
-        gone = folder.evict(going)
-        for fingerprint in rules.fingerprints:
-            if all(entry.fingerprint != fingerprint for entry in staying):
-                folder.remove_empty(fingerprint, unpin=rules.unpin)
-    return gone, staying
-
-
-def _divided(
-    entries: Sequence[StoredEntry], rules: PruneRules, now: float
-) -> tuple[list[StoredEntry], list[StoredEntry]]:
-    looked_at = [entry for entry in entries if entry.fingerprint in rules.fingerprints]
-    loose = [entry for entry in looked_at if rules.unpin or not entry.pinned]
-    if rules.older_than_s is None and rules.max_bytes is None:
-        going = loose
-    else:
-        going = [e for e in loose if rules.older_than_s is not None and now - e.used > rules.older_than_s]
-        if rules.max_bytes is not None:
-            left = sum(entry.bytes for entry in looked_at) - sum(entry.bytes for entry in going)
-            old = {entry.path for entry in going}
-            rest = [entry for entry in loose if entry.path not in old]
-            going += least_recently_used(rest, left - rules.max_bytes)
-    paths = {entry.path for entry in going}
-    return going, [entry for entry in entries if entry.path not in paths]
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command. Returns 0, or 1 if `verify` finds a bad entry. OSError if the folder cannot be used."""
     parser = _parser()
     args = parser.parse_args(argv)
     folder = EmbeddingFolder(_directory(parser, args.dir))
     if args.command == "ls":
-        (_print_json if args.json else print_entries)(list_entries(folder, args.limit))
+        (_print_json if args.json else _print_entries)(_list_entries(folder, args.limit))
     elif args.command == "stats":
-        (_print_json if args.json else print_summary)(summarise(folder))
+        (_print_json if args.json else _print_summary)(_summarise(folder))
     elif args.command == "verify":
         return _verify(folder, args)
     else:
-        _prune(folder, _rules(parser, folder, args), args)
+        _prune(folder, _chosen(parser, folder, args), args)
     return 0
 
 
@@ -275,19 +207,43 @@ def _directory(parser: argparse.ArgumentParser, given: str | None) -> Path:
 
 
 def _verify(folder: EmbeddingFolder, args: argparse.Namespace) -> int:
-    count, bad = verify(folder, remove=args.remove)
+    count, bad = 0, []
+    for entry in folder.entries(now_s=time.time()):
+        why, removed = None, False
+        try:
+            with entry.path.open("rb", buffering=0) as file:
+                try:
+                    read_entry(file, bytes.fromhex(entry.key))
+                except DamagedEntryError as error:
+                    why, removed = str(error), args.remove and remove_damaged(entry.path, file)
+        except FileNotFoundError:
+            continue  # it was evicted meanwhile
+        except OSError as error:
+            why = f"it cannot be read: {error.strerror}"
+        count += 1
+        if why is not None:
+            bad.append({**_named(entry), "path": str(entry.path), "why": why, "removed": removed})
     if args.json:
-        found = [{**_named(entry), "path": str(entry.path), "why": why, "removed": gone} for entry, why, gone in bad]
-        _print_json({"entries": count, "bad": found})
+        _print_json({"entries": count, "bad": bad})
     else:
-        for entry, why, gone in bad:
-            print(f"BAD: {entry.path}: {why}" + (" (removed)" if gone else ""))
+        for each in bad:
+            print(f"BAD: {each['path']}: {each['why']}" + (" (removed)" if each["removed"] else ""))
         print(f"{count} entries, {len(bad)} bad")
     return int(bool(bad))
 
 
-def _prune(folder: EmbeddingFolder, rules: PruneRules, args: argparse.Namespace) -> None:
-    gone, left = prune(folder, rules, dry_run=args.dry_run)
+def _prune(folder: EmbeddingFolder, chosen: Collection[str], args: argparse.Namespace) -> None:
+    now = time.time()
+    if args.dry_run or not folder.root.is_dir():
+        gone, left = _divided(list(folder.entries(now_s=now)), chosen, args, now)
+    else:
+        with folder.locked(wait=True):
+            folder.sweep(now_s=now)
+            going, left = _divided(list(folder.entries(now_s=now)), chosen, args, now)
+            gone = folder.evict(going)
+            for fingerprint in chosen:
+                if all(entry.fingerprint != fingerprint for entry in left):
+                    folder.remove_empty(fingerprint, unpin=args.unpin)
     gone_bytes, left_bytes = (sum(entry.bytes for entry in entries) for entries in (gone, left))
     if args.json:
         sums = {"removed_bytes": gone_bytes, "left_entries": len(left), "left_bytes": left_bytes}
@@ -300,7 +256,30 @@ def _prune(folder: EmbeddingFolder, rules: PruneRules, args: argparse.Namespace)
     )
 
 
-def _rules(parser: argparse.ArgumentParser, folder: EmbeddingFolder, args: argparse.Namespace) -> PruneRules:
+def _divided(
+    entries: Sequence[StoredEntry], chosen: Collection[str], args: argparse.Namespace, now: float
+) -> tuple[list[StoredEntry], list[StoredEntry]]:
+    """Return the entries to remove, and the others.
+
+    Of the chosen fingerprints, those unused for --older-than go, then the least recently used until --max-size is left.
+    Without both flags, all go. Pinned ones go with --unpin only.
+    """
+    looked_at = [entry for entry in entries if entry.fingerprint in chosen]
+    loose = [entry for entry in looked_at if args.unpin or not entry.pinned]
+    longest = args.older_than
+    if longest is None:
+        longest = float("inf") if args.max_size is not None else -float("inf")
+    going = [entry for entry in loose if now - entry.used > longest]
+    if args.max_size is not None:
+        left = sum(entry.bytes for entry in looked_at) - sum(entry.bytes for entry in going)
+        rest = [entry for entry in loose if now - entry.used <= longest]
+        going += least_recently_used(rest, left - args.max_size)
+    paths = {entry.path for entry in going}
+    return going, [entry for entry in entries if entry.path not in paths]
+
+
+def _chosen(parser: argparse.ArgumentParser, folder: EmbeddingFolder, args: argparse.Namespace) -> Collection[str]:
+    """Return the fingerprints that --fingerprint and --all-but leave for pruning."""
     if args.max_size is None and args.older_than is None and not args.fingerprint and not args.all_but:
         parser.error("say what to remove: --max-size, --older-than, --fingerprint or --all-but")
     known = folder.fingerprints()
@@ -310,8 +289,7 @@ def _rules(parser: argparse.ArgumentParser, folder: EmbeddingFolder, args: argpa
         if len(fits) != 1:
             parser.error(f"{len(fits)} fingerprints begin with {start!r}; there are: {', '.join(known) or 'none'}")
         named.update(fits)
-    chosen = named if args.fingerprint else set(known) - named
-    return PruneRules(fingerprints=chosen, older_than_s=args.older_than, max_bytes=args.max_size, unpin=args.unpin)
+    return named if args.fingerprint else set(known) - named
 
 
 def _named(entry: StoredEntry) -> dict[str, Any]:

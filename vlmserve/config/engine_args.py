@@ -72,23 +72,24 @@ class EngineArgs:
     )
     quantization: Literal["none", "int8", "int4"] = _model(
         "none",
-        "round the decoder's and the head's weights to so many bits as they are loaded (our own operators are needed); "
+        "round the weights of decoder and head to 8 or 4 bits while loading (needs our own operators); "
         "AWQ, GPTQ and FP8 checkpoints need no setting",
         common=True,
     )
     sampling_defaults: Literal["model", "openai"] = _model(
         "model",
-        "where sampling values come from that a request leaves out: generation_config.json, or OpenAI's defaults",
+        "source of the sampling values that a request leaves out; model: generation_config.json; openai: OpenAI's "
+        "defaults",
     )
     max_pixels: int | str = _pictures(
         AUTO,
         "largest area, in pixels, of a resized picture or frame; checkpoint: the checkpoint's own limit; auto: the "
-        "same on a GPU, and on a CPU what it encodes in --max-pixels-auto-s, found out at the start",
+        "same on a GPU; on a CPU the area that it encodes in --max-pixels-auto-s, measured at the start",
         _MAX_PIXELS,
         common=True,
     )
     max_pixels_auto_s: float = _pictures(
-        20.0, "CPU: seconds that encoding one picture may take about, for --max-pixels auto", SECONDS
+        20.0, "CPU: about how many seconds one picture may be encoded; sets --max-pixels auto", SECONDS
     )
     low_detail_tokens: int = _pictures(64, 'most tokens of a picture with detail "low"', AT_LEAST_1)
     max_queued_media: int = _pictures(
@@ -96,7 +97,7 @@ class EngineArgs:
         "most pictures and videos that may be fetched and processed at a time; beyond that requests are answered 429",
         AT_LEAST_1,
     )
-    max_mm_workers: int = _pictures(2, "threads that decode and resize media where no processes do", AT_LEAST_1)
+    max_mm_workers: int = _pictures(2, "threads that decode and resize media with --media-processes 0", AT_LEAST_1)
     media_processes: int = _pictures(
         2,
         "processes that decode and resize media, each within limits of memory and time, so that a file which breaks a "
@@ -117,12 +118,13 @@ class EngineArgs:
     )
     encoder_dp_size: int = _encoder(
         0,
-        "vision encoder processes; 0: one for each of --encoder-devices; without these none, and the engine encodes",
+        "vision encoder processes; 0: one for each of --encoder-devices, or none without it (the engine encodes)",
         _ENCODERS,
     )
     encoder_devices: str | None = _encoder(
         None,
-        "devices of the encoder processes (cuda:1,cuda:2), or one for all; default: cpu, or the GPUs after the model's",
+        "devices of the encoder processes (cuda:1,cuda:2), or one device for all of them; default: cpu, or the GPUs "
+        "after the model's",
         _DEVICES,
         common=True,
     )
@@ -174,8 +176,8 @@ class EngineArgs:
     )
     mem_fraction_static: float = _memory(
         0.8,
-        "GPU: fraction of its memory for weights and KV cache; CPU: fraction of the memory that weights leave, for the "
-        "KV cache, at most --cpu-kv-cache-gib",
+        "GPU: fraction of its memory for weights and KV cache together; CPU: fraction of the memory beside the weights "
+        "for the KV cache, which --cpu-kv-cache-gib limits, too",
         _FRACTION,
         common=True,
     )
@@ -185,20 +187,20 @@ class EngineArgs:
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "int8"] = _memory(
         "auto",
-        "what the KV cache holds: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory; int8, with a "
-        "scale for each token and head, is the closer one, and on a GPU for --attention-backend torch only",
+        "number format of the KV cache: auto is --dtype; fp8_e4m3 and int8 take half of bfloat16's memory; int8 has a "
+        "scale for each token and head, and is the more exact of the two; on a GPU, FlashInfer does not read int8",
         common=True,
     )
     mamba_cache_mib: int = _memory(
         1024,
-        "Qwen3.5: memory for states of its recurrent layers that are kept for prompts that begin alike, in MiB, beside "
-        "one for each of --max-running-requests; 0: none, so nothing of a prompt is found in the prefix cache",
+        "Qwen3.5: memory in MiB for the prefix cache's states of recurrent layers; running requests have states of "
+        "their own beside it; 0: none, so the prefix cache finds nothing",
         CACHE_SIZE,
     )
     mamba_track_interval: int = _memory(
         512,
-        "Qwen3.5: tokens after which a state is kept, besides those at the ends of prompts and of their pictures and "
-        "videos; rounded up to whole pages and 64 tokens",
+        "Qwen3.5: keep a state for the prefix cache every so many tokens, rounded up to whole pages and 64 tokens; the "
+        "ends of prompts, pictures and videos have one in any case",
         AT_LEAST_1,
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
@@ -230,8 +232,8 @@ class EngineArgs:
     )
     pp_size: int = _parallel(
         1,
-        "stages that the model's layers are spread over (pipeline parallel), each of --tp-size devices: a stage works "
-        "on one step while the next one works on the step before",
+        "stages that the model's layers are spread over (pipeline parallel), each of --tp-size devices; while a stage "
+        "works on one step, the next stage works on the step before",
         AT_LEAST_1,
         common=True,
     )
@@ -254,8 +256,8 @@ class EngineArgs:
     )
     ep_size: int = _parallel(
         1,
-        "groups of the --tp-size ranks, each with whole experts of its own (expert parallel); the ranks of a "
-        "group split each expert; it divides --tp-size",
+        "parties of the --tp-size ranks, each with whole experts of its own (expert parallel); the ranks of a "
+        "party split each expert; it divides --tp-size",
         AT_LEAST_1,
         common=True,
     )
@@ -295,8 +297,9 @@ class EngineArgs:
     )
     schedule_policy: Literal["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"] = _scheduling(
         "fcfs",
-        "order of a client's waiting requests: first come; longest cached prefix; common prefixes together; longest or "
-        "shortest answer first; random; by their priority, lower first, which also takes places from running ones",
+        "order of a client's waiting requests; fcfs: first come; lpm: longest cached prefix; dfs-weight: common "
+        "prefixes together; lof: longest answer; srtf: shortest answer; random; priority: lowest number, which also "
+        "takes places from running requests",
         common=True,
     )
     chunked_prefill_size: int = _scheduling(
@@ -311,11 +314,13 @@ class EngineArgs:
     session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
     disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the step before has ended")
     max_decode_slowdown: float = _scheduling(
-        2.0, "how many times longer prompts and pictures may make the time between tokens; 0: no limit", _NOT_NEGATIVE
+        2.0,
+        "limit on the time between tokens while prompts and pictures are computed, as a multiple; 0: no limit",
+        _NOT_NEGATIVE,
     )
     max_step_s: float = _scheduling(
         0.2,
-        "about the most seconds of a chunk of a prompt or picture while nothing decodes; 0: no limit",
+        "seconds that a chunk of a prompt or picture takes at most, about, while nothing decodes; 0: no limit",
         _NOT_NEGATIVE,
     )
     speculative_algorithm: Literal["none", "ngram"] = _scheduling(
@@ -329,7 +334,7 @@ class EngineArgs:
         8192, "most prompt tokens in one step, also with --chunked-prefill-size -1", AT_LEAST_1
     )
     schedule_conservativeness: float = _scheduling(
-        1.0, "above 1: admit fewer requests; below 1: admit more, and take more back", _POSITIVE
+        1.0, "above 1: admit fewer requests; below 1: admit more, and retract running ones more often", _POSITIVE
     )
     disable_cuda_graph: bool = _scheduling(
         False, "GPU: launch every kernel of a decode step by itself, instead of a captured step (CUDA graph) as a whole"

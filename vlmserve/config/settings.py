@@ -138,14 +138,14 @@ class ServerSettings:
     )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
     max_bodies_mib: float = _http(
-        1024.0, "bodies of all requests together, until their answers' ends, in MiB; at least --max-body-mib", ABOVE_0
+        1024.0, "memory for the bodies of all unfinished requests together, in MiB; at least --max-body-mib", ABOVE_0
     )
     body_timeout_s: float = _http(
         30.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
     )
     min_body_bytes_per_s: int = _http(
         500,
-        "slowest request body or upload, in bytes a second; looked at every --body-timeout-s; 0: no limit",
+        "slowest request body or upload, in bytes a second; checked every --body-timeout-s; 0: no limit",
         AT_LEAST_0,
     )
     max_json_values: int = _http(
@@ -186,8 +186,8 @@ class ServerSettings:
     shutdown_timeout_s: float = _http(30.0, "seconds that running requests get when the server is stopped", _PATIENCE)
     watchdog_timeout_s: float = _http(
         300.0,
-        "seconds that the scheduler or the detokenizer may take for one step, or be stopped, before its stacks are "
-        "logged and the server ends with an error; 0: for ever",
+        "longest step of the scheduler or the detokenizer, in seconds; after that its stacks are logged and the server "
+        "ends with an error; 0: no limit",
         _PATIENCE,
     )
     request_timeout_s: float = _http(
@@ -250,7 +250,7 @@ class ServerSettings:
         8, "most lines of batches answered at a time; they wait while requests fill the engine", AT_LEAST_1
     )
     max_batch_lines: int = _files(50_000, "most lines of a batch's input file", AT_LEAST_1)
-    max_batches: int = _files(100, "most batches that are not over; 0 takes none", AT_LEAST_0)
+    max_batches: int = _files(100, "most unfinished batches; 0: take none", AT_LEAST_0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from processors.pool.cache import ProcessorCache
+from processors.pool.pool import ProcessorCache
 from tests.vlmserve.api.fake_engine import MODEL, Served, png_url
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.batches.record import ENDED

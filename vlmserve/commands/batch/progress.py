@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ _RATE_OVER_S = 60.0
 
 
 @dataclass(kw_only=True)
-class RunTally(ABC):
+class RunTally:
     """The counts of a run.
 
     total: items counted so far; counted: the count is complete. done: items that this run finished by computing.
@@ -45,14 +44,14 @@ class RunTally(ABC):
         return self.done + self.failed
 
     @property
-    @abstractmethod
     def hits(self) -> int:
         """The number of results that were there already."""
+        raise NotImplementedError
 
     @property
-    @abstractmethod
     def work(self) -> int:
         """The work done, in `unit`."""
+        raise NotImplementedError
 
 
 def phrases(*counts: tuple[int, str]) -> list[str]:

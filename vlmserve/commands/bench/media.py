@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 from PIL import Image
 
-from vlmserve.commands.client.chat_files import data_url
+from vlmserve.commands.client.media import data_url
 
 
 def picture_part(picture: bytes) -> dict[str, object]:

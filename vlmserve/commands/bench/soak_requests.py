@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import httpx2
 
 from vlmserve.commands.bench.media import clip, draw_picture, picture_part
-from vlmserve.commands.client.chat_files import data_url
+from vlmserve.commands.client.media import data_url
 
 PATIENCE_S = 120.0
 _PIECE = 4096  # bytes of a body

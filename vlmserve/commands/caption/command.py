@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import io
@@ -15,7 +16,6 @@ from typing import Any, get_args
 from vlmserve.commands.batch.command_line import INTERRUPTED, add_media_settings, input_parser, run_checked, take_model
 from vlmserve.commands.batch.inputs import Columns, InputFormat
 from vlmserve.commands.caption.feed import ItemShard
-from vlmserve.commands.caption.outputs.choose import OutputSettings
 from vlmserve.commands.caption.run import CaptionSettings
 from vlmserve.commands.client.conversation import OPTIONS
 from vlmserve.commands.client.media import PICTURES, VIDEOS, scheme_of
@@ -61,12 +61,7 @@ _OWN = "own_"  # the prefix of this command's own flags: --max-pixels is a setti
 _KINDS: dict[str, type] = {"N": int, "X": float, "FILE": Path}
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"action": "append"}
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "temperature": ("X", "default: 0, the most likely caption; 0.7 with --num-captions above 1"),
-    **{
-        name: ("N" if name == "top_k" else "X", OPTIONS[name].help) for name in ("top_p", "top_k", "min_p", *_PENALTIES)
-    },
-}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *_PENALTIES)
 # The groups of flags: name -> metavar, help, and further arguments of argparse.
 _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "inputs and outputs": {
@@ -76,11 +71,7 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         "media_column": ("NAME", "column or field with the picture or video; default: usual names"),
         "prompt_column": ("NAME", 'column or field with an item\'s own prompt; .jsonl: "prompt"'),
         "id_column": ("NAME", 'column or field with an item\'s name; .jsonl: "id"'),
-        "caption_suffix": (
-            ".txt|.json|...",
-            "ending of caption files; .json files have all details",
-            {"default": ".txt"},
-        ),
+        "caption_suffix": (".txt|...", "ending of caption files; .json files have all details", {"default": ".txt"}),
         "overwrite": (None, "replace caption files that this command did not write", _SWITCH),
         "items_per_file": ("N", "items in each part of parquet or tars", {"default": 10_000}),
         "journal": ("FILE", "path of the journal; default: beside the output"),
@@ -97,7 +88,8 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         "suffix": ("TEXT", "template of text after each caption", {"default": ""}),
         "num_captions": ("N", "captions per item", {"default": 1}),
         "max_tokens": ("N", "longest caption, in tokens", {"default": 256}),
-        **_SAMPLING,
+        "temperature": ("X", "default: 0, the most likely caption; 0.7 with --num-captions above 1"),
+        **{name: ("N" if name == "top_k" else "X", OPTIONS[name].help) for name in _SAMPLING[1:]},
         "stop": ("TEXT", "end captions before this text; may be repeated", _SEVERAL),
         "seed": ("N", "seed of sampling", {"default": 0}),
         "json_schema": ("FILE", "make captions JSON that fits the JSON schema in FILE"),
@@ -109,7 +101,7 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "this process or servers": {
         "base_url": (
             "URL",
-            "let the server at http://host:port/v1 caption, not this process; may be repeated",
+            "let the server at http://host:port/v1 caption; may be repeated",
             _SEVERAL,
         ),
         "api_key": ("KEY", "API key of these servers [env: VLMSERVE_API_KEY]"),
@@ -124,7 +116,7 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptionCommand:
-    """A command line, checked. prompt, prefix, suffix, system: see `Prompts`.
+    """A command line, checked. prompt, prefix, suffix, system_prompt: see `Prompts`. Other flags have their own names.
 
     nothing_twice: each picture probably comes once, and prompts share nothing before it, so caches would not help.
     """
@@ -135,7 +127,10 @@ class CaptionCommand:
     inputs: Sequence[str]
     input_format: InputFormat | None
     columns: Columns
-    output: OutputSettings
+    output: str | None
+    caption_suffix: str
+    overwrite: bool
+    items_per_file: int
     journal: Path | None
     errors: Path | None
     restart: bool
@@ -143,7 +138,7 @@ class CaptionCommand:
     shard: ItemShard
     limit: int | None
     prompt: str
-    system: str | None
+    system_prompt: str | None
     prefix: str
     suffix: str
     base_urls: Sequence[str]
@@ -166,9 +161,7 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     if nothing_twice:  # caches would not help
         defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
     settings = load_settings(flags, config=args["config"], defaults=defaults)
-    if (
-        given["max_pixels"] is not None and settings.engine.max_pixels == AUTO
-    ):  # the flag decides, not the speed of this machine
+    if given["max_pixels"] is not None and settings.engine.max_pixels == AUTO:  # this machine's speed does not decide
         settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, max_pixels=CHECKPOINT))
     problems = list(_problems(given, urls))
     if problems:
@@ -177,15 +170,8 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     more: dict[str, Any] = {
         "inputs": words,
         "columns": Columns(media=given["media_column"], prompt=given["prompt_column"], id=given["id_column"]),
-        "output": OutputSettings(
-            output=given["output"],
-            suffix=given["caption_suffix"],
-            overwrite=given["overwrite"],
-            items_per_file=given["items_per_file"],
-        ),
         "shard": _shard(given["shard"]),
         "prompt": _prompt(given["prompt"], given["prompt_file"]),
-        "system": given["system_prompt"],
     }
     most = _PER_SERVER * len(urls) if urls else settings.engine.max_running_requests
     run = CaptionSettings(
@@ -259,10 +245,8 @@ def _shard(text: str) -> ItemShard:
 def _prompt(text: str | None, file: Path | None) -> str:
     if file is None:
         return DEFAULT_PROMPT if text is None else text
-    try:
+    with _readable(f"--prompt-file {file}"):
         return file.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--prompt-file {file}: cannot be read: {error}") from None
 
 
 def _options(given: dict[str, Any]) -> dict[str, Any]:
@@ -279,15 +263,20 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_format(file: Path) -> dict[str, Any]:
-    """Return the request's response_format for the JSON schema in a file."""
-    try:
+    with _readable(f"--json-schema {file}"):
         schema = json.loads(file.read_text(encoding="utf-8-sig"))
         verify_grammar(make_spec("json_schema", schema, param=f"--json-schema {file}"))
+    return {"type": "json_schema", "json_schema": {"name": "caption", "schema": schema}}
+
+
+@contextlib.contextmanager
+def _readable(what: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"--json-schema {file}: cannot be read: {error}") from None
+        raise SettingsError(f"{what}: cannot be read: {error}") from None
     except BadRequestError as error:
         raise SettingsError(error.message) from None
-    return {"type": "json_schema", "json_schema": {"name": "caption", "schema": schema}}
 
 
 def _named(given: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -300,13 +289,13 @@ def words_to_open(command: CaptionCommand) -> list[str]:
     Raises SettingsError for inputs that captions cannot be put beside.
     """
     words = list(command.inputs)
-    if command.output.output is not None:
+    if command.output is not None:
         return words
     for word in words:
         if scheme_of(word) not in ("", "file") or Path(word).suffix.lower() in _NEED_OUTPUT:
             raise SettingsError(f"INPUT {word!r}: captions cannot be put beside it, name an --output")
     stems = {os.path.splitext(word)[0] for word in words if Path(word).suffix.lower() in (*PICTURES, *VIDEOS)}
-    suffix = command.output.suffix
+    suffix = command.caption_suffix
     return [word for word in words if not (word.endswith(suffix) and word.removesuffix(suffix) in stems)]
 
 

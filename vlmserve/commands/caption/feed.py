@@ -12,8 +12,7 @@ from typing import Any
 import blake3
 
 from vlmserve.commands.batch.item import Failed, Found, Item, MediumItem
-from vlmserve.commands.caption.errors_file import ErrorsFile
-from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import CaptionTally, CaptionTask

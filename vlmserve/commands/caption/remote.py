@@ -17,18 +17,18 @@ import httpx2
 
 from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.caption.run import CaptionStopped
-from vlmserve.commands.caption.server_answers import (
+from vlmserve.commands.caption.servers import (
     Away,
-    GoodAnswer,
     NoAnswer,
+    ServerStanding,
     Unfit,
     Verdict,
+    choose,
     judge_answer,
     judge_models,
 )
-from vlmserve.commands.caption.server_standing import ServerStanding, choose
 from vlmserve.commands.client.chat_client import CONNECT_TIMEOUT_S
-from vlmserve.commands.client.chat_files import with_data_urls
+from vlmserve.commands.client.media import with_data_urls
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -104,8 +104,8 @@ class RemoteCaptioner:
         while True:
             server = await self._next_server(tried)
             outcome = await self._try(server, number, body, wanted)
-            if isinstance(outcome, GoodAnswer):
-                return outcome.content
+            if isinstance(outcome, dict):
+                return outcome
             if isinstance(outcome, BadRequestError):
                 raise outcome
             reason = f"{server.url}: {outcome.reason}"
@@ -157,7 +157,7 @@ class RemoteCaptioner:
         if isinstance(outcome, Unfit) and not outcome.for_good and server.answer_s is not None:
             outcome = NoAnswer(reason=outcome.reason)
         match outcome:
-            case GoodAnswer():
+            case dict():
                 server.answered(era, self._clock() - started)
             case BadRequestError():
                 server.answered(era, None)
@@ -167,7 +167,7 @@ class RemoteCaptioner:
                 self._leave_out(server, outcome.reason)
             case Unfit():
                 self._give_up(server, outcome.reason)
-        if isinstance(outcome, GoodAnswer | BadRequestError) and self._ending is not None:
+        if isinstance(outcome, dict | BadRequestError) and self._ending is not None:
             self._ending.cancel()
             self._ending = None
         self._watch()
@@ -197,7 +197,6 @@ class RemoteCaptioner:
     # ---- servers that come and go
 
     async def _look(self, server: ServerStanding) -> _Looked:
-        """Look at the list of models."""
         try:
             async with asyncio.timeout(_LOOK_TIMEOUT_S):
                 return judge_models(*await self._exchange("GET", f"{server.url}/models"))
@@ -235,7 +234,8 @@ class RemoteCaptioner:
         return False
 
     def _give_up(self, server: ServerStanding, reason: str) -> None:
-        server.give_up(reason)
+        server.reason = reason
+        server.is_in, server.is_unfit = False, True
         logger.warning("%s is not used: %s", server.url, reason)
         self._watch()
 
@@ -252,7 +252,7 @@ class RemoteCaptioner:
         while not busy and not server.is_unfit and not self._admit(server, await self._look(server)):
             await self._sleep(server.next_pause_s())
         if not server.is_unfit:
-            server.come_back()
+            server.is_in = True
             logger.info("%s is back", server.url)
             self._tell()
 

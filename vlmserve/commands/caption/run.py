@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import blake3
 
@@ -21,7 +20,7 @@ from processors.inputs import Modality
 from vlmserve.commands.batch.item import ChatRequest, Failed, RequestItem, digest_of
 from vlmserve.commands.caption.feed import Feed, Shared
 from vlmserve.commands.caption.result import Captioned, CaptionTask, Result, Touched, like_another, make_record
-from vlmserve.commands.client.chat_files import told_modality
+from vlmserve.commands.client.media import told_modality
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ _READERS = 16  # they mostly wait for disks or other hosts
 _MOST_AT_ONCE = 256
 
 _T = TypeVar("_T")
+_Answer: TypeAlias = tuple[dict[str, Any], Mapping[str, Any] | None]
 
 
 class CaptionStopped(VlmserveError):
@@ -110,23 +110,13 @@ class CaptionSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OpenedItem:
-    """An item after reading. known: the record of an equal item, if there is one."""
+    """An item after reading. digest: of the medium, in hex."""
 
     fingerprint: bytes
     request: ChatRequest
     data: bytes | None
     modality: Modality | None
     digest: str | None
-    known: dict[str, Any] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TaskOutcome:
-    """The result of an item. task: None if it failed before it became one. written: set when the result is on disk."""
-
-    result: Result
-    task: CaptionTask | None = None
-    written: asyncio.Event | None = None
 
 
 class CaptionRun:
@@ -138,10 +128,10 @@ class CaptionRun:
         self._settings = settings
         self._shared = shared
         self._budget = ByteBudget(settings.bytes_in_memory)
-        self._outcomes: asyncio.Queue[_TaskOutcome] = asyncio.Queue(settings.concurrency)
-        # Records by fingerprint: of current items, and of the last ones in the journal.
-        self._records: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
-        self._last_written: deque[bytes] = deque()
+        # Each with an event that is set once the result is on disk. None comes last.
+        self._results: asyncio.Queue[tuple[Result, asyncio.Event] | None] = asyncio.Queue()
+        # By fingerprint, until the record is in the journal.
+        self._answering: dict[bytes, asyncio.Task[_Answer]] = {}
         self.in_order = False  # the run has ended, and all finished results are written
         self._pulling = asyncio.Lock()
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="caption-feed")
@@ -153,7 +143,7 @@ class CaptionRun:
 
         Raises CaptionStopped if nothing answers any more, OSError if nothing can be written any more.
         """
-        writing = asyncio.create_task(self._write_outcomes())
+        writing = asyncio.create_task(self._write_results())
         workers = [asyncio.create_task(self._work()) for _ in range(self._settings.concurrency)]
         working: asyncio.Future[Any] = asyncio.gather(*workers)
         try:
@@ -165,7 +155,8 @@ class CaptionRun:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(working, *workers, return_exceptions=True)
-            await self._end_writing(writing)
+            self._results.put_nowait(None)
+            await writing
             self.in_order = True
 
     def close(self) -> None:
@@ -183,64 +174,46 @@ class CaptionRun:
             if task is None:
                 return
             if isinstance(task, Failed):
-                await self._outcomes.put(_TaskOutcome(result=task))
+                await self._write(task)
                 continue
             try:
                 await self._caption(task)
-            except (CaptionStopped, OSError):  # `_read` converts those of one item
-                raise
             except BadRequestError as error:
-                await self._fail(task, error.message, error.code)
+                await self._write(task.failed(error.message, error.code))
             except EngineError as error:
-                await self._fail(task, str(error), "engine_error")
-            except VlmserveError:
-                raise  # an error of the journal
+                await self._write(task.failed(str(error), "engine_error"))
+            except (VlmserveError, OSError):  # of the run: `_read` converts an item's own
+                raise
             except Exception as error:
                 logger.exception("%s failed unexpectedly", task.item.id)
-                await self._fail(task, f"{type(error).__name__}: {error}", "internal_error")
-
-    async def _fail(self, task: CaptionTask, message: str, code: str | None) -> None:
-        await self._outcomes.put(_TaskOutcome(result=task.failed(message, code), task=task))
+                await self._write(task.failed(f"{type(error).__name__}: {error}", "internal_error"))
+            finally:
+                self._feed.finished(task)
 
     async def _caption(self, task: CaptionTask) -> None:
         async with self._budget.hold(task.item.size or _UNKNOWN_BYTES):
             opened = await self._in(self._readers, self._open, task)
             if isinstance(opened, Touched):
-                await self._outcomes.put(_TaskOutcome(result=opened, task=task))
+                await self._write(opened)
                 return
-            record, usage = await self._record(task, opened)
-            keep = self._shared.output.needs_media
-            result = Captioned(
-                task=task,
-                fingerprint=opened.fingerprint,
-                record=record,
-                usage=usage,
-                data=opened.data if keep else None,
-                modality=opened.modality,
-            )
-            written = asyncio.Event() if keep else None  # its bytes stay in the budget until then
-            await self._outcomes.put(_TaskOutcome(result=result, task=task, written=written))
-            if written is not None:
-                await written.wait()
+            fingerprint = opened.fingerprint
+            answering = self._answering.get(fingerprint)
+            if answering is not None:  # an equal item is being captioned
+                record, _ = await asyncio.shield(answering)
+                await self._write(_captioned(task, opened, (like_another(record, task.item), None)))
+                return
+            answering = self._answering[fingerprint] = asyncio.create_task(self._answer(task, opened))
+            try:
+                await self._write(_captioned(task, opened, await answering))
+            finally:
+                del self._answering[fingerprint]
 
-    async def _record(self, task: CaptionTask, opened: _OpenedItem) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-        """Return the record of an equal item, or the captioner's answer with its usage."""
-        if opened.known is not None:
-            return like_another(opened.known, task.item), None
-        other = self._records.get(opened.fingerprint)  # current, or written since this one was opened
-        if other is not None:
-            return like_another(await asyncio.shield(other), task.item), None
-        future = self._records[opened.fingerprint] = asyncio.get_running_loop().create_future()
-        try:
-            answer = await self._captioner.ask(opened.request)
-        except BaseException as error:
-            del self._records[opened.fingerprint]
-            if isinstance(error, asyncio.CancelledError):
-                future.cancel()
-            else:
-                future.set_exception(error)
-                future.exception()  # there may be no waiter
-            raise
+    async def _answer(self, task: CaptionTask, opened: _OpenedItem) -> _Answer:
+        """Return the record of an equal item in the journal, or of the captioner's answer with its usage."""
+        known = await self._in(self._readers, self._shared.journal.record_like, opened.fingerprint)
+        if known is not None:
+            return like_another(known, task.item), None
+        answer = await self._captioner.ask(opened.request)
         asked = task.asked
         said = [choice["message"]["content"] or "" for choice in answer["choices"]]
         record = make_record(
@@ -250,7 +223,6 @@ class CaptionRun:
             digest=opened.digest,
             prompt=None if asked is None else asked.prompt,
         )
-        future.set_result(record)
         return record, answer.get("usage") or {}
 
     def _open(self, task: CaptionTask) -> _OpenedItem | Touched:
@@ -282,36 +254,27 @@ class CaptionRun:
         if "seed" not in options:  # equal items have equal seeds
             seed = (int.from_bytes(fingerprint[:7], "little") + settings.seed) % 2**63
             request = replace(request, options={**options, "seed": seed})
-        known = self._shared.journal.record_like(fingerprint)
-        return _OpenedItem(
-            fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest, known=known
-        )
+        return _OpenedItem(fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest)
 
-    # ---------------------------------------------------------------- outcomes
+    # ---------------------------------------------------------------- results
 
-    async def _write_outcomes(self) -> None:
-        """Write outcomes until cancelled."""
+    async def _write(self, result: Result) -> None:
+        """Return once a result is on disk."""
+        written = asyncio.Event()
+        self._results.put_nowait((result, written))
+        await written.wait()
+
+    async def _write_results(self) -> None:
         while True:
-            batch = [await self._outcomes.get()]
-            while not self._outcomes.empty() and len(batch) < _MOST_AT_ONCE:
-                batch.append(self._outcomes.get_nowait())
-            try:
-                await self._in(self._writer, self._commit, [outcome.result for outcome in batch])
-            finally:
-                for outcome in batch:
-                    self._forget(outcome)
-                    self._outcomes.task_done()
-
-    async def _end_writing(self, writing: asyncio.Task[None]) -> None:
-        """Write the remaining outcomes, after all workers have ended."""
-        if not writing.done():
-            joined = asyncio.create_task(self._outcomes.join())
-            await asyncio.wait([joined, writing], return_when=asyncio.FIRST_COMPLETED)
-            joined.cancel()
-            writing.cancel()
-        result = (await asyncio.gather(writing, return_exceptions=True))[0]
-        if isinstance(result, Exception):
-            raise result
+            batch = [await self._results.get()]
+            while not self._results.empty() and len(batch) < _MOST_AT_ONCE:
+                batch.append(self._results.get_nowait())
+            results = [each for each in batch if each is not None]
+            await self._in(self._writer, self._commit, [result for result, _ in results])
+            for _, written in results:
+                written.set()
+            if len(results) < len(batch):
+                return
 
     def _commit(self, results: Sequence[Result]) -> None:
         """Write results. Runs in the writer's thread."""
@@ -337,19 +300,20 @@ class CaptionRun:
             self._shared.tally.skipped += len(seen)
             failed, seen = [], []
 
-    def _forget(self, outcome: _TaskOutcome) -> None:
-        result = outcome.result
-        if outcome.task is not None:
-            self._feed.finished(outcome.task)
-        if isinstance(result, Captioned) and result.usage is not None:
-            self._last_written.append(result.fingerprint)
-            if len(self._last_written) > _MOST_AT_ONCE + self._settings.concurrency:
-                self._records.pop(self._last_written.popleft(), None)
-        if outcome.written is not None:
-            outcome.written.set()
-
     async def _in(self, executor: ThreadPoolExecutor, function: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
+
+
+def _captioned(task: CaptionTask, opened: _OpenedItem, answer: _Answer) -> Captioned:
+    record, usage = answer
+    return Captioned(
+        task=task,
+        fingerprint=opened.fingerprint,
+        record=record,
+        usage=usage,
+        data=opened.data,
+        modality=opened.modality,
+    )
 
 
 def _no_place(touched: Sequence[Touched]) -> list[Failed]:

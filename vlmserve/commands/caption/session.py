@@ -23,9 +23,8 @@ from vlmserve.commands.batch.command_line import make_fetcher
 from vlmserve.commands.batch.inputs import Inputs, open_inputs
 from vlmserve.commands.batch.progress import RunProgress
 from vlmserve.commands.caption.command import CaptionCommand, named_folder, refuse_inputs_as_outputs, words_to_open
-from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import CaptionTally
@@ -63,8 +62,13 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
     Raises SettingsError, VlmserveError or OSError if the run cannot begin.
     """
     tally = CaptionTally()
-    prompts = Prompts(command.prompt, system=command.system, prefix=command.prefix, suffix=command.suffix)
-    output = choose_output(command.output)
+    prompts = Prompts(command.prompt, system=command.system_prompt, prefix=command.prefix, suffix=command.suffix)
+    output = choose_output(
+        command.output,
+        suffix=command.caption_suffix,
+        overwrite=command.overwrite,
+        items_per_file=command.items_per_file,
+    )
     words = words_to_open(command)
     with contextlib.ExitStack() as stack:
         fetcher = make_fetcher(command.settings)
@@ -88,9 +92,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
 
 
 def _open_journal(command: CaptionCommand, words: Sequence[str]) -> CaptionJournal:
-    path = command.journal
-    if path is None:
-        path = choose_journal(command.output.output, [named_folder(word) for word in words], command.shard)
+    path = command.journal or choose_journal(command.output, list(map(named_folder, words)), command.shard)
     path.parent.mkdir(parents=True, exist_ok=True)
     return CaptionJournal(path)
 
@@ -178,7 +180,6 @@ class _CaptionSession:
                     showing.cancel()
 
     def _made(self) -> Captioner:
-        """Make the captioner: the engine in this process, or servers."""
         command = self.command
         if command.base_urls:
             from vlmserve.commands.caption.remote import RemoteCaptioner
@@ -202,12 +203,12 @@ class _CaptionSession:
         return {
             "the model": captioner.identity,
             "--prompt": command.prompt,
-            "--system-prompt": command.system,
+            "--system-prompt": command.system_prompt,
             "--prefix": command.prefix,
             "--suffix": command.suffix,
             "--seed": command.run.seed,
-            "--output": None if command.output.output is None else Path(command.output.output).name,
-            "--caption-suffix": command.output.suffix,
+            "--output": None if command.output is None else Path(command.output).name,
+            "--caption-suffix": command.caption_suffix,
             **{_FLAGS.get(name, flag(name)): value for name, value in command.run.options.items()},
             **{flag(name): value for name, value in command.run.video_knobs.items()},
         }

@@ -98,7 +98,6 @@ def _answer_one(args: argparse.Namespace, media: Sequence[Medium]) -> int:
 
 @contextlib.contextmanager
 def _served(args: argparse.Namespace) -> Iterator[ChatTarget]:
-    """Find the model of a running server, or start one for the chat."""
     if args.url is not None:
         yield model_at(args.url, api_key=args.api_key, name=args.served_name)
         return
@@ -174,7 +173,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _servers_own() -> set[str]:
-    """Return the settings that the chat's own server takes."""
     return {setting.name for setting in iter_settings()} - _NOT_HERE
 
 
@@ -222,7 +220,6 @@ def _exit(number: int, frame: object) -> NoReturn:
 
 
 def _complain(message: str) -> NoReturn:
-    """End the command because of a wrong command line."""
     for line in message.splitlines():
         print(f"vlmserve chat: error: {line}", file=sys.stderr)
     sys.exit(2)

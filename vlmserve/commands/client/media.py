@@ -1,21 +1,114 @@
-"""Pictures and videos as the user names them: a path, a file: URI, or a web address."""
+"""Pictures and videos: as the user names them, and as the files of messages."""
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from processors.formats import HEAD_BYTES, modality_of
+from processors.fetch.limits import FetchSettings
+from processors.formats import HEAD_BYTES, first_bytes, mime_type, modality_of
 from processors.inputs import Modality
-from vlmserve.commands.client.chat_files import data_url
 from vlmserve.commands.client.conversation import media_part
-from vlmserve_common.errors import VlmserveError
+from vlmserve.frontend.chat_messages import map_parts
+from vlmserve_common.errors import BadRequestError, VlmserveError
+
+Message: TypeAlias = Mapping[str, Any]
+_MODALITIES = {
+    "image_url": Modality.IMAGE,
+    "image": Modality.IMAGE,
+    "video_url": Modality.VIDEO,
+    "video": Modality.VIDEO,
+}
+
+
+def told_modality(data: bytes) -> Modality:
+    """Return the modality that a file's first bytes tell. Raises BadRequestError if it is no medium."""
+    modality = modality_of(data[:HEAD_BYTES])
+    if modality is None:
+        what = f"neither a picture nor a video of a supported format; it begins with {first_bytes(data)}"
+        raise BadRequestError(f"the file is {what if data else 'empty'}", code="unsupported_content")
+    return modality
+
+
+def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
+    """Return a file's modality. Raises BadRequestError if it is no medium, or larger than its modality's limit."""
+    modality = told_modality(data)
+    limit = settings.limit(modality)
+    if len(data) > limit.bytes:
+        what = f"the file has {len(data)} bytes, the limit is {limit.bytes} (setting {limit.setting})"
+        raise BadRequestError(what, code="invalid_media_url")
+    return modality
+
+
+def with_files(messages: Sequence[Message], read: Callable[[str, Modality], Any]) -> list[Message]:
+    """Return messages with `read(address, modality)` for each path or URL, except data: URLs and uploaded files.
+
+    They stand in parts of Qwen's form: {"type": "image", "image": content}. A BadRequestError of `read` gets the place
+    in the request.
+    """
+
+    def with_file(part: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+        kind = part.get("type", "")
+        value = part.get(kind) if kind in _MODALITIES else None
+        others = {name: given for name, given in part.items() if name not in ("type", kind)}
+        if isinstance(value, Mapping):
+            others |= {name: given for name, given in value.items() if name != "url"}
+            value = value.get("url")
+        several = value if isinstance(value, list) else [value]
+        if not any(map(_is_file, several)):
+            return part
+        modality = _MODALITIES[kind]
+        try:
+            content = [read(one, modality) if _is_file(one) else one for one in several]
+        except BadRequestError as error:
+            error.param = error.param or place
+            raise
+        return {**others, "type": modality.value, modality.value: content if several is value else content[0]}
+
+    return map_parts(messages, with_file)
+
+
+def with_data_urls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as JSON for a server. messages: files are bytes or URLs, in parts of Qwen's form.
+
+    They become image_url and video_url parts, which all servers know. A part's other fields (knobs) stay beside them.
+    A list of frames stays in Qwen's form, since OpenAI's API has none for it.
+    """
+
+    def url(content: Any) -> Any:
+        return data_url(content) if isinstance(content, bytes) else content  # URLs and uploaded files stay
+
+    def with_url(part: Mapping[str, Any], _place: str) -> Mapping[str, Any]:
+        kind = part.get("type")
+        value = part.get(kind) if kind in ("image", "video") else None
+        if isinstance(value, list):
+            return {**part, "video": [url(frame) for frame in value]}
+        if not isinstance(value, bytes | str):
+            return part
+        others = {name: given for name, given in part.items() if name not in ("type", kind, "detail")}
+        source = {"url": url(value)}
+        if part.get("detail") is not None:
+            source["detail"] = part["detail"]
+        return {**others, "type": f"{kind}_url", f"{kind}_url": source}
+
+    return map_parts(messages, with_url)
+
+
+def data_url(content: bytes) -> str:
+    """Return a picture's or video's file as a URL."""
+    return f"data:{mime_type(content[:HEAD_BYTES])};base64,{base64.b64encode(content).decode()}"
+
+
+def _is_file(address: Any) -> TypeGuard[str]:
+    return isinstance(address, str) and not address.startswith("data:")
+
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm")

@@ -1,50 +1,144 @@
-"""One question to the server, with a view for the page after each step."""
+"""The page's conversation: messages in Gradio's form, the requests made of them, and a view after each step.
+
+The shown messages are the only memory. A question without an answer, because it failed or was stopped early, stays on
+the page. The model is not told of it, since it would make every later request fail, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import mimetypes
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError, Stats
-from vlmserve.commands.client.conversation import OptionError
-from vlmserve.commands.demo.conversation import (
-    Message,
-    Question,
-    answer_message,
-    answered_turns,
-    demo_body,
-    error_message,
-    files_of,
-    question_message,
-    read_settings,
-)
-from vlmserve.commands.demo.drawing import Drawing, draw_marks
-from vlmserve.commands.demo.seen import SeenMedium, see
+from processors.formats import HEAD_BYTES, modality_of
+from processors.inputs import Modality
+from vlmserve.commands.client import conversation
+from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError
+from vlmserve.commands.client.conversation import OptionError, chat_messages, media_part, parse_option
+from vlmserve.commands.client.media import data_url
+from vlmserve.commands.demo.pictures import Drawing, Question, SeenMedium, draw_marks, see
+
+Message: TypeAlias = Mapping[str, Any]
+Turn = conversation.ChatTurn[Path]
+ERROR_TITLE = "Error"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerDetails:
-    """The details of a complete answer. num_media: of its prompt. media: the last of them, as the model saw them.
+def question_message(question: Question) -> dict[str, Any]:
+    """Return a question in the page's form."""
+    content = [_file(path) for path in question.media]
+    if question.text:
+        content.append(_text(question.text))
+    return {"role": "user", "content": content}
 
-    notes: sentences for the user. drawing: the answer's boxes and points.
+
+def answer_message(text: str) -> dict[str, Any]:
+    """Return an answer, or its beginning, in the page's form."""
+    return {"role": "assistant", "content": [_text(text)]}
+
+
+def error_message(text: str) -> dict[str, Any]:
+    """Return an error that stands in place of an answer."""
+    return {**answer_message(text), "metadata": {"title": ERROR_TITLE}}
+
+
+def answered_turns(messages: Sequence[Message]) -> tuple[Turn, ...]:
+    """Return the answered questions with their answers, in order."""
+    turns: list[Turn] = []
+    asked: Question | None = None
+    answers: list[Message] = []
+    for message in [*messages, None]:
+        if message is not None and message["role"] == "assistant":
+            answers.append(message)
+            continue
+        answer = "".join(map(_texts, answers))
+        if asked is not None and answer and not any(map(_is_error, answers)):
+            turns.append(Turn(question=asked, answer=answer))
+        asked, answers = None if message is None else _question(message), []
+    return tuple(turns)
+
+
+def last_question(messages: Sequence[Message]) -> tuple[Sequence[Message], Question] | None:
+    """Return the last question and the messages before it; None if there is none."""
+    for place in reversed(range(len(messages))):
+        if messages[place]["role"] == "user":
+            return messages[:place], _question(messages[place])
+    return None
+
+
+def _question(message: Message) -> Question:
+    parts = message["content"]
+    files = [Path(part["file"]["path"]) for part in parts if part["type"] == "file"]
+    return Question(text=_texts(message), media=tuple(files))
+
+
+def _texts(message: Message) -> str:
+    return "".join(part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def _is_error(message: Message) -> bool:
+    return (message.get("metadata") or {}).get("title") == ERROR_TITLE
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """Return the part of a file. The guessed type matters for display only."""
+    return {"type": "file", "file": {"path": str(path), "mime_type": mimetypes.guess_type(path.name)[0]}}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+FIELDS = ("max_tokens", "temperature", "top_p", "seed", "detail", "min_pixels", "max_pixels", "fps")
+"""The options in the page's form. min_pixels, max_pixels: of each picture."""
+
+
+def read_settings(texts: Mapping[str, str | None]) -> dict[str, Any]:
+    """Read the fields of a form. An empty field leaves the value to the server.
+
+    Raises OptionError for anything but numbers. The server checks their range.
     """
+    given = {name: text.strip() for name, text in texts.items() if text is not None and text.strip()}
+    try:
+        return {name: parse_option(name, text) for name, text in given.items()}
+    except OptionError as error:
+        raise OptionError(f"{error}, or empty to leave it to the server") from None
 
-    stats: Stats
-    num_media: int
-    media: tuple[SeenMedium, ...]
-    notes: tuple[str, ...]
-    drawing: Drawing | None
+
+def demo_body(model: str, turns: Sequence[Turn], question: Question, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a streamed request of the whole conversation, with media as data: URLs. Reads the files: OSError."""
+
+    def part(path: Path) -> dict[str, Any]:
+        """Make the part of a file. An unknown file goes as a picture, so that the server reports its mistake."""
+        data = path.read_bytes()
+        if modality_of(data[:HEAD_BYTES]) is Modality.VIDEO:
+            of_clips = {name: value for name, value in settings.items() if name == "fps"}
+            return media_part(Modality.VIDEO, data_url(data), of_clips)
+        return media_part(Modality.IMAGE, data_url(data), settings)
+
+    messages = chat_messages(None, turns, question, part)
+    return {**conversation.chat_body(model, messages, settings), "return_mm_report": True}
+
+
+def files_of(turns: Sequence[Turn], question: Question) -> list[Path]:
+    """Return all media of the conversation, in the order of the prompt."""
+    return [path for asked in (*(turn.question for turn in turns), question) for path in asked.media]
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A state of the page. messages: the conversation. outcome: None until the answer is complete."""
+    """A state of the page. messages: the conversation. answer: the complete one; None before.
+
+    media: the last ones of the prompt, as the model saw them. drawing: the answer's boxes and points.
+    """
 
     messages: Sequence[Message]
-    outcome: AnswerDetails | None = None
+    answer: ChatAnswer | None = None
+    media: tuple[SeenMedium, ...] = ()
+    drawing: Drawing | None = None
 
 
 class Chat:
@@ -70,22 +164,11 @@ class Chat:
             async with aclosing(self._client.ask(body)) as answers:
                 async for answer in answers:
                     yield View(messages=[*shown, answer_message(answer.text)])
-            outcome = await asyncio.to_thread(_outcome, answer, files_of(turns, question))
+            files = files_of(turns, question)
+            drawing = await asyncio.to_thread(draw_marks, answer.text, answer.media, files)
+            seen = await asyncio.to_thread(see, answer.media, files)
         except (OptionError, ServerError, OSError) as error:
             said = [answer_message(answer.text)] if answer.text else []
             yield View(messages=[*shown, *said, error_message(str(error))])
             return
-        yield View(messages=[*shown, answer_message(answer.text)], outcome=outcome)
-
-
-def _outcome(answer: ChatAnswer, files: Sequence[Path]) -> AnswerDetails | None:
-    if answer.stats is None:
-        return None
-    drawing = draw_marks(answer.text, answer.media, files)
-    return AnswerDetails(
-        stats=answer.stats,
-        num_media=len(answer.media),
-        media=see(answer.media, files),
-        notes=(*answer.notes, *(drawing.problems if drawing is not None else ())),
-        drawing=drawing,
-    )
+        yield View(messages=[*shown, answer_message(answer.text)], answer=answer, media=seen, drawing=drawing)

@@ -11,10 +11,10 @@ import gradio as gr
 from gradio.components.chatbot import FileMessage, TextMessage
 
 from vlmserve.commands.demo import panels
-from vlmserve.commands.demo.chat import AnswerDetails, Chat, View
-from vlmserve.commands.demo.conversation import FIELDS, Message, Question, last_question
-from vlmserve.commands.demo.samples import make_thumbnails
+from vlmserve.commands.demo.chat import FIELDS, Chat, Message, View, last_question
+from vlmserve.commands.demo.pictures import Question, make_thumbnails
 
+_NOTHING = View(messages=())
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
 _STYLE = Path(__file__).parent / "page.css"
 # A click on a sample also scrolls to the conversation.
@@ -126,7 +126,7 @@ class DemoPage:
             nothing = outputs[2:]
             stopping: list[Any] = [asked, again, sampled]
             box.stop(_stopped, None, [box, *nothing], cancels=stopping, api_visibility="private", queue=False)
-            chatbot.clear(lambda: _panels(None), None, nothing, api_visibility="private")
+            chatbot.clear(lambda: _panels(_NOTHING), None, nothing, api_visibility="private")
         return blocks
 
     async def _ask(
@@ -170,7 +170,7 @@ class DemoPage:
                 yield [box, view.messages, *aside]
                 box, aside = gr.skip(), [gr.skip()] * 4
         # The messages again: a caller of the page's API gets the last update.
-        yield [_ready(), view.messages, *_panels(view.outcome)]
+        yield [_ready(), view.messages, *_panels(view)]
 
 
 def _take_back_little(chatbot: gr.Chatbot) -> None:
@@ -214,16 +214,21 @@ def _waiting() -> list[Any]:
     return [gr.skip(), hidden, hidden, panels.WAITING]
 
 
-def _panels(outcome: AnswerDetails | None) -> list[Any]:
-    """Return the values of column, picture, rows and saw; empty without an outcome.
+def _panels(view: View) -> list[Any]:
+    """Return the values of column, picture, rows and saw; empty without a complete answer.
 
     They are made anew each time, since Gradio empties them.
     """
-    drawing = None if outcome is None else outcome.drawing
-    image, rows = (None, None) if drawing is None else (drawing.image, [list(row) for row in drawing.rows])
-    saw = "" if outcome is None else panels.saw(outcome.media, outcome.num_media, outcome.stats, outcome.notes)
+    answer, drawing = view.answer, view.drawing
+    image, rows = None, None
+    problems: Sequence[str] = ()
+    if drawing is not None:
+        image, rows, problems = drawing.image, [list(row) for row in drawing.rows], drawing.problems
+    saw = ""
+    if answer is not None and answer.stats is not None:
+        saw = panels.saw(view.media, len(answer.media), answer.stats, (*answer.notes, *problems))
     return [
-        gr.update(visible=outcome is not None),
+        gr.update(visible=answer is not None),
         gr.update(value=image, visible=drawing is not None),
         gr.update(value=rows, visible=drawing is not None),
         saw,
@@ -235,7 +240,7 @@ def _busy() -> dict[str, Any]:
 
 
 def _stopped() -> list[Any]:
-    return [_ready(), *_panels(None)]
+    return [_ready(), *_panels(_NOTHING)]
 
 
 def _ready() -> dict[str, Any]:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from PIL import Image
 
 from vlmserve.commands.client.chat_client import Stats
-from vlmserve.commands.demo.samples import Thumbnail
-from vlmserve.commands.demo.seen import Frame, SeenMedium
+from vlmserve.commands.demo.pictures import Frame, SeenMedium, Thumbnail
 
 _KINDS = {"image": "pictures", "video": "clips"}
 WAITING = '<p class="saw-waiting">The model is at work …</p>'
@@ -120,7 +119,7 @@ def _tokens(stats: Stats) -> str:
     rows = [
         ("Prompt", _count(stats.prompt_tokens, "token"), ", ".join(parts)),
         ("Cached", _count(stats.cached_tokens, "token"), cached),
-        ("ChatAnswer", _count(stats.completion_tokens, "token"), "" if rate is None else f"{rate:.0f} a second"),
+        ("Answer", _count(stats.completion_tokens, "token"), "" if rate is None else f"{rate:.0f} a second"),
     ]
     cells = "".join(f"<tr><th>{name}</th><td>{number}</td><td>{more}</td></tr>" for name, number, more in rows)
     return f'<table class="saw-tokens-table"><tbody>{cells}</tbody></table>'

@@ -27,7 +27,7 @@ from vlmserve.config.settings import ServerSettings, iter_settings, load_setting
 
 if TYPE_CHECKING:
     from vlmserve.commands.warmup.local import LocalTarget
-    from vlmserve.commands.warmup.remote import RemoteTarget
+    from vlmserve.commands.warmup.run import RemoteTarget
 
 _ABOUT = """\
 Encode pictures and videos ahead of time, so that servers with the same weights and settings start warm.
@@ -144,7 +144,7 @@ def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib
 
 def _make_target(args: argparse.Namespace, settings: ServerSettings) -> LocalTarget | RemoteTarget:
     if args.url is not None:
-        from vlmserve.commands.warmup.remote import RemoteTarget
+        from vlmserve.commands.warmup.run import RemoteTarget
 
         return RemoteTarget(args.url, api_key=settings.api_key, pin=args.pin)
     from vlmserve.commands.warmup.local import LocalTarget

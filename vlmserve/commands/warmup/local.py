@@ -26,18 +26,16 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.encoder_warmups import EncoderWarmups
+from vlmserve.engine.model_loading import prepare_device
 from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.frontend.stage import make_request_media, stage_limits
 from vlmserve.ipc.messages import EncodeOutput, EncodeReqInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve.memory.sizing import check_weights_fit, weight_bytes
 from vlmserve.models.registry import load_config
-from vlmserve_common.compute.cpus import usable_threads
-from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
-from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.library import activate, torch_threads
+from vlmserve_common.kernels.library import torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -127,12 +125,7 @@ class LocalTarget:
     def __init__(self, settings: ServerSettings, *, pin: bool) -> None:
         folder = resolve_model(settings.engine.model)
         args = replace(settings.engine, model=str(folder), processor_cache_mib=0)  # no input comes twice
-        device = resolve_device(args.device)
-        num_threads = usable_threads(args.num_threads, "--num-threads")
-        torch.set_num_threads(num_threads)
-        if device.type == "cpu":  # also for encoder processes: their speed is measured here
-            activate(args.cpu_kernels, threads=num_threads)
-        fused.activate(args.gpu_kernels, device)
+        device, num_threads = prepare_device(args, None)  # also for encoder processes: their speed is measured here
         limits = stage_limits(settings)
         self._pin = pin
         self._counts = limits.counts

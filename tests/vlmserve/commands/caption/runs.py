@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ import blake3
 
 from tests.vlmserve.commands.warmup.media import png
 from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
-from vlmserve.commands.caption.errors_file import ErrorsFile
 from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
-from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import Output
-from vlmserve.commands.caption.outputs.choose import OutputSettings, choose_journal, choose_output
+from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import CaptionTally
 from vlmserve.commands.caption.run import CaptionRun, CaptionSettings, CaptionStopped
@@ -93,14 +92,14 @@ class FakeCaptioner:
         pass
 
 
-def output_settings(output: Path | None, **more: Any) -> OutputSettings:
-    given = {"suffix": ".txt", "overwrite": False, "items_per_file": 4, **more}
-    return OutputSettings(output=None if output is None else str(output), **given)
+def output_settings(output: Path | None, **more: Any) -> dict[str, Any]:
+    defaults = {"suffix": ".txt", "overwrite": False, "items_per_file": 4}
+    return {"output": None if output is None else str(output), **defaults, **more}
 
 
 def run_once(
     found: Iterable[Found],
-    output: OutputSettings,
+    output: Mapping[str, Any],
     *,
     captioner: FakeCaptioner | None = None,
     prompts: Prompts | None = None,
@@ -115,8 +114,8 @@ def run_once(
 ) -> CaptionTally:
     """One run from beginning to end, as `vlmserve caption` puts it together."""
     tally = CaptionTally()
-    sink: Output = choose_output(output)
-    path = choose_journal(output.output, list(folders), shard or ItemShard())
+    sink: Output = choose_output(**output)
+    path = choose_journal(output["output"], list(folders), shard or ItemShard())
     path.parent.mkdir(parents=True, exist_ok=True)
     errors_file = ErrorsFile(errors)
     with CaptionJournal(path) as journal:

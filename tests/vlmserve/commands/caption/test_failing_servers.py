@@ -294,32 +294,6 @@ async def test_a_refused_key_ends_the_run():
             await ask(asked)
 
 
-@in_loop
-async def test_to_cancel_closes_the_connection():
-    held = Held()
-    async with StubServer(held) as server, captioner(server) as asked:
-        asking = asyncio.ensure_future(ask(asked))
-        await held.at_work.wait()
-        asking.cancel()
-        await server.hung_up.wait()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-
-
-@in_loop
-async def test_what_is_wrong_with_a_request_is_told_at_once():
-    error = {"message": "no picture", "type": "invalid", "param": "messages[0]", "code": "invalid_image"}
-    refuse = always(Reply(status=422, body={"error": error}))
-    async with StubServer(refuse) as server, captioner(server) as asked:
-        for _ in range(5):
-            with pytest.raises(BadRequestError, match="no picture") as caught:
-                await ask(asked)
-        found = caught.value
-        assert (found.param, found.code, found.status) == ("messages[0]", "invalid_image", 422)
-        assert len(server.asked) == 5
-        assert asked.notes() == []
-
-
 # ---- everything at once
 
 

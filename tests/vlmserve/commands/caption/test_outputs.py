@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from vlmserve.commands.batch.item import ChatRequest, MediumItem, RequestItem
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
+from vlmserve.commands.caption.run import CaptionSettings
 from vlmserve.config.checks import SettingsError
 
 
@@ -57,15 +59,6 @@ def test_lines_say_what_is_known(tmp_path):
         "prompt": "Describe it.",
         "fields": {"id": "p/1", "category": "cat"},
     }
-
-
-def test_what_a_killed_run_wrote_beyond_the_journal_is_cut_off(tmp_path):
-    output = output_settings(tmp_path / "out.jsonl")
-    run_once(items(2), output)
-    whole = (tmp_path / "out.jsonl").read_bytes()
-    (tmp_path / "out.jsonl").write_bytes(whole + b'{"id": "half of a li')
-    run_once([], output)
-    assert (tmp_path / "out.jsonl").read_bytes() == whole
 
 
 def test_a_run_that_was_killed_with_more_than_a_part_in_the_journal_is_finished(tmp_path, monkeypatch):
@@ -112,11 +105,11 @@ def test_a_shortened_output_is_refused(tmp_path):
 
 def test_two_runs_on_one_output(tmp_path):
     output = output_settings(tmp_path / "out.jsonl")
-    with CaptionJournal(choose_journal(output.output, [], ItemShard())):
+    with CaptionJournal(choose_journal(output["output"], [], ItemShard())):
         child = os.fork()  # another process, as locks of SQLite's are a process's
         if child == 0:
             try:
-                CaptionJournal(choose_journal(output.output, [], ItemShard()))
+                CaptionJournal(choose_journal(output["output"], [], ItemShard()))
             except SettingsError as error:
                 os._exit(0 if "is in use by another run" in str(error) else 1)
             os._exit(2)
@@ -141,7 +134,15 @@ def test_restart_forgets_what_was_there(tmp_path, name):
 
 
 def test_tars_are_webdataset(tmp_path):
-    run_once(items(9), output_settings(tmp_path / "out-%05d.tar"))
+    class Together(FakeCaptioner):
+        async def ask(self, request):
+            answer = await super().ask(request)
+            while len(self.asked) < 9:
+                await asyncio.sleep(0)
+            return answer
+
+    output, settings = output_settings(tmp_path / "out-%05d.tar"), CaptionSettings(concurrency=9)
+    run_once(items(9), output, captioner=Together(), settings=settings)
     names = sorted(path.name for path in tmp_path.glob("out*"))
     assert names == ["out-00000.tar", "out-00001.tar", "out-00002.tar", "out-N.tar.journal"]
     samples: dict[str, dict[str, bytes]] = {}
@@ -191,6 +192,9 @@ def test_captions_beside_pictures(tmp_path):
     assert (tally.skipped, tally.done) == (2, 0)
     assert (tmp_path / "a.txt").read_text() == caption_of(content(1)) + "\n", "put back"
     assert (tmp_path / "below" / "b.c.txt").read_text() == caption_of(content(2)) + "\n"
+    (tmp_path / "a.txt").write_text("corrected by hand")
+    run_once(found, output_settings(None), folders=[tmp_path])
+    assert (tmp_path / "a.txt").read_text() == "corrected by hand"
 
 
 def test_somebody_elses_text_beside_a_picture_is_kept(tmp_path):
@@ -208,14 +212,6 @@ def test_somebody_elses_text_beside_a_picture_is_kept(tmp_path):
     found = files(tmp_path, {"a.png": content(1)})
     run_once(found, output_settings(None, overwrite=True), folders=[tmp_path], retry_failed=True)
     assert (tmp_path / "a.txt").read_text() == caption_of(content(1)) + "\n"
-
-
-def test_a_caption_that_somebody_has_changed_is_left(tmp_path):
-    found = files(tmp_path, {"a.png": content(1)})
-    run_once(found, output_settings(None), folders=[tmp_path])
-    (tmp_path / "a.txt").write_text("corrected by hand")
-    run_once(found, output_settings(None), folders=[tmp_path])
-    assert (tmp_path / "a.txt").read_text() == "corrected by hand"
 
 
 def test_a_picture_is_known_by_where_it_is_however_that_is_written(tmp_path, monkeypatch):
@@ -238,11 +234,13 @@ def test_a_picture_is_known_by_where_it_is_however_that_is_written(tmp_path, mon
     assert (tmp_path / "out" / "a.txt").exists()
 
 
-def test_a_picture_called_prompt_does_not_become_the_folders_prompt(tmp_path):
+def test_captions_without_a_place_are_told(tmp_path):
     found, errors = files(tmp_path, {"prompt.png": content(1)}), tmp_path / "errors.jsonl"
+    found.append(item("https://example.com/cat.png", content(2)))
     run_once(found, output_settings(None), folders=[tmp_path], errors=errors)
-    assert not (tmp_path / "prompt.txt").exists()
-    assert lines(errors)[0]["code"] == "no_place"
+    assert not (tmp_path / "prompt.txt").exists(), "it would be the folder's prompt"
+    assert [line["code"] for line in lines(errors)] == ["no_place"] * 2
+    assert "name an --output" in lines(errors)[1]["message"]
 
 
 def test_names_that_are_no_text_and_names_as_long_as_can_be(tmp_path):
@@ -301,14 +299,6 @@ def test_a_folder_of_captions_mirrors_the_pictures_and_nothing_leads_out_of_it(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_what_is_no_local_file_needs_an_output(tmp_path):
-    errors = tmp_path / "errors.jsonl"
-    run_once(
-        [item("https://example.com/cat.png", content(1))], output_settings(None), folders=[tmp_path], errors=errors
-    )
-    assert "name an --output" in lines(errors)[0]["message"]
-
-
 def test_batch_lines_go_out_in_openai_form(tmp_path):
     request = ChatRequest(messages=[{"role": "user", "content": [{"type": "image", "image": content(1)}]}])
     found = [
@@ -331,4 +321,4 @@ def test_batch_lines_go_out_in_openai_form(tmp_path):
 @pytest.mark.parametrize("name", ["out.csv", "out-%s.tar", "out-%05d-%05d.tar", "%05d/out.tar", "out-%05d.jsonl"])
 def test_names_that_say_nothing(name):
     with pytest.raises(SettingsError, match="--output is"):
-        choose_output(output_settings(Path(name)))
+        choose_output(**output_settings(Path(name)))

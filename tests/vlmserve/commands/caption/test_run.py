@@ -1,8 +1,9 @@
-"""Which items are asked, and how; what becomes of failures."""
+"""What is asked, and which items; what becomes of failures."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from vlmserve.commands.batch.item import Failed, MediumItem
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.run import CaptionSettings, CaptionStopped
+from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
 
 
@@ -109,6 +111,8 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
         "p/5": ("too_many_pixels", "the picture has 9 pixels, the limit is 4"),
     }
     assert (tally.done, tally.failed) == (2, 5)
+    run_once(found[:1], out, errors=errors)
+    assert "folder" not in [line["id"] for line in lines(errors)], "it can be read again"
 
 
 def test_failures_are_tried_again_when_asked_for(out, errors):
@@ -131,13 +135,6 @@ def test_failures_are_tried_again_when_asked_for(out, errors):
     assert lines(errors) == []
 
 
-def test_an_input_that_can_be_read_again_is_no_failure_any_more(out, errors):
-    run_once([Failed(id="a.tar", message="is cut off", code="cut_off")], out, errors=errors)
-    assert [line["id"] for line in lines(errors)] == ["a.tar"]
-    run_once([item("a.tar/1", content(1))], out, errors=errors)
-    assert lines(errors) == []
-
-
 def test_shards_are_parts_of_the_whole(tmp_path):
     found = [item(f"p/{number}", content(number)) for number in range(40)]
     parts = []
@@ -152,7 +149,7 @@ def test_shards_are_parts_of_the_whole(tmp_path):
     assert all(len(part) > 5 for part in parts)
 
 
-def test_an_endless_supply_is_pulled_not_listed(out):
+def test_an_endless_supply_is_pulled_not_listed(tmp_path, out):
     taken = 0
 
     def endless():
@@ -164,18 +161,9 @@ def test_an_endless_supply_is_pulled_not_listed(out):
     with pytest.raises(CaptionStopped, match="no server answers"):
         run_once(endless(), out, captioner=FakeCaptioner(most=20), settings=CaptionSettings(concurrency=5))
     assert taken <= 20 + 2 * 5
-
-
-def test_what_is_finished_is_written_when_a_run_stops(tmp_path, out):
-    found = [item(f"p/{number}", content(number)) for number in range(20)]
-    with pytest.raises(CaptionStopped):
-        run_once(found, out, captioner=FakeCaptioner(most=6), settings=CaptionSettings(concurrency=1))
-    done = captions_in(tmp_path / "out.jsonl")
-    assert len(done) == 6
-    captioner = FakeCaptioner()
-    run_once(found, out, captioner=captioner)
-    assert len(captioner.asked) == 14
-    assert len(captions_in(tmp_path / "out.jsonl")) == 20
+    assert sorted(captions_in(tmp_path / "out.jsonl")) == sorted(
+        (f"p/{number}", caption_of(content(number))) for number in range(1, 21)
+    ), "what is finished is written"
 
 
 def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, out, errors):
@@ -251,3 +239,63 @@ def test_no_more_bytes_than_allowed_are_in_memory(out):
     settings = CaptionSettings(concurrency=8, bytes_in_memory=3300)
     assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
     assert most == 3
+
+
+def at(path: Path, root: Path, **given) -> MediumItem:
+    return MediumItem(id=str(path), signature="1", read=bytes, path=path, root=root, **given)
+
+
+def medium(**fields) -> MediumItem:
+    return MediumItem(id="a", signature="1", read=bytes, fields=fields)
+
+
+def test_fields_are_put_in():
+    template = "Describe this {{ kind }}{% if tags %}, tagged {{ tags | join(', ') }}{% endif %}."
+    prompts = Prompts(template, prefix="{{ kind }}: ", suffix=" ({{ kind | upper }})")
+    asked = prompts.ask(medium(kind="cat", tags=["soft", "grey"]))
+    assert asked.prompt == "Describe this cat, tagged soft, grey."
+    assert asked.whole("Sleeps.") == "cat: Sleeps. (CAT)"
+    assert prompts.ask(medium(kind="dog", tags=[])).prompt == "Describe this dog."
+
+
+def test_what_is_not_there_is_told_with_what_is():
+    with pytest.raises(BadRequestError, match="the prompt is empty"):
+        Prompts("{{ text }}").ask(medium(text=" "))
+    with pytest.raises(BadRequestError, match=r"needs what is not there: 'colour' is undefined; its fields: id, kind"):
+        Prompts("A {{ colour }} {{ kind }}").ask(medium(kind="cat", id="a"))
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix", "suffix"])
+def test_no_template(name):
+    given = {"prompt": "x", "prefix": "", "suffix": "", name: "{% if %}"}
+    with pytest.raises(SettingsError, match=rf"--{name} '\{{% if %\}}' is no Jinja2 template"):
+        Prompts(given["prompt"], prefix=given["prefix"], suffix=given["suffix"])
+
+
+@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ id.__init__.__globals__ }}", "{{ 1 // 0 }}"])
+def test_templates_of_strangers_get_nowhere(template):
+    with pytest.raises(BadRequestError, match="cannot be filled in"):
+        Prompts("{{ id }}").ask(MediumItem(id="a", signature="1", read=bytes, fields={"id": "a"}, prompt=template))
+
+
+def test_the_nearest_prompt_counts(tmp_path):
+    prompts = Prompts("from the command line")
+    deep = tmp_path / "root" / "a" / "b"
+    deep.mkdir(parents=True)
+    (tmp_path / "prompt.txt").write_text("outside of what was named")
+    picture = at(deep / "x.png", tmp_path / "root")
+    assert prompts.ask(picture).prompt == "from the command line"
+    (tmp_path / "root" / "prompt.txt").write_text("from the root\n")
+    assert Prompts("from the command line").ask(picture).prompt == "from the root"
+    (tmp_path / "root" / "a" / "prompt.txt").write_text("\ufefffrom a: {{ kind }}", encoding="utf-8")
+    nearer = Prompts("from the command line")
+    assert nearer.ask(at(deep / "x.png", tmp_path / "root", fields={"kind": "cat"})).prompt == "from a: cat"
+    assert nearer.ask(at(tmp_path / "root" / "y.png", tmp_path / "root")).prompt == "from the root"
+    assert nearer.ask(at(deep / "x.png", tmp_path / "root", prompt="its own")).prompt == "its own"
+
+
+@pytest.mark.parametrize(("data", "told"), [(b"\xff\xfe", "is not UTF-8"), (b"x" * (2**20 + 1), "more than 1048576")])
+def test_a_bad_prompt_file_fails_its_pictures(tmp_path, data, told):
+    (tmp_path / "prompt.txt").write_bytes(data)
+    with pytest.raises(BadRequestError, match=told):
+        Prompts("x").ask(at(tmp_path / "x.png", tmp_path))

@@ -16,7 +16,7 @@ from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.server_process import ROOT, gone, private_directories
 from vlmserve import cli
 from vlmserve.commands.bench.processes import children_of
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.pictures import FOLDER
 
 PICTURE = str(FOLDER / "red-circle.png")
 

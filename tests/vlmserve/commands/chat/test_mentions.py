@@ -7,10 +7,10 @@ import shutil
 import pytest
 
 from processors.inputs import Modality
-from vlmserve.commands.chat.mentions import find_mentions, make_question, question_text, split_words
+from vlmserve.commands.chat.mentions import find_mentions, make_question, question_text
 from vlmserve.commands.client.conversation import ChatQuestion, ChatTurn
 from vlmserve.commands.client.media import Medium, MediumError, open_medium
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.pictures import FOLDER
 
 
 @pytest.fixture
@@ -109,10 +109,3 @@ def test_labels_count_through_the_conversation():
 def test_what_cannot_be_sent_is_told(word, modality, reason):
     with pytest.raises(MediumError, match=reason):
         open_medium(word, modality)
-
-
-@pytest.mark.usefixtures("folder")
-def test_the_words_of_an_image_command():
-    assert split_words("two words.png") == ["two words.png"]
-    assert split_words("'two words.png' cat.png") == ["two words.png", "cat.png"]
-    assert split_words("it's") == ["it's"]

@@ -11,7 +11,7 @@ import pytest
 from tests.vlmserve.api.fake_engine import MODEL, Served
 from tests.vlmserve.commands.chat.pty_process import PtyProcess
 from tests.vlmserve.commands.served import fake_server
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.pictures import FOLDER
 
 KEY = "the key"
 PICTURE, CLIP = FOLDER / "red-circle.png", FOLDER / "rolling.mp4"
@@ -82,7 +82,7 @@ def test_what_is_no_medium_is_told_and_nothing_is_lost(served, chat, tmp_path):
     (tmp_path / "broken.png").write_bytes(PICTURE.read_bytes()[:100])
     chat.ask(f"/image {PICTURE}")
     assert "there is no file 'no.png'" in chat.ask("What is in no.png?")
-    assert "there is no file 'no.png'" in chat.ask("/image no.png")
+    assert "there is no file 'no.png'" in chat.ask("/image 'no.png' no.png")
     assert "is a picture, not a video" in chat.ask(f"/video {PICTURE}")
     assert served.scheduler.requests == []
     chat.ask("What is it?")

@@ -84,10 +84,3 @@ def test_stages_add_up_to_the_whole():
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_forms_of_a_servers_address(suffix):
     assert ChatClient("http://host:1" + suffix).url == "http://host:1"
-
-
-def test_an_empty_answer():
-    [whole] = answers([chunk(finish="stop"), LAST], [0.0, 3.0])
-    assert whole.text == ""
-    assert whole.stats is not None
-    assert whole.stats.ttft_s == whole.stats.total_s == 3.0

@@ -14,7 +14,7 @@ from typing import Any
 import gradio_client
 
 from tests.vlmserve.server_process import ROOT
-from vlmserve.commands.demo.samples import FOLDER
+from vlmserve.commands.demo.pictures import FOLDER
 
 
 class Demo:

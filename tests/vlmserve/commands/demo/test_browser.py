@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.vlmserve.commands.demo.demo_process import Demo
-from vlmserve.commands.demo.samples import FOLDER, load_samples
+from vlmserve.commands.demo.pictures import FOLDER, load_samples
 
 pytestmark = pytest.mark.slow
 
@@ -143,22 +143,6 @@ def test_a_picture(page):
     # The same once more, of which all but the end is cached now.
     page.get_by_label("Retry").click()
     expect(page.locator(".saw-tokens-table tr", has_text="Cached")).to_contain_text("48 tokens")
-
-
-def test_a_picture_of_ones_own(page):
-    ask(page, "What colour is the star?", FOLDER / "shapes.png")
-    expect_answer(page, "Yellow.")
-    ask(page, "Where is it?")  # a second turn
-    expect(page.locator("#chat [data-testid=bot]")).to_have_count(2)
-    expect_tidy(page)
-
-
-def test_a_clip(page):
-    ask_sample(page, "rolling.mp4", question="Which way does the circle move?")
-    assert pictures(page, "#saw") == [[192, 160]] * 8
-    times = ["0.00", "0.50", "1.12", "1.62", "2.25", "2.75", "3.38", "3.88"]
-    expect(page.locator("#saw small")).to_have_text([f"{time} s" for time in times])
-    expect(page.locator("#saw")).to_contain_text("8 of 32 frames in 4.0 s")
 
 
 def test_a_box_and_then_none(page):

@@ -22,7 +22,7 @@ from vlmserve import cli
 from vlmserve.api.listening import listen
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.demo.waiting import WaitingPage
+from vlmserve.commands.demo.command import WaitingPage
 
 _NO_GRADIO = """
 import sys

@@ -1,7 +1,8 @@
-"""The page over HTTP, as a browser's and Gradio's own client use it, with the real server and no model behind it."""
+"""The page over HTTP, with the real server and no model behind it, and the requests that its conversation becomes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import closing
@@ -12,17 +13,28 @@ import gradio_client
 import httpx2
 import pytest
 
-from tests.vlmserve.api.fake_engine import (
-    MODEL,
-    WAIT_S,
-)
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from tests.vlmserve.commands.served import fake_server
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.demo.chat import Chat
+from vlmserve.commands.client.media import data_url
+from vlmserve.commands.demo.chat import (
+    ERROR_TITLE,
+    Chat,
+    Turn,
+    View,
+    answer_message,
+    answered_turns,
+    demo_body,
+    error_message,
+    files_of,
+    last_question,
+    question_message,
+    read_settings,
+)
 from vlmserve.commands.demo.command import keep_gradio_to_itself
-from vlmserve.commands.demo.conversation import ERROR_TITLE
-from vlmserve.commands.demo.samples import FOLDER, load_samples
+from vlmserve.commands.demo.pictures import FOLDER, Question, load_samples
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 
 PICTURE = FOLDER / "red-circle.png"
 
@@ -117,6 +129,37 @@ def test_an_error_stands_in_the_chat(client):
     assert saw == ""
 
 
+def test_a_refused_question_is_forgotten(client, served, tmp_path):
+    (tmp_path / "note.png").write_bytes(b"no picture at all")
+    before = len(served.scheduler.requests)
+    _, history, *_ = client.predict(message("?", tmp_path / "note.png"), [], api_name="/ask")
+    assert said(history).startswith("messages[0].content[0]: the data is not a picture of a supported format")
+    _, history, *_ = client.predict(message("And this?", PICTURE), history, api_name="/ask")
+    assert said(history) == "red"
+    [request] = served.scheduler.requests[before:]
+    assert len(request.mm_inputs.items) == 1
+
+
+def test_a_failure_after_the_beginning_keeps_what_was_said(checkpoint):
+    views: list[View] = []
+
+    async def ask(chat: Chat, served: Served) -> None:
+        async for view in chat.ask([], Question(text="What is it?", media=(PICTURE,)), {"max_tokens": "60"}):
+            views.append(view)
+            if len(views) == 3:
+                served.frontend.fail_all("the engine is gone")
+
+    with fake_server(checkpoint) as (served, url):
+        served.scheduler.say("one two three four five six")
+        served.scheduler.pause_after = 3
+        asyncio.run(ask(Chat(ChatClient(url), MODEL), served))
+    first, *growing, last = views
+    assert [part["type"] for part in first.messages[-1]["content"]] == ["file", "text"]
+    assert len({said(view.messages) for view in growing}) > 1, "it comes bit by bit"
+    assert (said(last.messages), last.messages[-1]["metadata"]["title"]) == ("the engine is gone", ERROR_TITLE)
+    assert last.messages[-2]["role"] == "assistant"
+
+
 def test_stop_cancels_on_the_server(client, served):
     served.scheduler.pause_after = 2
     requests, aborts = len(served.scheduler.requests), len(served.scheduler.aborts)
@@ -192,6 +235,91 @@ def test_a_sample_that_is_clicked_is_asked(url, served):
         with http.stream("GET", "/gradio_api/queue/data?session_hash=one") as events:
             for line in events.iter_lines():
                 if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
+                    column = json.loads(line[5:])["output"]["data"][2]
                     break
+    assert column["visible"], "with what the model saw"
     [request] = served.scheduler.requests[before:]
     assert len(request.mm_inputs.items) == 2
+
+
+SHAPES = Question(text="What is this?", media=(Path("/x/shapes.png"), Path("/x/clip.mp4")))
+AGAIN = Question(text="And the colour?")
+
+
+def test_what_was_shown_is_read_back():
+    messages = [question_message(SHAPES), answer_message("A circle."), question_message(AGAIN), answer_message("Red.")]
+    messages = json.loads(json.dumps(messages))  # as through a browser
+    assert answered_turns(messages) == (
+        Turn(question=SHAPES, answer="A circle."),
+        Turn(question=AGAIN, answer="Red."),
+    )
+    assert last_question(messages) == (messages[:2], AGAIN)
+
+
+def test_questions_without_an_answer_are_left_out():
+    failed, broken_off = Question(text="bad picture"), Question(text="broken off")
+    stopped, stopped_early = Question(text="stopped"), Question(text="stopped early")
+    messages = [
+        *(question_message(failed), error_message("no picture")),
+        *(question_message(broken_off), answer_message("A ci"), error_message("the engine is gone")),
+        *(question_message(stopped), answer_message("A squ")),
+        *(question_message(stopped_early), answer_message("")),
+        question_message(AGAIN),
+    ]
+    assert answered_turns(messages) == (Turn(question=stopped, answer="A squ"),)
+    assert last_question(messages) == (messages[:-1], AGAIN)
+    assert answered_turns([]) == ()
+    assert last_question([]) is last_question([answer_message("Hello!")]) is None
+
+
+SIX, CLIP = FOLDER / "six.png", FOLDER / "rolling.mp4"
+
+
+def parts_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    ChatCompletionRequest.model_validate(body)
+    contents = [message["content"] for message in body["messages"] if message["role"] == "user"]
+    return [part for content in contents for part in ([{"type": "text"}] if isinstance(content, str) else content)]
+
+
+def test_a_conversation_with_its_media():
+    turn = Turn(question=Question(text="How many?", media=(SIX,)), answer="Six.")
+    question = Question(text="Which way?", media=(CLIP,))
+    body = demo_body("m", [turn], question, {})
+    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
+    assert body["messages"][1]["content"] == "Six."
+    picture, how_many, clip, which_way = parts_of(body)
+    assert picture == {
+        "type": "image_url",
+        "image_url": {"url": data_url(SIX.read_bytes())},
+    }
+    assert clip == {"type": "video_url", "video_url": {"url": data_url(CLIP.read_bytes())}}
+    assert (how_many["text"], which_way["text"]) == ("How many?", "Which way?")
+    assert body["stream"] is body["return_mm_report"] is body["stream_options"]["include_usage"] is True
+    assert "temperature" not in body
+    assert "max_tokens" not in body
+    assert files_of([turn], question) == [SIX, CLIP]
+
+
+def test_settings_go_where_they_belong():
+    settings = {"max_tokens": 5, "temperature": 0.0, "top_p": 0.5, "seed": 0}
+    settings |= {"detail": "low", "min_pixels": 784, "max_pixels": 1568, "fps": 0.5}
+    body = demo_body("m", [], Question(text="?", media=(SIX, CLIP)), settings)
+    picture, clip, _ = parts_of(body)
+    assert (body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) == (5, 0.0, 0.5, 0)
+    assert picture["image_url"]["detail"] == "low"
+    assert (picture["min_pixels"], picture["max_pixels"]) == (784, 1568)
+    assert clip["fps"] == 0.5
+    assert "fps" not in picture
+    assert "max_pixels" not in clip
+
+
+def test_a_question_may_lack_a_part_and_an_unknown_file_is_left_to_the_server(tmp_path):
+    (tmp_path / "film.mp4").write_bytes(b"no film")
+    for media, kinds in (([SIX], ["image_url"]), ([], ["text"]), ([tmp_path / "film.mp4"], ["image_url"])):
+        body = demo_body("m", [], Question(text="", media=tuple(media)), {})
+        assert [part["type"] for part in parts_of(body)] == kinds
+
+
+def test_an_empty_field_leaves_it_to_the_server():
+    form = {"max_tokens": " 7 ", "temperature": "", "top_p": None, "seed": "  ", "detail": "low", "fps": "0.5"}
+    assert read_settings(form) == {"max_tokens": 7, "detail": "low", "fps": 0.5}

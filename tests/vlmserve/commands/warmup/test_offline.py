@@ -1,14 +1,18 @@
-"""`vlmserve warmup` without a server: what is on disk afterwards, and engines that start warm with it."""
+"""`vlmserve warmup` without a server: what is on disk afterwards, engines that start warm with it, interrupted runs."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processors.web import serve
+from tests.processors.web import Server, serve
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.commands.warmup.media import (
     data_url,
@@ -20,7 +24,7 @@ from tests.vlmserve.commands.warmup.media import (
     root_logger_kept,
     warmup,
 )
-from vision.cache.store import EmbeddingStore
+from tests.vlmserve.server_process import PATIENCE_S, ROOT
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve import LLM, SamplingOverrides, cli
@@ -176,18 +180,6 @@ def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys):
     assert warmup(capsys, *asked)["encoded"] == 1
 
 
-def test_limits_of_files_hold(model, tmp_path, capsys):
-    (tmp_path / "a.png").write_bytes(png(1))
-    failed = tmp_path / "failed"
-    words = [model, tmp_path / "a.png", "--embedding-cache-dir", tmp_path / "cache", "--errors", failed]
-    warmup(capsys, *words, "--media-max-bytes", "100", status=1)
-    (error,) = lines(failed)
-    assert "the limit is 100 (setting --media-max-bytes)" in error["message"]
-    warmup(capsys, *words, "--max-image-pixels", "100", status=1)
-    (error,) = lines(failed)
-    assert "100" in error["message"]
-
-
 def complaint(capsys, status: int, *words: object) -> str:
     capsys.readouterr()
     with root_logger_kept():
@@ -278,22 +270,59 @@ def test_its_processes_start_as_the_command_line_says(model, tmp_path, capsys, m
     assert said == "vlmserve: error: error, 7.5 s, at inf\n"
 
 
-def test_what_the_store_promised_is_what_was_confirmed(model, tmp_path, capsys, monkeypatch):
-    """A line of the journal is written when all entries of it are, not before."""
-    seen = []
-    put = EmbeddingStore.put
-    journal = tmp_path / "done.jsonl"
+@pytest.fixture
+def web():
+    with serve() as web:
+        yield web
 
-    def watched(self, key, rows, *, pin=False):
-        stored = put(self, key, rows, pin=pin)
-        seen.append((key.hex(), [key for line in lines(journal) for key in line["keys"]]))
-        return stored
 
-    monkeypatch.setattr(EmbeddingStore, "put", watched)
-    words = [model, fill(tmp_path / "media"), "--embedding-cache-dir", tmp_path / "cache", "--resume", journal]
-    warmup(capsys, *words, "--pin")
-    assert len(seen) > 4
-    put_so_far: set[str] = set()
-    for key, confirmed in seen:
-        assert set(confirmed) <= put_so_far
-        put_so_far.add(key)
+def interrupted(number: int, web: Server, words: list[object]) -> tuple[int, str, str]:
+    """Run the command until it asks the web server for what never comes, and send it a signal; status and output."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
+    command = [sys.executable, "-m", "vlmserve.cli", "warmup", *map(str, words), "--num-threads", "1", "--json"]
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # tests that a shell runs in the background ignore it, and so would their children
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert web.stalled.wait(PATIENCE_S)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_what_is_confirmed_survives(number, model, web, tmp_path, capsys):
+    cache, journal, listed = tmp_path / "cache", tmp_path / "done.jsonl", tmp_path / "list.txt"
+    names = [f"{place}.png" for place in range(4)]
+    for place, name in enumerate(names):
+        (tmp_path / name).write_bytes(png(place))
+    words = [model, listed, "--embedding-cache-dir", cache, "--resume", journal]
+    listed.write_text("\n".join([*names[:2], web.url("/stall"), *names[2:]]))
+    # one at a time: when the third is asked for, two are done
+    status, out, err = interrupted(number, web, [*words, "--concurrency", "1", "--allow-private-media"])
+    assert len(lines(journal)) == 2, "each line is there once its entries are"
+    assert all(set(line["keys"]) <= entries(cache) for line in lines(journal))
+    if number == signal.SIGINT:
+        assert status == 130
+        summary = json.loads(out)
+        assert (summary["interrupted"], summary["done"], summary["total"]) == (True, 2, 5)
+        assert "Traceback" not in err
+    listed.write_text("\n".join(names))
+    summary = warmup(capsys, *words)
+    assert (summary["skipped"], summary["done"], summary["encoded"]) == (2, 2, 2)
+
+
+def test_encoder_processes_make_the_same_entries(model, tmp_path, capsys):
+    for place in range(6):
+        (tmp_path / f"{place}.png").write_bytes(png(place, 40 + 20 * place, 60))
+    words = [model, f"{tmp_path}/*.png", "--embedding-cache-dir", tmp_path / "cache"]
+    summary = warmup(capsys, *words, "--encoder-dp-size", "2")
+    assert (summary["done"], summary["encoded"]) == (6, 6)
+    summary = warmup(capsys, *words)
+    assert (summary["encoded"], summary["found"]) == (0, 6)

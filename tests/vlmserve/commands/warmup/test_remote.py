@@ -85,7 +85,7 @@ def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(checkpoi
 
 
 def test_a_busy_server_is_asked_again(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vlmserve.commands.warmup.remote._WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("vlmserve.commands.warmup.run._WAITS_S", (0.0, 0.0, 0.0))
     busy = FinishReason(type="error", status=429, message="busy")
     (tmp_path / "a.png").write_bytes(png(1))
 

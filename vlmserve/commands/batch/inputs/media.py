@@ -15,10 +15,9 @@ import blake3
 
 from processors.fetch.fetching import BlockingFetcher
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.source import HTTP, Columns, name_fields, path_in, printable, resolved
+from vlmserve.commands.batch.inputs.files import HTTP, Columns, name_fields, path_in, printable, resolved
 from vlmserve.commands.batch.item import MediumItem
-from vlmserve.commands.client.chat_files import modality_within_limit
-from vlmserve.commands.client.media import scheme_of
+from vlmserve.commands.client.media import modality_within_limit, scheme_of
 from vlmserve_common.errors import BadRequestError
 
 MEDIA_COLUMNS = (

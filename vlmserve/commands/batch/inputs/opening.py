@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.fetching import BlockingFetcher
-from vlmserve.commands.batch.inputs.files import ItemFile
-from vlmserve.commands.batch.inputs.lines import AddressList, JsonLines
+from vlmserve.commands.batch.inputs.files import HTTP, Columns, ItemFile, Source, need, path_in, reason
 from vlmserve.commands.batch.inputs.media import MediaReader
-from vlmserve.commands.batch.inputs.source import HTTP, Columns, Source, need, path_in, reason
-from vlmserve.commands.batch.inputs.tables import Table
+from vlmserve.commands.batch.inputs.records import AddressList, JsonLines, Table
 from vlmserve.commands.batch.inputs.tars import Tar
 from vlmserve.commands.batch.inputs.trees import Files, LocalTree, TreeEntry
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
@@ -155,7 +153,7 @@ class _Opener:
     def _local(self, path: str) -> Source:
         if os.path.isdir(path):
             tree = LocalTree(self.media, self.named - {os.path.abspath(path)})
-            return Files(tree=tree, word=path, is_pattern=False, can_count=True)
+            return Files(tree=tree, word=path, is_pattern=False)
         try:
             os.stat(path)
         except OSError as error:
@@ -166,7 +164,7 @@ class _Opener:
 
     def _pattern(self, pattern: str) -> Source:
         tree = LocalTree(self.media)
-        files = Files(tree=tree, word=pattern, is_pattern=True, can_count=True, searches_matches=True)
+        files = Files(tree=tree, word=pattern, is_pattern=True)
         if next(tree.matches(pattern), None) is None:
             raise SettingsError(f"INPUT {pattern!r}: nothing matches this pattern")
         return self._media_or_each(files, lambda entry: entry.path)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
+from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, printable, reason
 from vlmserve.commands.batch.inputs.media import MediaReader, jsonable
-from vlmserve.commands.batch.inputs.source import Columns, printable, reason
-from vlmserve.commands.batch.item import Failed, Found
+from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError
 
@@ -79,23 +78,17 @@ _MOST_TEXT_BYTES = 2**20
 _MOST_FILES = 1000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TarMedium:
-    name: str
-    ending: str
-    offset: int
-    size: int
-    read: Callable[[], bytes]
-
-
 @dataclass(kw_only=True, slots=True)
 class _TarSample:
-    """Files of one key. problem: why the sample cannot be used; its other files are then skipped."""
+    """Files of one key. media: endings, and what makes the items once all fields are known.
+
+    problem: why the sample cannot be used; its other files are then skipped.
+    """
 
     key: str
     files: int = 0
     held_bytes: int = 0
-    media: list[_TarMedium] = field(default_factory=list)
+    media: list[tuple[str, Callable[..., MediumItem]]] = field(default_factory=list)
     fields: dict[str, Any] = field(default_factory=dict)
     problem: str | None = None
 
@@ -122,9 +115,9 @@ class Tar:
         try:
             signature = self.file.signature()
             with self.file.open() as file:
-                for sample in self._samples(file):
+                for sample in self._samples(file, signature):
                     samples += 1
-                    yield from self._found(sample, signature)
+                    yield from self._found(sample)
                 if self.file.is_compressed:
                     file.read(_MOST_TEXT_BYTES)  # the checksum comes at the end
         except BROKEN as error:
@@ -143,7 +136,7 @@ class Tar:
         except BROKEN:
             return
 
-    def _samples(self, file: BinaryIO) -> Iterator[_TarSample]:
+    def _samples(self, file: BinaryIO, signature: str) -> Iterator[_TarSample]:
         sample: _TarSample | None = None
         for member in members(file):
             key, ending = _split(member.name)
@@ -157,11 +150,11 @@ class Tar:
             if sample.files > _MOST_FILES:
                 sample.fail(f"it has more than {_MOST_FILES} files")
             if sample.problem is None:
-                self._take(sample, file, member.name, ending, member.size)
+                self._take(sample, file, member.name, ending, member.size, signature)
         if sample is not None:
             yield sample
 
-    def _take(self, sample: _TarSample, file: BinaryIO, name: str, ending: str, size: int) -> None:
+    def _take(self, sample: _TarSample, file: BinaryIO, name: str, ending: str, size: int, signature: str) -> None:
         modality = _modality(ending)
         if modality is None:
             if size <= _MOST_TEXT_BYTES:
@@ -181,25 +174,19 @@ class Tar:
                 sample.fail(f"its files have more than {most.bytes} bytes (setting {most.setting})")
                 return
             read = functools.partial(bytes, _exactly(file, size))
-        sample.media.append(_TarMedium(name=name, ending=ending, offset=offset, size=size, read=read))
+        make = functools.partial(self.media.held, read, signature=f"{signature} {offset}", size=size, name=name)
+        sample.media.append((ending, make))
 
-    def _found(self, sample: _TarSample, signature: str) -> Iterator[Found]:
+    def _found(self, sample: _TarSample) -> Iterator[Found]:
         name = f"{self.file.name}/{printable(sample.key)}"
         if sample.problem is not None:
             yield Failed(id=name, message=sample.problem, code="sample_too_large")
         fields = {"key": printable(sample.key), **sample.fields}
         prompt = fields.get(self.columns.prompt or "")
         id = fields.get(self.columns.id or "")
-        for medium in sample.media:
-            yield self.media.held(
-                medium.read,
-                signature=f"{signature} {medium.offset}",
-                size=medium.size,
-                name=medium.name,
-                id=(name if id in (None, "") else str(id)) + (f".{medium.ending}" if len(sample.media) > 1 else ""),
-                fields=fields,
-                prompt=prompt if isinstance(prompt, str) else None,
-            )
+        for ending, make in sample.media:
+            own = (name if id in (None, "") else str(id)) + (f".{ending}" if len(sample.media) > 1 else "")
+            yield make(id=own, fields=fields, prompt=prompt if isinstance(prompt, str) else None)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmserve.commands.batch.inputs.files import printable
 from vlmserve.commands.batch.inputs.media import MediaReader
-from vlmserve.commands.batch.inputs.source import printable
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import PICTURES, VIDEOS, begins_as_medium
 
@@ -40,6 +40,7 @@ class TreeEntry:
 class Tree(ABC):
     """A tree of folders, local or remote. passed_over: paths that `walk` leaves out with everything in them."""
 
+    is_local = False
     passed_over: frozenset[str] = frozenset()
 
     @abstractmethod
@@ -123,16 +124,14 @@ class Tree(ABC):
 
 @dataclass(kw_only=True)
 class Files:
-    """A `Source` of a tree's media. word: a folder of the tree, or a pattern. can_count: listing costs little.
+    """A `Source` of a tree's media. word: a folder of the tree, or a pattern. ignored: files left out, as no media.
 
-    searches_matches: also search folders that the pattern matches. ignored: number of files left out, as no media.
+    Only local folders are counted, since listing them costs little, and searched if a pattern matches them.
     """
 
     tree: Tree
     word: str
     is_pattern: bool
-    can_count: bool = False
-    searches_matches: bool = False
     ignored: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[Found]:
@@ -141,11 +140,9 @@ class Files:
             yield found if isinstance(found, Failed) else self.tree.item(found, root)
 
     def count(self) -> Iterator[int | None]:
-        return (
-            (1 for found in self._media(_is_medium) if isinstance(found, TreeEntry))
-            if self.can_count
-            else iter((None,))
-        )
+        if not self.tree.is_local:
+            return iter((None,))
+        return (1 for found in self._media(_is_medium) if isinstance(found, TreeEntry))
 
     def named(self, address: Callable[[TreeEntry], str]) -> Iterator[str | Failed]:
         """Yield the address of every file, whatever is in it."""
@@ -171,7 +168,7 @@ class Files:
         suffix = os.path.splitext(last)[1]
         for found in self.tree.matches(self.word):
             if isinstance(found, TreeEntry) and found.is_folder:
-                if self.searches_matches and "**" not in last:
+                if self.tree.is_local and "**" not in last:
                     yield from filter(is_wanted, self.tree.walk(found.path))
             elif (suffix and not glob.has_magic(suffix)) or is_wanted(found):
                 yield found
@@ -197,6 +194,8 @@ def _is_medium(found: TreeEntry | Failed) -> bool:
 
 class LocalTree(Tree):
     """A tree of local folders. No list is kept: of a million files, a few thousand are known at a time."""
+
+    is_local = True
 
     def __init__(self, media: MediaReader, passed_over: frozenset[str] = frozenset()) -> None:
         self._media = media

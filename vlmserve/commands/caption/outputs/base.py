@@ -1,9 +1,10 @@
-"""The interface of all outputs, and the files that some of them share."""
+"""The interface of all outputs, the files that some of them share, and the output of lines."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from vlmserve.commands.batch.item import Item
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.result import Captioned, Touched
+from vlmserve.commands.caption.result import Captioned, Touched, output_line
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.files import flush_folder
 
@@ -24,12 +25,10 @@ class OutputError(SettingsError):
 class Output(ABC):
     """An output, written by one thread. Order of each batch of results: `write` -> the journal -> `written`.
 
-    needs_media: results must have the bytes of their media. by_path: each caption has its own file, so a local picture
-    is known by its absolute path. journal: set by `begin`.
+    by_path: each caption has its own file, so a local picture is known by its absolute path. journal: set by `begin`.
     """
 
     journal: CaptionJournal
-    needs_media = False
     by_path = False
 
     @abstractmethod
@@ -168,3 +167,44 @@ def check_own(path: Path, state: Mapping[str, Any]) -> None:
         raise OutputError(
             f"{path} is there already, and no journal says what is in it: name another --output, or remove it"
         )
+
+
+class JsonLinesOutput(Output):
+    """An output of lines. A file that was removed is written again from the journal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Appended | None = None
+
+    def paths(self) -> Sequence[Path]:
+        return [self._path]
+
+    def discard(self, journal: CaptionJournal) -> None:
+        if journal.state():
+            remove_locked(self._path)
+
+    def begin(self, journal: CaptionJournal) -> None:
+        state = journal.state()
+        check_own(self._path, state)
+        anew = bool(state) and not self._path.exists()
+        self._file = Appended(self._path, 0 if anew else state.get("bytes", 0))
+        if anew:
+            for record in journal.records():
+                self._file.append(_line(record))
+            self._file.sync()
+        if anew or not state:  # from here on the journal owns the file
+            journal.add((), (), {"bytes": self._file.size})
+
+    def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
+        assert self._file is not None
+        self._file.append(b"".join(_line(result.record) for result in results))
+        self._file.sync()
+        return {"bytes": self._file.size}
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(output_line(record), ensure_ascii=False).encode("utf-8", "replace") + b"\n"

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from vlmserve.commands.caption.feed import ItemShard
-from vlmserve.commands.caption.outputs.base import Output, PartNames
-from vlmserve.commands.caption.outputs.jsonl import JsonLinesOutput
-from vlmserve.commands.caption.outputs.parquet import Parquet
+from vlmserve.commands.caption.outputs.base import JsonLinesOutput, Output, PartNames
+from vlmserve.commands.caption.outputs.parts import Parquet, Tars
 from vlmserve.commands.caption.outputs.sidecars import Sidecars
-from vlmserve.commands.caption.outputs.tars import Tars
 from vlmserve.config.checks import SettingsError
 
 _NUMBER = re.compile(r"%0?\d*d")
@@ -21,33 +18,19 @@ _LINES, _PARQUET, _TAR = (".jsonl", ".ndjson"), ".parquet", ".tar"
 _JOURNAL = ".vlmserve-caption"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputSettings:
-    """Settings of an output. output: the word of the command line; None puts captions beside the files.
+def choose_output(output: str | None, *, suffix: str, overwrite: bool, items_per_file: int) -> Output:
+    """Make the output that the name asks for; None puts captions beside the files.
 
-    suffix, overwrite: see `Sidecars`. items_per_file: items in a part of parquet or tars.
+    suffix, overwrite: see `Sidecars`. items_per_file: items in a part of parquet or tars. Raises SettingsError for a
+    name of no known form.
     """
-
-    output: str | None
-    suffix: str
-    overwrite: bool
-    items_per_file: int
-
-
-def choose_output(settings: OutputSettings) -> Output:
-    """Make the output that the name asks for. SettingsError for a name of no known form."""
-    name = settings.output
-    if name is None:
-        return Sidecars(None, suffix=settings.suffix, overwrite=settings.overwrite)
-    kind = _kind(name)
-    if kind == "folder":
-        return Sidecars(Path(name), suffix=settings.suffix, overwrite=settings.overwrite)
+    kind = "folder" if output is None else _kind(output)
+    if output is None or kind == "folder":
+        return Sidecars(None if output is None else Path(output), suffix=suffix, overwrite=overwrite)
     if kind in _LINES:
-        return JsonLinesOutput(Path(name))
-    names = PartNames(name)
-    if kind == _PARQUET:
-        return Parquet(names, items_per_file=settings.items_per_file)
-    return Tars(names, items_per_file=settings.items_per_file)
+        return JsonLinesOutput(Path(output))
+    parts = Parquet if kind == _PARQUET else Tars
+    return parts(PartNames(output), items_per_file=items_per_file)
 
 
 def choose_journal(output: str | None, folders: Sequence[Path], shard: ItemShard) -> Path:

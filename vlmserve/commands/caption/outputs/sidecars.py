@@ -21,7 +21,6 @@ from vlmserve.commands.caption.result import Captioned, Touched, as_text, file_n
 from vlmserve_common.files import replacing
 
 _NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-_MOST_FOLDERS = 10_000
 
 
 class Sidecars(Output):
@@ -37,7 +36,6 @@ class Sidecars(Output):
         self._folder = None if folder is None else Path(os.path.abspath(folder))
         self._suffix = suffix
         self._overwrite = overwrite
-        self._made: set[Path] = set()
 
     def paths(self) -> Sequence[Path]:
         return ()
@@ -95,11 +93,8 @@ class Sidecars(Output):
     def _write(self, path: Path, record: Mapping[str, Any]) -> str | None:
         """Write a file. Returns the reason if that fails; OSError if nothing can be written any more."""
         try:
-            if self._folder is not None and path.parent not in self._made:
+            if self._folder is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if len(self._made) == _MOST_FOLDERS:
-                    self._made.clear()
-                self._made.add(path.parent)
             with replacing(path, on_disk=False) as unfinished:
                 unfinished.write_bytes(self._content(record))
         except OSError as error:

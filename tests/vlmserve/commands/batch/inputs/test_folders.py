@@ -59,14 +59,6 @@ def test_odd_names(here):
     assert (item.fields["name"], item.read()) == ("\\xff.png", png(7))
 
 
-def test_the_signature_changes_with_the_file(here):
-    before = media(opened("pics"))
-    os.utime("pics/a.png", ns=(1, 1))
-    after = media(opened("pics"))
-    assert before["pics/a.png"].signature != after["pics/a.png"].signature
-    assert before["pics/b.JPG"].signature == after["pics/b.JPG"].signature
-
-
 def test_links_in_circles(here):
     (here / "pics/deep/up").symlink_to("..")
     (here / "pics/itself.png").symlink_to("itself.png")
@@ -85,18 +77,9 @@ def test_files_that_cannot_be_read_come_as_items(here):
     (here / "pics/a.png").unlink()
     with pytest.raises(BadRequestError, match="No such file"):
         items["pics/a.png"].read()
-    (here / "pics/gone.png").symlink_to("nowhere")
-    os.mkfifo(here / "pics/pipe.png")
-    touch(here / "pics/text.png", b"no picture")
     touch(here / "pics/huge.png", png(1) + bytes(100_000))
-    for name, why in (
-        ("gone", "No such file"),
-        ("pipe", "not a regular file"),
-        ("text", "neither a picture nor a video"),
-        ("huge", "the limit is 100000"),
-    ):
-        with pytest.raises(BadRequestError, match=why):
-            media(opened("pics"))[f"pics/{name}.png"].read()
+    with pytest.raises(BadRequestError, match="the limit is 100000"):
+        media(opened("pics"))["pics/huge.png"].read()
 
 
 def test_a_folder_that_cannot_be_read_is_told_and_the_rest_goes_on(here, monkeypatch):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
-import itertools
 import tracemalloc
 
 import pytest
 
 from processors.fetch.fetching import BlockingFetcher
 from processors.fetch.limits import FetchSettings
-from tests.vlmserve.commands.batch.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
+from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.batch.inputs import lines, open_inputs
+from vlmserve.commands.batch.inputs import records
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -54,37 +52,15 @@ def test_a_list_on_standard_input(here):
         list(inputs)
 
 
-class _Endless(io.RawIOBase):
-    given = 0
-
-    def readline(self, limit: int = -1) -> bytes:
-        self.given += 1
-        return b"%d.png\n" % self.given
-
-
-def test_standard_input_is_pulled():
-    endless = _Endless()
-    inputs = open_inputs(["-"], fetcher=FETCHER, stdin=endless)
-    assert [found.id for found in itertools.islice(inputs, 3)] == ["1.png", "2.png", "3.png"]
-    assert endless.given == 3
-
-
-def test_lists_that_are_cut_off_or_gone(here):
-    packed = (here / "lists/packed.txt.gz").read_bytes()
-    touch(here / "lists/packed.txt.gz", packed[:-10])
-    inputs = opened("lists/packed.txt.gz")
-    (here / "lists/list.txt").unlink()
-    *_, last = inputs
-    assert (last.id, last.code) == ("lists/packed.txt.gz", "cut_off")
+def test_a_list_that_is_gone(here):
     inputs = opened("lists/packed.txt.gz", "c.png")
     (here / "lists/packed.txt.gz").unlink()
     gone, found = inputs
-    assert gone.message == "cannot read it: No such file or directory"
-    assert found.id == "c.png"
+    assert (gone.message, found.id) == ("cannot read it: No such file or directory", "c.png")
 
 
 def test_a_line_without_end(here, monkeypatch):
-    monkeypatch.setattr(lines, "MOST_BYTES", 100)
+    monkeypatch.setattr(records, "MOST_BYTES", 100)
     touch(here / "long.txt", b"c.png\n" + b"x" * 5_000_000 + b"\nc.png\n")
     tracemalloc.start()
     try:

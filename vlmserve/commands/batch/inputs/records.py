@@ -1,24 +1,29 @@
-"""Files with one item per line: a path or URL, an object of JSON, or a chat request."""
+"""Files of records: lines with a path, an object of JSON or a chat request each, and parquet files."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blake3
 
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.files import BROKEN, ItemFile
+from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, printable, reason, resolved
 from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
-from vlmserve.commands.batch.inputs.source import Columns, printable, resolved
 from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
-from vlmserve.commands.client.chat_files import named_files, with_files
+from vlmserve.commands.client.media import with_files
 from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from pyarrow import Array, RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 MOST_BYTES = 512 * 2**20
 """Longest line. A video of the default limit fits in base64."""
@@ -47,12 +52,16 @@ def request_item(
     digest, size = blake3.blake3(text), len(text)
     problem: BadRequestError | None = None
     contents: dict[tuple[str, Modality], MediumItem] = {}
+
+    def open_file(address: str, modality: Modality) -> None:
+        contents[address, modality] = media.open(resolved(address, base), modality)
+
     try:
         body = _batch_body(given) if is_batch else given
         if fields is not None:
             body = {name: body[name] for name in fields if name in body}
         messages, options = _checked(body)
-        contents = _contents(messages, base, media)
+        with_files(messages, open_file)
     except BadRequestError as error:
         problem = error
     for content in contents.values():
@@ -62,14 +71,8 @@ def request_item(
     def read() -> ChatRequest:
         if problem is not None:
             raise problem
-        files: dict[tuple[str, Modality], bytes] = {}
-        for param, address, modality in named_files(messages):
-            try:
-                files[address, modality] = contents[address, modality].read()
-            except BadRequestError as error:
-                error.param = error.param or param
-                raise
-        return ChatRequest(messages=with_files(messages, files), options=options)
+        read_file = functools.cache(lambda address, modality: contents[address, modality].read())
+        return ChatRequest(messages=with_files(messages, read_file), options=options)
 
     id = place if id in (None, "") else printable(str(id))
     return RequestItem(id=id, signature=digest.hexdigest(), size=size, read=read, is_batch=is_batch)
@@ -94,19 +97,6 @@ def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], dict
         raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
     checked(sent, ChatCompletionRequest)
     return sent["messages"], {name: value for name, value in sent.items() if name not in _NOT_OPTIONS}
-
-
-def _contents(
-    messages: Sequence[Mapping[str, Any]], base: str, media: MediaReader
-) -> dict[tuple[str, Modality], MediumItem]:
-    contents = {}
-    for param, address, modality in named_files(messages):
-        try:
-            contents[address, modality] = media.open(resolved(address, base), modality)
-        except BadRequestError as error:
-            error.param = param
-            raise
-    return contents
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +181,93 @@ class JsonLines(Lines):
         columns = replace(self.columns, id=self.columns.id or "id", prompt=self.columns.prompt or "prompt")
         base = self.file.base
         return item_of(given, column, id=place, signature=place, base=base, media=self.media, columns=columns)
+
+
+_ROWS = 16
+# Column chunks are read in pieces of this size; otherwise a whole row group's pictures would be in memory.
+_BUFFER_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A `Source` of a table's rows. Ids are like file.parquet#12, counted from 0: values of columns may repeat."""
+
+    file: ItemFile
+    media: MediaReader
+    columns: Columns
+
+    def __iter__(self) -> Iterator[Found]:
+        from pyarrow import ArrowException
+
+        row = 0
+        try:
+            signature = self.file.signature()
+            with self._open() as table:
+                column = self._column(table)
+                for group in range(table.num_row_groups):
+                    row, rows = row + table.metadata.row_group(group).num_rows, row
+                    yield from self._rows(table, group, rows, row, column, signature)
+        except (ArrowException, OSError) as error:
+            yield Failed(id=self.file.name, message=f"cannot read it: {reason(error)}")
+        except BadRequestError as error:
+            yield Failed(id=self.file.name, message=error.message, code="no_media_column")
+
+    def count(self) -> Iterator[int | None]:
+        from pyarrow import ArrowException
+
+        if self.file.path is None:
+            yield None
+            return
+        with contextlib.suppress(ArrowException, OSError), self._open() as table:
+            yield table.metadata.num_rows
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[ParquetFile]:
+        from pyarrow.parquet import ParquetFile
+
+        with self.file.open() as file, ParquetFile(file, buffer_size=_BUFFER_BYTES, pre_buffer=False) as table:
+            yield table
+
+    def _column(self, table: ParquetFile) -> str:
+        names = table.schema_arrow.names
+        column = media_column(names, self.columns.media)
+        if column is None:
+            raise BadRequestError(
+                f"no column of pictures or videos is known among {', '.join(names)}: name it with --media-column"
+            )
+        return column
+
+    def _rows(self, table: ParquetFile, group: int, row: int, end: int, column: str, signature: str) -> Iterator[Found]:
+        from pyarrow import ArrowException
+
+        try:
+            for batch in table.iter_batches(batch_size=_ROWS, row_groups=[group], use_threads=False):
+                for record in _records(batch):
+                    yield self._found(record, row, column, signature)
+                    row += 1
+        except (ArrowException, OSError) as error:
+            told = f"cannot read it: {reason(error)}; {end - row} rows are passed over"
+            yield Failed(id=f"{self.file.name}#{row}", message=told)
+
+    def _found(self, record: dict[str, Any], row: int, column: str, signature: str) -> Found:
+        id, base = f"{self.file.name}#{row}", self.file.base
+        told = f"{signature} {row}"
+        try:
+            return item_of(record, column, id=id, signature=told, base=base, media=self.media, columns=self.columns)
+        except BadRequestError as error:
+            return Failed(id=id, message=error.message, code=error.code or "invalid_item")
+
+
+def _records(batch: RecordBatch) -> Iterator[dict[str, Any]]:
+    for row in zip(*map(_values, batch.columns), strict=True):
+        yield dict(zip(batch.schema.names, row, strict=True))
+
+
+def _values(column: Array) -> list[Any]:
+    """Convert to Python. None stands for values it cannot hold: text that is not UTF-8, dates outside its calendar."""
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError):
+        if len(column) == 1:
+            return [None]
+        return [value for place in range(len(column)) for value in _values(column[place : place + 1])]
