@@ -15,7 +15,10 @@ PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 QUOTED = sorted({text for text in re.findall(r"`([^`\n]+)`", PAGE) if len(text.split()) > 3})
 # Made of parts that stand in several places.
 PARTS = {
-    "... is a JSON schema that cannot be followed: ... at #/...": ("... is a JSON schema that cannot be followed...: ...", " at ..."),
+    "... is a JSON schema that cannot be followed: ... at #/...": (
+        "... is a JSON schema that cannot be followed...: ...",
+        " at ...",
+    ),
     "... takes longer than ... s (setting --grammar-timeout-s) to compile: it is too large, or explodes": (
         "... s (setting --grammar-timeout-s)",
         "takes longer than ... to compile: it is too large, or explodes",

@@ -18,7 +18,7 @@ from vision.towers.blocks import VisionTower
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.workers.inline import InlineBackend
-from vlmserve.commands.bench.vision_subject import PLENTY, settle, take_rows
+from vlmserve.commands.bench.vision import PLENTY, settle, take_rows
 from vlmserve.engine.encoder import embed_shape
 
 FINGERPRINT = bytes(32)

@@ -9,9 +9,12 @@ from tests import hf_env  # noqa: F401  (before transformers)
 
 # isort: split
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.tiny_checkpoints import make_checkpoint
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,23 @@ def conversations() -> list[list[dict]]:
         [{"role": "system", "content": "Be brief."}, *ask(picture(4, 33, 300), "What now?")],
         ask(picture(5, 300, 300), "How many shapes are in the image on the left side of the blue square? " * 4),
     ]
+
+
+def over(families: Sequence[str], settings: Sequence[dict], often: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize a fixture `family`, and `settings`; all but the first of these are slow, unless a family is often."""
+    cases = [
+        pytest.param(family, one, marks=pytest.mark.slow if one and family not in often else ())
+        for family in families
+        for one in settings
+    ]
+    return pytest.mark.parametrize(("family", "settings"), cases, indirect=["family"])
+
+
+def known(family: str, folder: Path, asked: list, max_tokens: int) -> tuple[Path, list, list[Answer]]:
+    """Return a checkpoint, conversations, and what transformers answers."""
+    folder = make_checkpoint(family, folder)
+    reference = Reference(folder)
+    return folder, asked, [reference.answer(messages, max_tokens) for messages in asked]
 
 
 def assert_equal_answers(got, want: Answer, tolerance: float = 1e-4) -> None:

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, make_checkpoint
-from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, picture
+from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, known, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.errors import BadRequestError
 
@@ -30,11 +30,7 @@ by_any = pytest.mark.parametrize("family", OFTEN[:1], indirect=True)
 
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
-    """A checkpoint, the conversations, and what transformers answers."""
-    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    reference = Reference(folder)
-    asked = conversations()
-    return folder, asked, [reference.answer(messages, NEW) for messages in asked]
+    return known(request.param, tmp_path_factory.mktemp(request.param), conversations(), NEW)
 
 
 def check(llm, asked, wanted):
@@ -45,15 +41,7 @@ def check(llm, asked, wanted):
     assert stats.req_pool_free == stats.req_pool_total
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        pytest.param(family, settings, marks=pytest.mark.slow if settings and family not in OFTEN else ())
-        for family in (*ALL_FAMILIES, HYBRID)
-        for settings in SETTINGS
-    ],
-    indirect=["family"],
-)
+@over((*ALL_FAMILIES, HYBRID), SETTINGS, OFTEN)
 def test_equals_transformers(family, settings):
     folder, asked, wanted = family
     with LLM(str(folder), num_threads=1, **settings) as llm:

@@ -13,7 +13,7 @@ import pytest
 
 import vlmserve
 from vlmserve import LLM, AsyncLLM, ChatPrompt, EngineArgs, GenerateReqInput, SamplingParams, SettingsError, StageLimits
-from vlmserve.commands.offline.settings import EngineSettings, OtherNames
+from vlmserve.commands.offline.inputs import EngineSettings, OtherNames
 from vlmserve.config.aliases import ALIASES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from tests.tiny_checkpoints import HYBRID_MOE, make_checkpoint
-from tests.vlmserve.reference import Reference, ask, assert_equal_answers, picture
+from tests.tiny_checkpoints import HYBRID_MOE
+from tests.vlmserve.reference import ask, assert_equal_answers, known, picture
 from vlmserve import LLM, SamplingOverrides
 
 NEW = 12
@@ -13,11 +13,9 @@ GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 WORDS = "How many red circles are there on the left side of the blue square? " * 5
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory):
-    """A checkpoint, long conversations that begin alike, and what transformers answers."""
-    folder = make_checkpoint(HYBRID_MOE, tmp_path_factory.mktemp(HYBRID_MOE))
-    reference = Reference(folder)
+@pytest.fixture(scope="module", name="known")
+def long_conversations(tmp_path_factory):
+    """They begin alike."""
     asked = [
         ask(WORDS, picture(1, 256, 256)),
         ask(WORDS + "Count.", picture(1, 256, 256)),
@@ -25,7 +23,7 @@ def known(tmp_path_factory):
         ask(WORDS),
         ask(WORDS + WORDS),
     ]
-    return folder, asked, [reference.answer(messages, NEW) for messages in asked]
+    return known(HYBRID_MOE, tmp_path_factory.mktemp(HYBRID_MOE), asked, NEW)
 
 
 def check(llm, asked, wanted):

@@ -1,7 +1,8 @@
-"""What callers of `LLM` may write shorter, and what they are told of what is wrong."""
+"""What callers of `LLM` may write shorter, what they are told of what is wrong, and media loaded ahead."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.processors.helpers import encoded
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.offline.inputs import conversation, read_settings, sampling_of
 from vlmserve.config.checks import SettingsError
@@ -64,35 +66,30 @@ def test_texts_and_options(llm: LLM) -> None:
     assert len(llm.generate("Hello", max_tokens=2)[0].token_ids) == 2
 
 
+USER = {"role": "user", "content": "x"}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "kind", "complaint"),
+    ("messages", "more", "kind", "complaint"),
     [
-        ({"messages": "x", "images": ["/no/such.png"]}, BadRequestError, "cannot read '/no/such.png': No such file"),
-        ({"messages": "x", "images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
-        (
-            {"messages": "x", "images": [SAMPLES / "rolling.mp4"]},
-            BadRequestError,
-            "not a picture: .* video_url, or video",
-        ),
-        ({"messages": "x", "videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
-        ({"messages": "x", "images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
-        ({"messages": "x", "images": [3]}, BadRequestError, "image is of type int; it must be a URL"),
-        ({"messages": "x", "max_token": 3}, TypeError, "there is no option 'max_token'; did you mean max_tokens"),
-        ({"messages": "x", "max_tokens": "3"}, TypeError, "max_tokens is '3'; it must be a whole number or None"),
-        ({"messages": "x", "temperature": "hot"}, TypeError, "temperature is 'hot'; it must be a number or None"),
-        ({"messages": None}, TypeError, "a conversation is a text, or a list of messages such as .* this is None"),
-        ({"messages": {"role": "user", "content": "x"}}, TypeError, "a conversation is a text"),
-        (
-            {"messages": [{"role": "user", "content": "x"}], "images": [SIX]},
-            TypeError,
-            "images and videos go with a text",
-        ),
+        ("x", {"images": ["/no/such.png"]}, BadRequestError, "cannot read '/no/such.png': No such file"),
+        ("x", {"images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
+        ("x", {"images": [SAMPLES / "rolling.mp4"]}, BadRequestError, "not a picture: .* video_url, or video"),
+        ("x", {"videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
+        ("x", {"images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
+        ("x", {"images": [3]}, BadRequestError, "image is of type int; it must be a URL"),
+        ("x", {"max_token": 3}, TypeError, "there is no option 'max_token'; did you mean max_tokens"),
+        ("x", {"max_tokens": "3"}, TypeError, "max_tokens is '3'; it must be a whole number or None"),
+        ("x", {"temperature": "hot"}, TypeError, "temperature is 'hot'; it must be a number or None"),
+        (None, {}, TypeError, "a conversation is a text, or a list of messages such as .* this is None"),
+        (USER, {}, TypeError, "a conversation is a text"),
+        ([USER], {"images": [SIX]}, TypeError, "images and videos go with a text"),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told(llm: LLM, arguments: dict[str, Any], kind: type[Exception], complaint: str) -> None:
+def test_what_is_wrong_is_told(llm: LLM, messages: Any, more: dict[str, Any], kind: Any, complaint: str) -> None:
     with pytest.raises(kind, match=complaint):
-        llm.chat(**arguments)
+        llm.chat(messages, **more)
 
 
 def test_a_text_is_no_batch(llm: LLM) -> None:
@@ -147,10 +144,46 @@ def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:
 def test_settings_by_other_names(tmp_path: Path) -> None:
     given = {"gpu_memory_utilization": 0.5, "limit_mm_per_prompt": {"image": 2}, "trust_remote_code": True}
     args, limits = read_settings(tmp_path, None, {**given, "embedding_cache_dir": tmp_path / "cache"})
-    assert (args.model, args.mem_fraction_static, limits.counts.images, limits.counts.videos) == (
-        str(tmp_path),
-        0.5,
-        2,
-        8,
-    )
+    assert (args.model, args.mem_fraction_static) == (str(tmp_path), 0.5)
+    assert (limits.counts.images, limits.counts.videos) == (2, 8)
     assert args.embedding_cache_dir == str(tmp_path / "cache")
+
+
+def picture(shade: int) -> bytes:
+    return encoded(Image.new("RGB", (64, 64), (shade, 0, 0)))
+
+
+def about(*pictures: bytes):
+    parts = [{"type": "image", "image": data} for data in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+
+
+def test_the_next_request_s_media_are_loaded_meanwhile(llm, monkeypatch):
+    load, second = llm._media.load, asyncio.Event()
+    calls = []
+
+    async def waiting(media):
+        calls.append(media)
+        if len(calls) == 1:
+            await asyncio.wait_for(second.wait(), 60)  # for ever, if requests were loaded one after the other
+        second.set()
+        return await load(media)
+
+    monkeypatch.setattr(llm._media, "load", waiting)
+    conversations = [about(picture(shade)) for shade in (10, 200)]
+    together = llm.chat_batch(conversations, max_tokens=4)
+    monkeypatch.undo()
+    assert len(calls) == 2
+    assert [answer.text for answer in together] == [llm.chat(one, max_tokens=4).text for one in conversations]
+
+
+def test_the_first_bad_request_is_named(llm):
+    with pytest.raises(BadRequestError, match="not a picture"):
+        llm.chat_batch([about(picture(1)), about(b"no picture"), [{"role": "nobody", "content": "x"}]], max_tokens=2)
+    assert llm.chat("Hello", max_tokens=2).text
+    assert llm.stats().num_running_reqs == 0
+
+
+def test_a_request_of_many_media_is_loaded_alone(llm):
+    [one, other] = llm.chat_batch([about(*[picture(shade) for shade in range(20)]), about(picture(3))], max_tokens=2)
+    assert one.prompt_tokens > other.prompt_tokens

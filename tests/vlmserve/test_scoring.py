@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.reference import Reference, ask, conversations, picture
+from tests.vlmserve.reference import Reference, ask, conversations, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.executor import logprobs as logprobs_module
 from vlmserve.frontend.input_embeds import read_input_embeds
-from vlmserve.frontend.request_builder import EmbedsPrompt, TokensPrompt
+from vlmserve.frontend.request_builder import ChatPrompt, EmbedsPrompt, GenerateReqInput, TokensPrompt
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -77,15 +77,7 @@ def check_row(theirs, token, logprob):
     assert logprob == pytest.approx(theirs[token], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        pytest.param(family, settings, marks=pytest.mark.slow if settings and family != OFTEN else ())
-        for family in FAMILIES
-        for settings in SETTINGS
-    ],
-    indirect=["family"],
-)
+@over(FAMILIES, SETTINGS, [OFTEN])
 def test_equals_transformers(family, settings, monkeypatch):
     folder, asked, wanted, _ = family
     monkeypatch.setattr(logprobs_module, "_TILE_BYTES", 4 * 448 * 5)  # five rows at a time
@@ -225,13 +217,8 @@ def test_embeddings_in_place_of_tokens(family):
         # answers of a half-precision table are those of its values
         rounded = table[ids].bfloat16()
         assert (read_input_embeds(rounded).rows == rounded.float().numpy()).all()
-        mixed = llm._run(
-            [
-                dataclasses.replace(llm._request(GREEDY, {}, None, None, ReturnOptions(), ()), prompt=prompt)
-                for prompt in (EmbedsPrompt(embeds=given), TokensPrompt(ids=tuple(ids)))
-            ]
-        )
-        assert [answer.token_ids for [answer] in mixed] == [want.token_ids] * 2
+        mixed = llm.generate([EmbedsPrompt(embeds=given), TokensPrompt(ids=tuple(ids))], GREEDY)
+        assert [answer.token_ids for answer in mixed] == [want.token_ids] * 2
 
 
 @by_any
@@ -275,13 +262,12 @@ def test_a_picture_beside_embeddings_and_scores(family):
     with llm_of(folder, enable_mixed_chunk=True, chunked_prefill_size=64, page_size=4) as llm:
         [alone] = llm.generate([EmbedsPrompt(embeds=given)], GREEDY)
         llm.flush_cache()
-        base = llm._request(GREEDY, {}, 1, None, ALL, ())
-        plain = llm._request(GREEDY, {}, None, None, ReturnOptions(), ())
-        prompts = [(base, chat) for chat in asked[:4]]
-        from vlmserve.frontend.request_builder import ChatPrompt
-
-        requests = [dataclasses.replace(request, prompt=ChatPrompt(messages=chat)) for request, chat in prompts]
-        requests.insert(2, dataclasses.replace(plain, prompt=EmbedsPrompt(embeds=given)))
+        more = {"num_logprobs": 1, "returns": ALL}
+        prompts = [(ChatPrompt(messages=chat), more) for chat in asked[:4]]
+        prompts.insert(2, (EmbedsPrompt(embeds=given), {}))
+        requests = [
+            GenerateReqInput(request_id="", prompt=prompt, sampling_params=GREEDY, **given) for prompt, given in prompts
+        ]
         first, second, embeds, third, fourth = (answer for [answer] in llm._run(requests))
         for got, want in zip((first, second, third, fourth), wanted, strict=False):
             check(got, want)

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from tests.processors.clips import frame, jpeg, make_clip
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.reference import Reference, assert_equal_answers, picture
+from tests.tiny_checkpoints import FAMILIES
+from tests.vlmserve.reference import assert_equal_answers, known, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.errors import BadRequestError
 
@@ -56,21 +56,10 @@ by_every = pytest.mark.parametrize("family", FAMILIES, indirect=True)
 
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
-    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
-    reference = Reference(folder)
-    asked = conversations()
-    return folder, asked, [reference.answer(messages, NEW) for messages in asked]
+    return known(request.param, tmp_path_factory.mktemp(request.param), conversations(), NEW)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        pytest.param(family, settings, marks=pytest.mark.slow if settings and family != OFTEN else ())
-        for family in FAMILIES
-        for settings in SETTINGS
-    ],
-    indirect=["family"],
-)
+@over(FAMILIES, SETTINGS, [OFTEN])
 def test_equals_transformers(family, settings):
     folder, asked, wanted = family
     with LLM(str(folder), **THEIRS, **settings) as llm:

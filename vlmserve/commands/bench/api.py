@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from vlmserve.commands.bench.fake_engine import STEP_VARIABLE
-from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, show, write_measures
+from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, show_and_write
 from vlmserve.commands.bench.processes import children_of, cpu_time
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.config.number_words import positive
@@ -34,20 +34,19 @@ _END, _EVENT = b"0\r\n\r\n", b"data: "
 
 def main(argv: Sequence[str]) -> int:
     """Measure, and print a line for each figure."""
-    parser = bench_parser("api", _ABOUT)
+    parser = bench_parser("api", _ABOUT, rounds=5)
 
     def number(name: str, default: int, text: str) -> None:
         parser.add_argument(name, type=positive, default=default, metavar="N", help=text)
 
     parser.add_argument("--model", metavar="FOLDER", help="checkpoint folder; the built-in model if left out")
-    number("--rounds", 5, "measurements of each figure")
     number("--requests", 200, "unstreamed requests in a round, one at a time")
     number("--streams", 64, "streams at a time")
     number("--tokens", 256, "tokens of each streamed answer")
     number("--step-ms", 10, "a step of the fake engine, which gives each request a token")
     args = parser.parse_args(argv)
     print(f"{args.rounds} rounds; median (least to most)")
-    write_measures(args, {"fake": show("fake engine", _fake(args)), "real": show("real engine", _real(args))})
+    show_and_write(args, {"fake": _fake(args), "real": _real(args)})
     return 0
 
 

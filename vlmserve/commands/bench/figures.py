@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from vlmserve.config.flags import CommandParser
+from vlmserve.config.number_words import positive
 
 _SECRET = ("api_key", "json")
 
@@ -137,9 +138,20 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
         return action.help if without else super()._get_help_string(action)
 
 
-def bench_parser(name: str, about: str, *, has_json: bool = True, **more: Any) -> CommandParser:
-    """Return a parser for `vlmserve bench NAME` that shows defaults and, with `has_json`, takes --json FILE."""
+def bench_parser(
+    name: str, about: str, *, has_json: bool = True, rounds: int | None = None, parts: Iterable[str] = (), **more: Any
+) -> CommandParser:
+    """Return a parser for `vlmserve bench NAME` that shows defaults and, with `has_json`, takes --json FILE.
+
+    rounds: the default of --rounds; None: there is no such flag. parts: the choices of --parts, all by default.
+    """
     parser = CommandParser(prog=f"vlmserve bench {name}", description=about, formatter_class=_Formatter, **more)
+    if parts:
+        text = "what to measure"
+        parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts), help=text)
+    if rounds:
+        text = "rounds in which the alternatives take turns"
+        parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=text)
     if has_json:
         text = "write the settings and all figures to this file"
         parser.add_argument("--json", type=Path, metavar="FILE", help=text)
@@ -153,7 +165,7 @@ def write_json(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
         args.json.write_text(json.dumps({"settings": settings, **found}, indent=2, default=str) + "\n")
 
 
-def write_measures(args: argparse.Namespace, found: Mapping[str, Sequence[Measure]], **more: Any) -> None:
-    """Write the figures of each part as `write_json` does."""
-    measures = {part: [one.plain() for one in made] for part, made in found.items()}
+def show_and_write(args: argparse.Namespace, parts: Mapping[str, Iterable[Measure]], **more: Any) -> None:
+    """Print the figures of each part as they come, and write all as `write_json` does."""
+    measures = {part: [one.plain() for one in show(part, made)] for part, made in parts.items()}
     write_json(args, {**more, "measures": measures})

@@ -29,13 +29,12 @@ _SCHEMA = {"type": "array", "items": _ITEM, "minItems": 10_000}
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark, and print the ratios."""
-    parser = bench_parser("grammar", "Answers that follow a JSON schema beside answers without one.")
+    parser = bench_parser("grammar", "Answers that follow a JSON schema beside answers without one.", rounds=5)
     add = parser.add_argument
     add("--model", default="", help="checkpoint folder or hub id; the built-in model if left out")
     add("--num-threads", type=int, help="CPU threads of the model (default: all cores)")
     add("--requests", type=int, default=16, help="requests at a time")
     add("--tokens", type=int, default=200, help="tokens of each answer")
-    add("--rounds", type=int, default=5, help="rounds in which both sides take turns")
     args = parser.parse_args(argv)
     prompts = [f"What is in picture {number}?" for number in range(args.requests)]
     settings: dict[str, Any] = {"max_running_requests": args.requests}

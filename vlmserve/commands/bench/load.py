@@ -104,11 +104,6 @@ class LoadClient:
         at_a_time: requests under way at the most; None for no limit. arrivals: when each is sent, in seconds. Raises
         ServerError if no question is answered.
         """
-        return self._runner.run(self._run(questions, output_tokens, at_a_time, arrivals or [0.0] * len(questions)))
-
-    async def _run(
-        self, questions: Sequence[Question], output_tokens: int, at_a_time: int | None, arrivals: Sequence[float]
-    ) -> Round:
         gate = asyncio.Semaphore(at_a_time or len(questions))
 
         async def one(number: int, messages: object, after_s: float) -> Answered | str:
@@ -119,9 +114,13 @@ class LoadClient:
                 except ServerError as error:
                     return str(error)
 
+        async def every() -> list[Answered | str]:
+            return await asyncio.gather(*map(one, range(len(questions)), conversations, delays))
+
+        delays = arrivals or [0.0] * len(questions)
         conversations = [question.messages() for question in questions]
         started = time.perf_counter()
-        found = await asyncio.gather(*map(one, range(len(questions)), conversations, arrivals))
+        found = self._runner.run(every())
         wall_s = time.perf_counter() - started
         answers = tuple(one for one in found if isinstance(one, Answered))
         failures = tuple(one for one in found if isinstance(one, str))

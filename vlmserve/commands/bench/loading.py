@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ import torch
 
 from vlmserve.commands.bench.figures import bench_parser
 from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape, write_folder
-from vlmserve.commands.bench.processes import process_memory
+from vlmserve.commands.bench.processes import process_memory, run_python
 from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.random_weights import random_model
@@ -31,7 +30,6 @@ from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.experts import Experts
 from vlmserve_common.compute.shard import Shard
-from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.library import activate
 
 _ABOUT = """\
@@ -93,11 +91,8 @@ def measure_loading(folder: Path, *, tp: int, mode: str = "none") -> list[RankLo
     found = []
     for rank in range(tp):
         words = ["-m", "vlmserve.commands.bench.loading", str(folder), str(rank), str(tp), mode]
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise EngineError(f"rank {rank} of {tp} does not load: {last}")
-        found.append(RankLoading(rank=rank, **json.loads(done.stdout.splitlines()[-1])))
+        said = run_python(words, f"rank {rank} of {tp} does not load", _TIMEOUT_S)
+        found.append(RankLoading(rank=rank, **json.loads(said.splitlines()[-1])))
     return found
 
 
@@ -116,12 +111,9 @@ def write_filled(folder: Path, shape: ModelShape) -> Path:
     for child in model.modules():
         if isinstance(child, Experts):
             child.lay_out("inputs_first")
+    tensors = published_tensors(model)
     save_weights(
-        folder,
-        (
-            (name, torch.full(tuple(tensor.shape), 0.01, dtype=torch.bfloat16))
-            for name, tensor in published_tensors(model)
-        ),
+        folder, ((name, torch.full_like(one, 0.01, dtype=torch.bfloat16, device="cpu")) for name, one in tensors)
     )
     return folder
 

@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vlmserve.commands.bench.figures import Spread, bench_parser, ratios, write_json
+from vlmserve.commands.bench.figures import Spread, bench_parser, write_json
 from vlmserve.commands.bench.load import LoadClient, Round
+from vlmserve.commands.bench.media import WORKLOADS, CountTokens, Workload, make_workload
 from vlmserve.commands.bench.processes import LIMIT_CORES, CpuWatch, server_pid, wait_until_quiet
-from vlmserve.commands.bench.workloads import WORKLOADS, CountTokens, Workload, make_workload
 from vlmserve.commands.client.chat_client import ServerError
+from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.number_words import above_zero, positive
 from vlmserve_common.errors import EngineError
@@ -124,8 +125,7 @@ def _check(parser: CommandParser, args: argparse.Namespace) -> None:
     for name in ("label", "model", "server_pid"):
         given = getattr(args, name)
         if given is not None and len(given) != count:
-            flag = "--" + name.replace("_", "-")
-            parser.error(f"{flag} is given {len(given)} times, and must be once for each --base-url, or left out")
+            parser.error(f"{flag(name)} is given {len(given)} times, and must be once for each --base-url, or left out")
     args.label = args.label or [chr(ord("A") + number) for number in range(count)]
     if len(set(args.label)) < count:
         parser.error("two servers have the same --label")
@@ -238,42 +238,35 @@ def show_peers(labels: Sequence[str], works: Mapping[str, str], runs: Sequence[d
 
     labels: of the servers. works: the description of each workload.
     """
-    summary = {}
+    first, *rest = labels
+    summary: dict[str, Any] = {}
     for name, what in works.items():
         print(f"\n{name}: {what}")
-        _print_row("", [*labels, *(f"{labels[0]} beside {label}" for label in labels[1:])])
+        _print_row("", [*labels, *(f"{first} beside {label}" for label in rest)])
         mine = {label: [run for run in runs if (run["workload"], run["label"]) == (name, label)] for label in labels}
-        summary[name] = {
-            key: _compare(mine, key, row)
-            for key, row in _ROWS.items()
-            if any(key in run for several in mine.values() for run in several)
-        }
-        for key, found in summary[name].items():
-            row = _ROWS[key]
-            cells = [median and _scaled(median, row.scale).shown(row.form) for median in found["medians"].values()]
-            cells += [ratio and str(Spread(**ratio)) for ratio in found["ratios"].values()]
-            _print_row(row.title, [cell or "-" for cell in cells])
+        summary[name] = {}
+        for key, row in _ROWS.items():
+            values = {label: [run[key] for run in mine[label] if key in run] for label in labels}
+            if not any(values.values()):
+                continue
+            medians = {label: Spread.of(each) if each else None for label, each in values.items()}
+            faster = {label: _ratios(mine[first], mine[label], key, row.more_is_better) for label in rest}
+            summary[name][key] = {
+                part: {label: spread and asdict(spread) for label, spread in found.items()}
+                for part, found in (("medians", medians), ("ratios", faster))
+            }
+            cells = [Spread.of(each, row.scale).shown(row.form) if each else "-" for each in values.values()]
+            _print_row(row.title, cells + [str(ratio or "-") for ratio in faster.values()])
         _print_about(mine)
     return summary
 
 
-def _compare(mine: Mapping[str, Sequence[dict[str, Any]]], key: str, row: _Row) -> dict[str, Any]:
-    """Return the median of each server, and how many times as fast the first one is as each other one."""
-    first, *rest = mine
-    found: dict[str, Any] = {"medians": {}, "ratios": {}}
-    for label, several in mine.items():
-        values = [run[key] for run in several if key in run]
-        found["medians"][label] = asdict(Spread.of(values)) if values else None
-    for label in rest:
-        pairs = [(a[key], b[key]) for a, b in zip(mine[first], mine[label], strict=True) if key in a and key in b]
-        ours, theirs = [a for a, _ in pairs], [b for _, b in pairs]
-        slow, quick = (ours, theirs) if row.more_is_better else (theirs, ours)
-        found["ratios"][label] = asdict(ratios(slow, quick)) if pairs else None
-    return found
-
-
-def _scaled(median: Mapping[str, float], scale: float) -> Spread:
-    return Spread(**{name: value * scale for name, value in median.items()})
+def _ratios(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: str, more_is_better: bool
+) -> Spread | None:
+    """Return how many times as fast we are, round by round, where both sides have the figure."""
+    pairs = [(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) if key in a and key in b]
+    return Spread.of([a / b if more_is_better else b / a for a, b in pairs]) if pairs else None
 
 
 def _print_row(title: str, cells: Sequence[str]) -> None:
@@ -282,12 +275,14 @@ def _print_row(title: str, cells: Sequence[str]) -> None:
 
 def _print_about(mine: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """Print how quiet the machine was, the length of prompts as the servers count it, and what went wrong."""
-    others = [[run["others_cores"] for run in several if "others_cores" in run] for several in mine.values()]
-    _print_row("CPU taken by others, cores", [Spread.of(one).shown(".2f") if one else "not known" for one in others])
-    prompts = [
-        sorted({f"{run['prompt_tokens']:g}" for run in runs if "prompt_tokens" in run}) for runs in mine.values()
-    ]
-    _print_row("prompt tokens", ["/".join(one) or "-" for one in prompts])
+
+    def values(key: str) -> list[list[float]]:
+        return [[run[key] for run in several if key in run] for several in mine.values()]
+
+    others = [Spread.of(each).shown(".2f") if each else "not known" for each in values("others_cores")]
+    _print_row("CPU taken by others, cores", others)
+    prompts = ["/".join(sorted({f"{tokens:g}" for tokens in each})) or "-" for each in values("prompt_tokens")]
+    _print_row("prompt tokens", prompts)
     for label, several in mine.items():
         busy = sum(run.get("others_cores", 0.0) >= LIMIT_CORES for run in several)
         if busy:

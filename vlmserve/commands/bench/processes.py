@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from vlmserve_common.errors import EngineError
 
 MIB = 1024 * 1024
 LIMIT_CORES = 0.15
 """The cores that other processes may take of a quiet machine."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _LISTENING = "0A"
+
+
+def run_python(words: Sequence[str], what: str, timeout_s: float) -> str:
+    """Run another Python with these words, and return its output.
+
+    Raises EngineError that begins with `what` if it fails.
+    """
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise EngineError(f"{what}: {last}")
+    return done.stdout
 
 
 def children_of(pid: int) -> list[int]:

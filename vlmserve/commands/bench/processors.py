@@ -39,11 +39,9 @@ _STEP_PATCHES = 1024  # the encoder's batch on a CPU
 
 def main(argv: Sequence[str]) -> int:
     """Measure the parts asked for, and print a table for each."""
-    parser = bench_parser("processors", _ABOUT)
+    parser = bench_parser("processors", _ABOUT, rounds=5, parts=PARTS)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     add("--family", choices=FAMILIES, default=FAMILIES[0], help="model family whose published settings are used")
-    add("--rounds", type=int, default=5, metavar="N", help="rounds in which the alternatives take turns")
     add("--seconds", type=int, default=60, metavar="N", help="length of the clip, a multiple of 10")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

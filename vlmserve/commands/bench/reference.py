@@ -75,12 +75,10 @@ class Reference:
     """
 
     def __init__(self, folder: Path, model: Any, *, device: torch.device) -> None:
-        self.model = model
-        self.model.generation_config.eos_token_id = None
-        self.tokenizer = load_text_tokenizer(folder)
-        self._template = load_chat_template(folder)
+        model.generation_config.eos_token_id = None
+        self.model, self._device = model, device
+        self.tokenizer, self._template = load_text_tokenizer(folder), load_chat_template(folder)
         self._processor = make_processor(folder, read_json(folder, "config.json"))
-        self._device = device
 
     def prepare(self, questions: Sequence[Question]) -> dict[str, torch.Tensor]:
         """Return the inputs of a batch, on the CPU. Each question has one picture, and all prompts are equally long."""
@@ -158,11 +156,7 @@ def check_rows(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise AssertionError(f"rows differ: {list(ours.shape)} {ours.dtype}, not {list(theirs.shape)} {theirs.dtype}")
     wide = theirs.float()
-    off = float(((ours.float() - wide).norm(dim=1) / wide.norm(dim=1)).max())
-    limit = _TOLERANCE[ours.dtype]
-    if not off < limit:
-        raise AssertionError(f"rows differ by {off:.2g} of their length; {limit} is allowed in {ours.dtype}")
-    return off
+    return _checked(float(((ours.float() - wide).norm(dim=1) / wide.norm(dim=1)).max()), "rows", ours.dtype)
 
 
 def check_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> float:
@@ -170,9 +164,12 @@ def check_logits(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -
 
     dtype: the type that they were computed in. Raises AssertionError as `check_rows` does.
     """
-    off = float((ours - theirs).norm() / theirs.norm())
+    return _checked(float((ours - theirs).norm() / theirs.norm()), "logits", dtype)
+
+
+def _checked(off: float, what: str, dtype: torch.dtype) -> float:
     if not off < _TOLERANCE[dtype]:
-        raise AssertionError(f"logits differ by {off:.2g} of their length; {_TOLERANCE[dtype]} is allowed in {dtype}")
+        raise AssertionError(f"{what} differ by {off:.2g} of their length; {_TOLERANCE[dtype]} is allowed in {dtype}")
     return off
 
 

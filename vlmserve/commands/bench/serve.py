@@ -168,9 +168,10 @@ def _served(model: Path, args: argparse.Namespace) -> tuple[dict[int, Round], di
 def _medians(done: Round) -> dict[str, Any]:
     return {
         "requests": len(done.answers),
-        "ttft_s": statistics.median(one.ttft_s for one in done.answers),
-        "per_token_s": statistics.median(one.per_token_s for one in done.answers),
-        "total_s": statistics.median(one.total_s for one in done.answers),
+        **{
+            name: statistics.median(getattr(one, name) for one in done.answers)
+            for name in ("ttft_s", "per_token_s", "total_s")
+        },
         "tokens_per_s": done.tokens_per_s,
         "pictures_per_s": len(done.answers) / done.wall_s,
     }

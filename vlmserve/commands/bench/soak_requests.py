@@ -8,7 +8,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import httpx2
 
@@ -28,20 +28,14 @@ _FORM = "multipart/form-data; boundary=soak"
 Body: TypeAlias = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cut:
-    """The place where a client leaves; one of the three is given.
+class Cut(NamedTuple):
+    """The place where a client leaves, and how far it gets.
 
-    `body` is the part of the body that is sent, of 1. `after_s` is in seconds, from when the client began to send.
-    `events` is the number of events of the stream that are read.
+    `far` is the part of the body that is sent, of 1; or seconds since the client began to send; or the events read.
     """
 
-    body: float | None = None
-    after_s: float | None = None
-    events: int | None = None
-
-    def __str__(self) -> str:
-        return "in its body" if self.body is not None else "waiting" if self.events is None else "in its stream"
+    where: Literal["in its body", "waiting", "in its stream"]
+    far: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +55,7 @@ class Mix:
     """All requests of a soak. cut_off: part of the requests that clients leave, of 1. model: its name at the server."""
 
     def __init__(self, model: str, *, seed: int, cut_off: float) -> None:
-        self._model = model
-        self._seed = seed
-        self._cut_off = cut_off
+        self._model, self._seed, self._cut_off = model, seed, cut_off
         self._pictures = [draw_picture(_SIDES[at % len(_SIDES)], [seed, at]) for at in range(_REPEATED)]
         self._clips = [clip(side, 64, seconds=1, rate=10) for side in (64, 96, 128)]
 
@@ -74,21 +66,18 @@ class Mix:
         made = _KINDS[kind][1](self, dice, number)
         # another client each time: what the server keeps of clients must not grow either
         address = ".".join(["10", *(str(dice.randrange(256)) for _ in range(3))])
-        headers = {"Content-Type": made.get("type", "application/json"), "X-Forwarded-For": address}
-        cut, body = None, made["body"]
+        headers = {"Content-Type": made.pop("type", "application/json"), "X-Forwarded-For": address}
+        cut, body = None, made.pop("body")
         if dice.random() < self._cut_off:
             cut = _cut(dice, streams=isinstance(body, dict) and made.get("path", CHAT) == CHAT)
             if isinstance(body, dict) and "messages" in body:  # so long that no client has the whole answer before
-                body |= {"max_tokens": 300, "ignore_eos": True, "stream": cut.events is not None or dice.random() < 0.5}
-        return SoakRequest(
-            number=number,
-            kind=kind,
-            path=made.get("path", CHAT),
-            body=json.dumps(body).encode() if isinstance(body, dict) else body,
-            headers=headers,
-            statuses=made.get("statuses", (200,)),
-            cut=cut,
-        )
+                body |= {
+                    "max_tokens": 300,
+                    "ignore_eos": True,
+                    "stream": cut.where == "in its stream" or dice.random() < 0.5,
+                }
+        content = json.dumps(body).encode() if isinstance(body, dict) else body
+        return SoakRequest(number=number, kind=kind, body=content, headers=headers, cut=cut, **made)
 
     def _chat(self, dice: random.Random, *parts: object, words: int = 12, **fields: object) -> dict[str, Any]:
         text = " ".join(dice.choices(_WORDS, k=words))
@@ -193,10 +182,10 @@ _KINDS: dict[str, tuple[int, Callable[[Mix, random.Random, int], dict[str, Any]]
 def _cut(dice: random.Random, *, streams: bool) -> Cut:
     where = dice.random()
     if where < 0.2:
-        return Cut(body=dice.random())
+        return Cut("in its body", dice.random())
     if where < 0.6 or not streams:
-        return Cut(after_s=dice.uniform(0, 0.3))
-    return Cut(events=dice.randint(1, 40))
+        return Cut("waiting", dice.uniform(0, 0.3))
+    return Cut("in its stream", dice.randint(1, 40))
 
 
 class SoakClients:
@@ -206,9 +195,7 @@ class SoakClients:
     """
 
     def __init__(self, url: str, request: Callable[[int], SoakRequest], *, at_a_time: int) -> None:
-        self._url = url
-        self._request = request
-        self._at_a_time = at_a_time
+        self._url, self._request, self._at_a_time = url, request, at_a_time
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.wrong: list[str] = []
 
@@ -253,22 +240,23 @@ async def _ask(http: httpx2.AsyncClient, request: SoakRequest) -> str:
     """Return the status of the answer, with its text if it is wrong; or where the client left."""
     cut = request.cut
     try:
-        async with asyncio.timeout(cut.after_s if cut else None):
+        async with asyncio.timeout(cut.far if cut and cut.where == "waiting" else None):
             return await _answer(http, request)
     except (TimeoutError, _LeftError):
         if cut is None:
             raise
-        return f"cut off {cut}"
+        return f"cut off {cut.where}"
 
 
 async def _answer(http: httpx2.AsyncClient, request: SoakRequest) -> str:
     headers = {**request.headers, "Content-Length": str(len(request.body))}
     async with http.stream("POST", request.path, content=_body(request), headers=headers) as response:
-        events = request.cut.events if request.cut and response.status_code == 200 else None
-        if events is not None:
+        cut = request.cut
+        if cut and cut.where == "in its stream" and response.status_code == 200:
+            events = 0
             async for line in response.aiter_lines():
-                events -= line.startswith("data:")
-                if events <= 0:
+                events += line.startswith("data:")
+                if events >= cut.far:
                     raise _LeftError
         content = await response.aread() if not response.is_stream_consumed else b""
         status = response.status_code
@@ -281,10 +269,9 @@ async def _answer(http: httpx2.AsyncClient, request: SoakRequest) -> str:
 
 async def _body(request: SoakRequest) -> AsyncIterator[bytes]:
     """Yield the body in pieces, up to where the client leaves."""
-    cut = request.cut
-    leaves = cut is not None and cut.body is not None
-    end = int(len(request.body) * cut.body) if cut is not None and cut.body is not None else len(request.body)
-    for at in range(0, end, _PIECE):
-        yield request.body[at : min(at + _PIECE, end)]
+    leaves = request.cut is not None and request.cut.where == "in its body"
+    sent = request.body[: int(len(request.body) * request.cut.far)] if request.cut and leaves else request.body
+    for at in range(0, len(sent), _PIECE):
+        yield sent[at : at + _PIECE]
     if leaves:
         raise _LeftError

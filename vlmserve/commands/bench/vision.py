@@ -5,44 +5,146 @@ Each figure is a ratio of alternatives that took turns in one run, with its targ
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from processors.video.options import VideoKnobs
+from processors.families.base import MultimodalProcessor, ProcessorLimits, data_item
+from processors.families.registry import make_processor
+from processors.image.decoding import decode_image
+from processors.video.options import VideoKnobs, VideoLimits, VideoOptions
 from vision.cache.disk_tier import DiskTier
 from vision.cache.store import EmbeddingStore
-from vision.towers.runner import pixel_values
-from vlmserve.commands.bench.figures import (
-    Measure,
-    TurnTimes,
-    bench_parser,
-    in_turns,
-    ratios,
-    show,
-    write_measures,
-)
-from vlmserve.commands.bench.media import clip
+from vision.encoder_pool import EncoderPool, PoolLimits
+from vision.towers.blocks import VisionTower
+from vision.towers.grids import Grid
+from vision.towers.loading import load_tower
+from vision.towers.runner import TowerRunner, pixel_values
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
+from vision.workers.inline import InlineBackend
+from vlmserve.commands.bench.figures import Measure, TurnTimes, bench_parser, in_turns, ratios, show_and_write
+from vlmserve.commands.bench.gpu.shapes import VISION_SIZES
+from vlmserve.commands.bench.media import clip, jpeg
+from vlmserve.commands.bench.processor_reference import write_settings
+from vlmserve.commands.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.commands.bench.reference import ReferenceTower, check_rows, load_reference
-from vlmserve.commands.bench.vision_subject import (
-    PLENTY,
-    TowerSubject,
-    finish,
-    grid_thw,
-    settle,
-    take_rows,
-    use_threads,
-    write_checkpoint,
-)
+from vlmserve.engine.encoder import embed_shape, make_cache
+from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus
+from vlmserve_common.compute.linear import pack_linears
+from vlmserve_common.kernels import fused
+from vlmserve_common.kernels.library import activate
+
+PLENTY = 1 << 40
+"""A limit in bytes that is never met."""
+_FINGERPRINT = bytes(32)
+# The decoder is as wide as the rows and otherwise tiny: it is stored with the tower and not used.
+_TEXT_SIZES = {"num_hidden_layers": 3, "hidden_size": 2048, "intermediate_size": 256}
+
+
+def write_checkpoint(folder: Path, *, depth: int) -> Path:
+    """Write a tower of `depth` layers like Qwen3-VL-2B's (which has 24) with random weights, and published settings."""
+    sizes = VISION_SIZES | {
+        "depth": depth,
+        "out_hidden_size": _TEXT_SIZES["hidden_size"],
+        "deepstack_visual_indexes": sorted({max(0, depth * part // 4 - 1) for part in (1, 2, 3)}),
+    }
+    write_random_checkpoint(folder, text_sizes=_TEXT_SIZES, vision_sizes=sizes)
+    write_settings(folder, "qwen3_vl")
+    return folder
+
+
+def use_threads(device: torch.device, threads: int) -> str:
+    """Let this process compute with `threads` threads; return what computes, for people."""
+    torch.set_num_threads(threads)
+    return activate("auto", threads=threads) if device.type == "cpu" else fused.activate("auto", device)
+
+
+class TowerSubject:
+    """The tower of a checkpoint folder in `dtype` on `device`, and its processor."""
+
+    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder, self.device, self.dtype = folder, device, dtype
+        self.tower: VisionTower = load_tower(folder, device=device, dtype=dtype)
+        pack_linears(self.tower)
+        self.runner = TowerRunner(self.tower, device)
+        limits = ProcessorLimits(
+            video=VideoLimits(decode_threads=1), video_options=VideoOptions(sampling="time-grid", fps=2.0)
+        )
+        self.processor: MultimodalProcessor = make_processor(folder, read_hf_config(folder), limits)
+
+    def picture(self, width: int, height: int, *, seed: int = 0) -> tuple[TemporalPatch, ...]:
+        """Return a JPEG file, processed."""
+        image = decode_image(jpeg(width, height, seed), self.processor.limits.decode)
+        return temporal_patches(data_item(self.processor.process_image(image)))
+
+    def clip(self, data: bytes, knobs: VideoKnobs) -> tuple[TemporalPatch, ...]:
+        """Return a part of a video file on the time grid at two frames a second, processed."""
+        return temporal_patches(data_item(self.processor.process_video(data, knobs)))
+
+    def pool(
+        self, *, device_bytes: int, host_bytes: int = 0, max_patches: int, disk: DiskTier | None = None
+    ) -> closing[EncoderPool]:
+        """Return an encoder pool that its context closes.
+
+        `device_bytes` and `host_bytes` are room for rows that are not in use. A batch has `max_patches` at the most.
+        """
+        return closing(
+            EncoderPool(
+                InlineBackend(self.runner),
+                make_cache(self.device, device_bytes=device_bytes, host_bytes=host_bytes),
+                fingerprint=_FINGERPRINT,
+                embed_shape=embed_shape(self.tower, self.dtype),
+                limits=PoolLimits(max_patches=max_patches, space_bytes=PLENTY),
+                disk=disk,
+            )
+        )
+
+
+def grid_thw(medium: Sequence[TemporalPatch]) -> Grid:
+    """Return the patches of a medium in time, height and width."""
+    return len(medium), *medium[0].grid
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def take_rows(pool: EncoderPool, patches: Sequence[TemporalPatch]) -> list[torch.Tensor]:
+    """Return the rows of temporal patches as a request gets them: held, waited for, taken and released."""
+    keys = pool.submit(patches, order=0)
+    while not all(map(pool.is_ready, keys)):
+        _advance(pool)
+        failures = pool.take_failures()
+        if failures:
+            raise RuntimeError(f"not encoded: {', '.join(failures.values())}")
+    rows = [pool.embeds(key) for key in keys]
+    pool.release(keys, order=0)
+    return rows
+
+
+def settle(pool: EncoderPool) -> None:
+    """Wait until the pool is idle, so that all rows are on the disk."""
+    while pool.busy:
+        _advance(pool)
+
+
+def _advance(pool: EncoderPool) -> None:
+    if not pool.advance() and not pool.work(math.inf):
+        wait(pool.wait_handles())
+
 
 _ABOUT = """\
 Pictures and clips to embeddings: beside transformers' vision tower; found in memory and on the disk; clips that
@@ -58,14 +160,10 @@ _LARGE = (1024, 1024)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TowerRun:
-    """A measurement of a tower. rounds: in which alternatives take turns. threads: of torch, on a CPU.
-
-    max_patches: in a batch of the pool.
-    """
+    """A measurement of a tower. rounds: in which alternatives take turns. max_patches: in a batch of the pool."""
 
     subject: TowerSubject
     rounds: int
-    threads: int
     max_patches: int
 
     def turns(self, alternatives: Mapping[str, Callable[[], object]]) -> dict[str, TurnTimes]:
@@ -84,12 +182,10 @@ class TowerRun:
 
 def main(argv: Sequence[str]) -> int:
     """Measure the parts asked for, and print a line for each figure."""
-    parser = bench_parser("vision", _ABOUT)
+    parser = bench_parser("vision", _ABOUT, rounds=5, parts=PARTS)
     add = parser.add_argument
     add("--model", type=Path, help="checkpoint folder; random weights with a tower like Qwen3-VL-2B's if left out")
     add("--depth", type=int, default=_DEPTH, help="layers of the random tower")
-    add("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="what to measure")
-    add("--rounds", type=int, default=5, help="rounds in which the alternatives take turns")
     add("--device", default="cpu", help="where the tower computes: cpu, cuda, cuda:1 ...")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type it computes")
     add("--threads", type=int, default=available_cpus(), help="CPU threads of each side")
@@ -104,10 +200,9 @@ def main(argv: Sequence[str]) -> int:
             print(f"writing {what} ...", file=sys.stderr)
             model = write_checkpoint(Path(folder), depth=args.depth)
         subject = TowerSubject(model, device=device, dtype=getattr(torch, args.dtype))
-        run = TowerRun(subject=subject, rounds=args.rounds, threads=args.threads, max_patches=args.encoder_max_patches)
+        run = TowerRun(subject=subject, rounds=args.rounds, max_patches=args.encoder_max_patches)
         print(f"{what}; {args.dtype} on {args.device}, threads: {args.threads}, rounds: {args.rounds}; {computes}")
-        found = {part: show(part, PARTS[part](run)) for part in args.parts}
-    write_measures(args, found, checkpoint=what)
+        show_and_write(args, {part: PARTS[part](run) for part in args.parts}, checkpoint=what)
     return 0
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from vlmserve.commands.doctor.finding import Finding, Status, run_probes
 from vlmserve.commands.doctor.gpu import ask_nvidia, attention_findings, gpu_findings
 from vlmserve.commands.doctor.machine import machine_findings
-from vlmserve.commands.doctor.media import PROBES, media_findings
-from vlmserve.commands.doctor.model import files_finding, model_findings, model_folder
+from vlmserve.commands.doctor.model import PROBES, files_finding, media_findings, model_findings, model_folder
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL
@@ -68,11 +67,8 @@ def examine(model: str | None) -> dict[str, list[Finding]]:
         probed = {name: found for each in probing for name, found in each.result().items()}
     imports = {module: probed[f"import:{module}"] for module in modules if module} | {"torch": probed["torch"]}
     python = platform.python_version()
-    ourselves = Finding(
-        name="vlmserve",
-        text=f"{__version__}, Python {python} ({sys.executable})",
-        data={"version": __version__, "python": python, "executable": sys.executable},
-    )
+    data = {"version": __version__, "python": python, "executable": sys.executable}
+    ourselves = Finding("vlmserve", f"{__version__}, Python {python} ({sys.executable})", data=data)
     report = {
         "vlmserve": [ourselves, *needed_findings(needed, imports)],
         "machine": machine,

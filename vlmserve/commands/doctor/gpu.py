@@ -58,27 +58,26 @@ def gpu_findings(nvidia: Nvidia, torch: Probed) -> Iterator[Finding]:
 def _driver(nvidia: Nvidia) -> Finding:
     data = asdict(nvidia)
     if nvidia.gpus:
-        return Finding(name="driver", text="; ".join(nvidia.gpus), data=data)
+        return Finding("driver", "; ".join(nvidia.gpus), data=data)
     if not nvidia.in_machine:
-        return Finding(name="driver", text="no NVIDIA GPU: models run on the CPU", data=data)
+        return Finding("driver", "no NVIDIA GPU: models run on the CPU", data=data)
     why = f"nvidia-smi says: {nvidia.trouble}" if nvidia.trouble else "there is no nvidia-smi"
     text = f"there is an NVIDIA GPU, and no driver that works: {why}"
     remedy = "install NVIDIA's driver; in a container, start it with docker run --gpus all"
-    return Finding(name="driver", text=text, status=Status.NOTE, remedy=remedy, data=data)
+    return Finding("driver", text, Status.NOTE, remedy, data)
 
 
 def _gpu(device: str, gpu: dict[str, Any], torch_version: str) -> Finding:
     major, minor = gpu["capability"]
     room = f"{show_gib(gpu['total_bytes'])}, {show_gib(gpu['free_bytes'])} free"
     text = f"{gpu['name']}, compute capability {major}.{minor}: {room}"
-    status, remedy = Status.OK, None
     if gpu["error"]:
-        text, status = f"{text}; it computes nothing: {gpu['error']}", Status.PROBLEM
-        remedy = _cuda_build(torch_version)
-    elif major < 8:
-        text, status = f"{text}; bfloat16 needs compute capability 8.0", Status.NOTE
-        remedy = "start with --dtype float16"
-    return Finding(name=device, text=text, status=status, remedy=remedy, data=gpu)
+        text += f"; it computes nothing: {gpu['error']}"
+        return Finding(device, text, Status.PROBLEM, _cuda_build(torch_version), gpu)
+    if major < 8:
+        text += "; bfloat16 needs compute capability 8.0"
+        return Finding(device, text, Status.NOTE, "start with --dtype float16", gpu)
+    return Finding(device, text, data=gpu)
 
 
 def _build(nvidia: Nvidia, torch: dict[str, Any]) -> Finding:
@@ -87,13 +86,13 @@ def _build(nvidia: Nvidia, torch: dict[str, Any]) -> Finding:
     built = f"CUDA {cuda}" if cuda else f"ROCm {torch['hip']}" if torch["hip"] else "the CPU only"
     text = f"{version} is built for {built}"
     if torch["cuda_available"] or not nvidia.gpus:
-        return Finding(name="torch build", text=text, data=data)
+        return Finding("torch build", text, data=data)
     if cuda:
         text += f", and finds no GPU that it can use: the driver may be too old for CUDA {cuda}, or "
-        text, remedy = text + "CUDA_VISIBLE_DEVICES hides it", "update NVIDIA's driver"
-    else:
-        text, remedy = f"{text}, and leaves the NVIDIA GPU unused", _cuda_build(version)
-    return Finding(name="torch build", text=text, status=Status.PROBLEM, remedy=remedy, data=data)
+        text += "CUDA_VISIBLE_DEVICES hides it"
+        return Finding("torch build", text, Status.PROBLEM, "update NVIDIA's driver", data)
+    text += ", and leaves the NVIDIA GPU unused"
+    return Finding("torch build", text, Status.PROBLEM, _cuda_build(version), data)
 
 
 def _cuda_build(version: str) -> str:
@@ -116,42 +115,24 @@ def attention_findings(probed: Probed) -> Iterator[Finding]:
     facts = probed.result
     if facts is None:
         if not probed.lacks_module:
-            yield Finding(name="attention", text=f"its trial failed: {probed.error}", status=Status.PROBLEM)
+            yield Finding("attention", f"its trial failed: {probed.error}", Status.PROBLEM)
         return
     if facts["device"] is None:
         text = "on the CPU: our own operators where the CPU has them, else torch's"
-        yield Finding(name="attention", text=text, data=facts)
+        yield Finding("attention", text, data=facts)
         return
-    yield _compiler(facts["compiler"])
+    path = facts["compiler"]
+    if path is not None:
+        yield Finding("C compiler", f"{path}, which Triton's kernels need", data={"path": path})
+    else:
+        text = "there is none, and Triton's kernels need one at every first start"
+        yield Finding("C compiler", text, Status.NOTE, "apt-get install gcc, or set CC", {"path": None})
     for name, why_not in facts["why_not"].items():
         version = facts["versions"][name]
-        yield Finding(
-            name=name,
-            text=f"{version or 'not installed'}: {'its trial passes' if why_not is None else why_not}",
-            status=Status.OK if why_not is None else Status.NOTE,
-            data={"version": version, "why_not": why_not},
-        )
-    yield _attention(facts)
-
-
-def _compiler(path: str | None) -> Finding:
-    if path is not None:
-        return Finding(name="C compiler", text=f"{path}, which Triton's kernels need", data={"path": path})
-    return Finding(
-        name="C compiler",
-        text="there is none, and Triton's kernels need one at every first start",
-        status=Status.NOTE,
-        remedy="apt-get install gcc, or set CC",
-        data={"path": None},
-    )
-
-
-def _attention(facts: dict[str, Any]) -> Finding:
-    backend, slow = facts["backend"], facts["backend"] == "torch"
-    text = f"{backend}, by --attention-backend auto, tried with {facts['heads']}"
-    return Finding(
-        name="attention",
-        text=text + ("; it is slow on a GPU" if slow else ""),
-        status=Status.NOTE if slow else Status.OK,
-        data=facts,
-    )
+        text = f"{version or 'not installed'}: {why_not or 'its trial passes'}"
+        data = {"version": version, "why_not": why_not}
+        yield Finding(name, text, Status.NOTE if why_not else Status.OK, data=data)
+    slow = facts["backend"] == "torch"
+    text = f"{facts['backend']}, by --attention-backend auto, tried with {facts['heads']}"
+    text += "; it is slow on a GPU" if slow else ""
+    yield Finding("attention", text, Status.NOTE if slow else Status.OK, data=facts)

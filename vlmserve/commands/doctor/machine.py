@@ -7,21 +7,14 @@ import os
 import platform
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from vlmserve.commands.doctor.finding import Finding, Status
 from vlmserve.ipc.private_dir import shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus, cpu_name
 from vlmserve_common.compute.memory import available_host_memory, show_gib, total_host_memory
-from vlmserve_common.kernels.build import (
-    CannotBuild,
-    best_level,
-    better_level,
-    cache_folder,
-    compiler,
-    cpu_words,
-    find,
-)
+from vlmserve_common.kernels.build import CannotBuild, best_level, better_level, cache_folder, compiler, cpu_words, find
 
 # The instructions that matter to matrix products, by the kernel's names.
 _ON_X86 = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "amx_int8")
@@ -34,12 +27,7 @@ _FEW_FILES = 1024
 
 def machine_findings() -> Iterator[Finding]:
     """Yield all findings about the machine."""
-    yield system()
-    yield cpu()
-    yield operators()
-    yield memory()
-    yield shared_memory(shared_memory_base())
-    yield open_files()
+    yield from (system(), cpu(), operators(), memory(), shared_memory(shared_memory_base()), open_files())
 
 
 def system() -> Finding:
@@ -48,14 +36,11 @@ def system() -> Finding:
     with contextlib.suppress(OSError):
         distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "")
     text = ", ".join(filter(None, [distribution, f"{name} {kernel} {kind}"]))
-    foreign = name != "Linux"
-    return Finding(
-        name="system",
-        text=f"{text}: vlmserve is made for Linux" if foreign else text,
-        status=Status.PROBLEM if foreign else Status.OK,
-        remedy="run it on Linux, or in a Linux container" if foreign else None,
-        data={"system": name, "release": kernel, "machine": kind, "distribution": distribution},
-    )
+    data = {"system": name, "release": kernel, "machine": kind, "distribution": distribution}
+    if name == "Linux":
+        return Finding("system", text, data=data)
+    remedy = "run it on Linux, or in a Linux container"
+    return Finding("system", f"{text}: vlmserve is made for Linux", Status.PROBLEM, remedy, data)
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
@@ -69,38 +54,25 @@ def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Finding:
         text += f"; {' '.join(instructions)}"
     if slow:
         text += "; no bfloat16 products in hardware: they are computed in float32"
-    return Finding(
-        name="cpu",
-        text=text,
-        status=Status.NOTE if slow else Status.OK,
-        data={"model": model, "cores": there, "usable_cores": usable, "instructions": instructions},
-    )
+    data = {"model": model, "cores": there, "usable_cores": usable, "instructions": instructions}
+    return Finding("cpu", text, Status.NOTE if slow else Status.OK, data=data)
 
 
 def operators(cpuinfo: Path = Path("/proc/cpuinfo"), cache: Path | None = None) -> Finding:
     """Tell what computes on this CPU, and why nothing faster does."""
     words, cache = cpu_words(cpuinfo), cache or cache_folder()
-    level, text, remedy = None, "", None
+    level = None
     try:
         level = best_level(words)
         better = better_level(level, words)
-        text = f"for {level}"
-        if better is not None:
-            text += f" (this CPU lacks {', '.join(better[1])} for {better[0]})"
+        lacks = f" (this CPU lacks {', '.join(better[1])} for {better[0]})" if better else ""
         built = find(level, cache)
-        text += (
-            f", in {built.parent}" if built else f", to be built with {compiler()} at the first start: takes seconds"
-        )
+        where = f"in {built.parent}" if built else f"to be built with {compiler()} at the first start: takes seconds"
+        found = Finding("operators", f"for {level}{lacks}, {where}")
     except CannotBuild as error:
-        text = f"torch's, which are slower: {error}"
         remedy = None if level is None else "install a C++ compiler (apt-get install g++)"
-    return Finding(
-        name="operators",
-        text=text,
-        status=Status.NOTE if text.startswith("torch's") else Status.OK,
-        remedy=remedy,
-        data={"level": level, "folder": str(cache)},
-    )
+        found = Finding("operators", f"torch's, which are slower: {error}", Status.NOTE, remedy)
+    return replace(found, data={"level": level, "folder": str(cache)})
 
 
 def memory() -> Finding:
@@ -108,42 +80,32 @@ def memory() -> Finding:
     available = available_host_memory()
     total, limit = total_host_memory()
     limited = "" if limit is None else f", of which the control group (container) allows {show_gib(limit)}"
-    little = available < _LITTLE_MEMORY
-    return Finding(
-        name="memory",
-        text=f"{show_gib(total)}{limited}; {show_gib(available)} available",
-        status=Status.NOTE if little else Status.OK,
-        remedy="end other programs, or raise the container's limit (docker run --memory)" if little else None,
-        data={"total_bytes": total, "limit_bytes": limit, "available_bytes": available},
-    )
+    text = f"{show_gib(total)}{limited}; {show_gib(available)} available"
+    data = {"total_bytes": total, "limit_bytes": limit, "available_bytes": available}
+    if available >= _LITTLE_MEMORY:
+        return Finding("memory", text, data=data)
+    remedy = "end other programs, or raise the container's limit (docker run --memory)"
+    return Finding("memory", text, Status.NOTE, remedy, data)
 
 
 def shared_memory(folder: Path) -> Finding:
     """Look at the room for patches of pictures and videos on their way between processes."""
     room = os.statvfs(folder)
     total, free = room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail
-    text, status, remedy = f"{folder}: {show_gib(total)}, {show_gib(free)} free", Status.OK, None
-    if free < _LITTLE_SHARED:
-        status = Status.PROBLEM if free < _TOO_LITTLE_SHARED else Status.NOTE
-        text += "; large pictures, videos and many requests at a time may find no room in it"
-        remedy = "docker run --shm-size=2g ... (without a container: mount -o remount,size=2g /dev/shm)"
-    return Finding(
-        name="shared memory",
-        text=text,
-        status=status,
-        remedy=remedy,
-        data={"folder": str(folder), "total_bytes": total, "free_bytes": free},
-    )
+    text = f"{folder}: {show_gib(total)}, {show_gib(free)} free"
+    data = {"folder": str(folder), "total_bytes": total, "free_bytes": free}
+    if free >= _LITTLE_SHARED:
+        return Finding("shared memory", text, data=data)
+    text += "; large pictures, videos and many requests at a time may find no room in it"
+    remedy = "docker run --shm-size=2g ... (without a container: mount -o remount,size=2g /dev/shm)"
+    status = Status.PROBLEM if free < _TOO_LITTLE_SHARED else Status.NOTE
+    return Finding("shared memory", text, status, remedy, data)
 
 
 def open_files() -> Finding:
     """Look at the limit of open files, which connections count towards."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = soft != resource.RLIM_INFINITY and soft < _FEW_FILES
-    return Finding(
-        name="open files",
-        text=f"{soft} at the most; each connection is one" if few else f"{soft} at the most",
-        status=Status.NOTE if few else Status.OK,
-        remedy="ulimit -n 65536" if few else None,
-        data={"soft": soft, "hard": hard},
-    )
+    text, data = f"{soft} at the most", {"soft": soft, "hard": hard}
+    if soft == resource.RLIM_INFINITY or soft >= _FEW_FILES:
+        return Finding("open files", text, data=data)
+    return Finding("open files", f"{text}; each connection is one", Status.NOTE, "ulimit -n 65536", data)

@@ -76,32 +76,26 @@ def needed_findings(needed: Sequence[Requirement], imports: Mapping[str, Probed]
             error = imports[requirement.module].error
         broken = error and f"{requirement.installed} is installed, and cannot be imported: {error}"
         lacks = requirement.lacks or broken
-        remedy = None
-        if lacks:  # one command for all that are missing
-            again = ["--force-reinstall"] if broken else []
-            missing = requirement.installed is None
-            remedy = install() if missing else pip_install(*again, requirement.text)
-        yield Finding(
-            name=requirement.name,
-            text=lacks or f"{requirement.installed} ({requirement.bounds or 'any version'})",
-            status=Status.PROBLEM if lacks else Status.OK,
-            remedy=remedy,
-            data={"installed": requirement.installed, "needed": requirement.bounds, "import_error": error},
-        )
+        data = {"installed": requirement.installed, "needed": requirement.bounds, "import_error": error}
+        if not lacks:
+            text = f"{requirement.installed} ({requirement.bounds or 'any version'})"
+            yield Finding(requirement.name, text, data=data)
+            continue
+        again = ["--force-reinstall"] if broken else []
+        # one command for all that are missing
+        remedy = install() if requirement.installed is None else pip_install(*again, requirement.text)
+        yield Finding(requirement.name, lacks, Status.PROBLEM, remedy, data)
 
 
 def extra_findings(extras: Mapping[str, Sequence[Requirement]]) -> Iterator[Finding]:
     """Yield a finding for each extra."""
     for extra, requirements in extras.items():
-        lacking = [f"{requirement.name} {requirement.lacks}" for requirement in requirements if requirement.lacks]
-        there = ", ".join(f"{requirement.name} {requirement.installed}" for requirement in requirements)
-        yield Finding(
-            name=extra,
-            text="; ".join(lacking) or there,
-            status=Status.NOTE if lacking else Status.OK,
-            remedy=install(extra) if lacking else None,
-            data={requirement.name: requirement.installed for requirement in requirements},
-        )
+        lacking = "; ".join(f"{one.name} {one.lacks}" for one in requirements if one.lacks)
+        data = {one.name: one.installed for one in requirements}
+        if lacking:
+            yield Finding(extra, lacking, Status.NOTE, install(extra), data)
+        else:
+            yield Finding(extra, ", ".join(f"{name} {version}" for name, version in data.items()), data=data)
 
 
 def install(extra: str | None = None) -> str:

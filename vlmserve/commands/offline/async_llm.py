@@ -9,16 +9,15 @@ import os
 import queue
 import threading
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from multiprocessing.connection import wait
 from typing import Unpack
 
 import torch
 
 from processors.fetch.limits import FetchSettings
-from vlmserve.commands.offline.engine import build_offline_engine
-from vlmserve.commands.offline.inputs import read_settings
-from vlmserve.commands.offline.settings import EngineSettings
+from vlmserve.commands.offline.inputs import EngineSettings, read_settings
+from vlmserve.commands.offline.llm import build_offline_engine
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler
@@ -53,14 +52,6 @@ from vlmserve_common.process.wake_up import WakeUp
 logger = logging.getLogger(__name__)
 
 _STOP = object()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Asked:
-    """A control message on its way to the engine's thread. answer: a future of the event loop."""
-
-    question: ControlRequest
-    answer: asyncio.Future[ControlResult]
 
 
 class AsyncLLM:
@@ -99,7 +90,7 @@ class AsyncLLM:
         self._control = EngineControl(
             self._engine.loop, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
         )
-        self._asked: set[asyncio.Future[ControlResult]] = set()
+        self._asked: set[Future[ControlResult]] = set()
         self._unfinished: dict[str, TokenOutput] | None = {} if joined else None
         self._inbox: queue.SimpleQueue[SchedulerInput | object] = queue.SimpleQueue()
         self._wake_up = WakeUp()
@@ -170,11 +161,11 @@ class AsyncLLM:
         if self._manager.unavailable is not None:
             raise EngineUnavailableError(self._manager.unavailable)
         self._loop = asyncio.get_running_loop()
-        asked = _Asked(question=question, answer=self._loop.create_future())
-        self._asked.add(asked.answer)
-        asked.answer.add_done_callback(self._asked.discard)
-        self._put(asked)
-        result = await asked.answer
+        answer = Future[ControlResult]()
+        self._asked.add(answer)
+        answer.add_done_callback(self._asked.discard)
+        self._put((question, answer))
+        result = await asyncio.wrap_future(answer)
         if isinstance(result, ControlRefused):
             raise EngineError(result.message)
         return result
@@ -224,8 +215,11 @@ class AsyncLLM:
                 message = self._inbox.get_nowait()
                 if message is _STOP:
                     return False
-                if isinstance(message, _Asked):
-                    self._tell(_settle, message.answer, self._control.handle(message.question))
+                if isinstance(message, tuple):
+                    question, answer = message
+                    result = self._control.handle(question)
+                    if answer.set_running_or_notify_cancel():  # else the waiting task has ended
+                        answer.set_result(result)
                 elif isinstance(message, BatchTokenizedGenerateReqInput):
                     for request in message.requests:
                         engine.handle(request)
@@ -239,7 +233,7 @@ class AsyncLLM:
         """Tell all requests in the event loop that the engine has failed."""
         self._manager.fail(reason)
         for answer in tuple(self._asked):
-            if not answer.done():
+            if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineUnavailableError(reason))
 
     def _take(self, batch: SchedulerOutput) -> None:
@@ -249,27 +243,15 @@ class AsyncLLM:
         texts, aborts = self._detokenizer.process(batch)
         for abort in aborts:
             self._engine.loop.handle(abort)
-        outputs = texts.outputs if self._unfinished is None else self._join(texts.outputs, self._unfinished)
+        outputs = texts.outputs
+        if self._unfinished is not None:
+            joined = [join_outputs(self._unfinished.pop(output.rid, None), output) for output in outputs]
+            self._unfinished |= {output.rid: output for output in joined if output.finish_reason is None}
+            outputs = tuple(output for output in joined if output.finish_reason is not None)
         if outputs:
-            self._tell(self._manager.handle, BatchTextOutput(outputs=tuple(outputs)))
-
-    def _join(self, outputs: tuple[TokenOutput, ...], unfinished: dict[str, TokenOutput]) -> list[TokenOutput]:
-        """Return the outputs that are whole now."""
-        whole = []
-        for output in outputs:
-            output = join_outputs(unfinished.pop(output.rid, None), output)
-            if output.finish_reason is None:
-                unfinished[output.rid] = output
-            else:
-                whole.append(output)
-        return whole
+            self._tell(self._manager.handle, BatchTextOutput(outputs=outputs))
 
     def _tell(self, function: object, *args: object) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no waiting requests
             self._loop.call_soon_threadsafe(function, *args)  # type: ignore[arg-type]
-
-
-def _settle(answer: asyncio.Future[ControlResult], result: ControlResult) -> None:
-    if not answer.done():  # else the waiting task has ended
-        answer.set_result(result)

@@ -7,17 +7,16 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from vlmserve.commands.plan.gpus import GPUS
-from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.flags import CommandParser, add_settings
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.number_words import above_zero, positive
-from vlmserve.config.settings import iter_settings, load_settings
+from vlmserve.config.settings import load_settings
 
 _ABOUT = """\
 Tell whether a model fits on GPUs and how fast it can be at the best, from its config.json alone: no weights and no GPU
@@ -33,42 +32,52 @@ examples:
 """
 _SETTINGS = frozenset(
     {
-        "chunked_prefill_size", "disable_cuda_graph", "dtype", "encoder_max_patches", "kv_cache_dtype",
-        "mamba_cache_mib", "max_model_len", "max_prefill_tokens", "max_running_requests", "mem_fraction_static",
-        "page_size",
+        "chunked_prefill_size", "disable_cuda_graph", "dp_size", "dtype", "enable_dp_attention", "encoder_max_patches",
+        "ep_size", "kv_cache_dtype", "mamba_cache_mib", "max_model_len", "max_prefill_tokens", "max_running_requests",
+        "mem_fraction_static", "page_size", "pp_size", "tp_size",
     }
 )  # fmt: skip
+
+
+def _amount(word: str) -> float:
+    number = float(word)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word} is no amount")
+    return number
+
+
+# of a GPU, by the field that each flag sets: its unit there, its type, and its help
+_GPU_FLAGS: dict[str, tuple[str, float, Callable[[str], float], str]] = {
+    "memory": ("gpu-memory-gib", 2**30, above_zero, "its memory, instead"),
+    "bandwidth": ("bandwidth-gbs", 1e9, above_zero, "GB/s of its memory, instead"),
+    "flops": ("tflops", 1e12, above_zero, "TFLOP/s of dense products in 16 bits, instead"),
+    "fp8_flops": ("fp8-tflops", 1e12, _amount, "TFLOP/s in 8 bits, for FP8 checkpoints, instead; 0: there are none"),
+    "link": ("link-gbs", 1e9, _amount, "GB/s to other GPUs, each way, instead; 0: exchanges are not counted"),
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a table, or JSON. Raises VlmserveError for what cannot be."""
     args = _parser().parse_args(argv)
     # late, so that --help is quick
-    from vlmserve.commands.plan.layout import Layout
-    from vlmserve.commands.plan.plan import Asked, make_plan
+    from vlmserve.commands.plan.plan import make_plan
     from vlmserve.commands.plan.table import as_data, show
 
     gpu = GPUS[args.gpu]
-    given = {
-        "memory": (args.gpu_memory_gib, 2**30),
-        "bandwidth": (args.bandwidth_gbs, 1e9),
-        "flops": (args.tflops, 1e12),
-        "fp8_flops": (args.fp8_tflops, 1e12),
-        "link": (args.link_gbs, 1e9),
-    }
-    changed = {name: value * unit for name, (value, unit) in given.items() if value is not None}
-    if changed:
-        gpu = replace(gpu, name="GPU", **{name: type(getattr(gpu, name))(value) for name, value in changed.items()})
-    layout = Layout(tp=args.tp, pp=args.pp, dp=args.dp, ep=args.ep, dp_attention=args.enable_dp_attention)
+    given = {field: getattr(args, field) * unit for field, (_, unit, *_) in _GPU_FLAGS.items() if field in args}
+    if given:
+        gpu = replace(gpu, name="GPU", **given | {"memory": int(given.get("memory", gpu.memory))})
+    flags = {name: value for name, value in vars(args).items() if name in _SETTINGS}
+    settings = load_settings(flags, config=args.config).engine
     with _folder(args.model) as folder:
-        asked = Asked(
-            args=replace(_engine_args(args), model=str(folder)),
+        plan = make_plan(
+            replace(settings, model=str(folder)),
+            gpu,
             context=args.context,
-            batches=tuple(args.batch),
+            batches=args.batch,
             prompt=args.prompt,
             reserved=int(args.reserved_gib * 2**30),
         )
-        plan = make_plan(folder, layout, gpu, asked)
     if args.json:
         json.dump(as_data(plan), sys.stdout, indent=2)
         print()
@@ -89,36 +98,14 @@ def _folder(model: str) -> Iterator[Path]:
         yield Path(made)
 
 
-def _engine_args(args: argparse.Namespace) -> EngineArgs:
-    names = {setting.name for setting in iter_settings()} & _SETTINGS
-    flags = {name: value for name, value in vars(args).items() if name in names}
-    return load_settings(flags, config=args.config).engine
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="vlmserve plan", usage="%(prog)s MODEL [options]", description=_ABOUT, epilog=_EPILOG)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a config.json")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add = parser.add_argument_group("GPUs that share the model").add_argument
-    for name, text in (
-        ("tp", "ranks that share each layer"),
-        ("pp", "stages, of some layers each"),
-        ("dp", "replicas, each on its own --tp times --pp GPUs"),
-        ("ep", "groups of the ranks that have whole experts"),
-    ):
-        add(f"--{name}", f"--{name}-size", type=positive, default=1, metavar="N", help=text)
-    text = "--dp divides the --tp ranks: attention is shared by --tp / --dp of them, experts by all"
-    add("--enable-dp-attention", action="store_true", help=text)
     add = parser.add_argument_group("a GPU").add_argument
     add("--gpu", choices=sorted(GPUS), default="h200", help="which one [default: h200]")
-    for name, kind, text in (
-        ("gpu-memory-gib", above_zero, "its memory, instead"),
-        ("bandwidth-gbs", above_zero, "GB/s of its memory, instead"),
-        ("tflops", above_zero, "TFLOP/s of dense products in 16 bits, instead"),
-        ("fp8-tflops", _amount, "TFLOP/s in 8 bits, for FP8 checkpoints, instead; 0: there are none"),
-        ("link-gbs", _amount, "GB/s to other GPUs, each way, instead; 0: exchanges are not counted"),
-    ):
-        add(f"--{name}", type=kind, metavar="X", help=text)
+    for field, (name, _, kind, text) in _GPU_FLAGS.items():
+        add(f"--{name}", dest=field, default=argparse.SUPPRESS, type=kind, metavar="X", help=text)
     add("--reserved-gib", type=_amount, default=1.0, metavar="X", help="for CUDA and its libraries [default: 1]")
     add = parser.add_argument_group("requests").add_argument
     add("--context", type=positive, default=8192, metavar="N", help="tokens of each [default: 8192]")
@@ -127,10 +114,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt", type=positive, default=8192, metavar="N", help="tokens of a prompt [default: 8192]")
     add_settings(parser, _SETTINGS, help_all=False)
     return parser
-
-
-def _amount(word: str) -> float:
-    number = float(word)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word} is no amount")
-    return number

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.recurrent_cache import StateShape
@@ -21,69 +22,7 @@ from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.gptq_awq import Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
-from vlmserve_common.errors import EngineError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The sizes of parallel groups. A replica has tp * pp GPUs.
-
-    dp: replicas; with `dp_attention`, groups of a replica's ranks that share attention. ep: groups of the tp ranks of a
-    stage that hold different experts.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    dp_attention: bool = False
-
-    @property
-    def attention_tp(self) -> int:
-        """The ranks that share attention."""
-        return self.tp // self.dp if self.dp_attention else self.tp
-
-    @property
-    def groups(self) -> int:
-        """The groups of a replica's requests, each with its own KV cache."""
-        return self.dp if self.dp_attention else 1
-
-    @property
-    def replicas(self) -> int:
-        """The number of whole models."""
-        return 1 if self.dp_attention else self.dp
-
-    @property
-    def gpus(self) -> int:
-        """The GPUs of all replicas."""
-        return self.tp * self.pp * self.replicas
-
-    def check(self, config: ModelConfig) -> None:
-        """Raise EngineError for sizes that do not divide."""
-        if self.pp > config.num_layers:
-            raise EngineError(f"--pp is {self.pp}, and there are {config.num_layers} layers: each stage needs one")
-        if self.dp_attention and (self.dp < 2 or self.tp % self.dp):
-            raise EngineError(
-                f"--enable-dp-attention divides the {self.tp} ranks of --tp: --dp is {self.dp}, and must be a divisor "
-                "above 1"
-            )
-        if self.dp_attention and self.pp > 1:
-            raise EngineError(f"--pp is {self.pp}: with --enable-dp-attention it must be 1")
-        experts = config.experts
-        if self.ep > 1 and experts is None:
-            raise EngineError(f"--ep is {self.ep}, and {config.family} has no experts")
-        if self.tp % self.ep:
-            raise EngineError(f"--ep is {self.ep}, which does not divide --tp, which is {self.tp}")
-        if experts is None:
-            return
-        if experts.count % self.ep:
-            raise EngineError(f"--ep is {self.ep}, which does not divide the {experts.count} experts (num_experts)")
-        cut = self.tp // self.ep
-        if experts.intermediate_size % cut:
-            raise EngineError(
-                f"--tp {self.tp} and --ep {self.ep} cut each expert into {cut}, which does not divide its "
-                f"moe_intermediate_size, {experts.intermediate_size}"
-            )
+from vlmserve_common.compute.tensors import dtype_setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +56,7 @@ class StageShare:
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadModel:
-    """A model spread over a layout.
+    """A model spread over GPUs.
 
     `config` and `parameters` are of the whole model, `outline` is one rank's, and `stages` are those of the pipeline.
     `active` counts the parameters that a token goes through, without embedding and tower.
@@ -132,42 +71,36 @@ class SpreadModel:
     active: int
 
 
-def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache_dtype: str) -> SpreadModel:
-    """Spread the model of a folder, which needs config.json only. dtype: to compute in; None for the model's own.
-
-    Raises what `load_model` and `Layout.check` raise.
-    """
+def lay_out(folder: Path, args: EngineArgs) -> SpreadModel:
+    """Spread the model of a folder, which needs config.json only, as `args` says. Raises what `load_model` raises."""
     hf_config, scheme = read_hf_config(folder), quantization_of(folder)
+    # exchanges of experts have no weights
+    shard = Shard(
+        0, args.tp_size, experts=ExpertSharing(ep_size=args.ep_size, a2a="none"), groups=args.attention_groups
+    )
     config = load_config(folder)
-    layout.check(config)
-    meta = torch.device("meta")
-    whole = make_model(hf_config, config, meta, dtype or config.dtype)
-    outline = whole
-    if layout.tp > 1:
-        sharing = ExpertSharing(ep_size=layout.ep, a2a="none")
-        shard = Shard(0, layout.tp, experts=sharing, groups=layout.groups)
-        own = replace(config, shard=shard)
-        outline = make_model(hf_config, own, meta, dtype or config.dtype)
-    held = _part_held(scheme, outline.dtype)
-    experts = [expert_bytes(layer) // layout.tp for layer in whole.language_model.layers]
-    dense = [weight_bytes(layer) - expert_bytes(layer) for layer in outline.language_model.layers]
-    numbers = [_numbers(layer) for layer in outline.language_model.layers]
-    recurrent = frozenset() if config.linear is None else config.linear.layers
-    kv_dtype = cache_dtype(kv_cache_dtype, outline.dtype)
-    per_layer = KVCache.bytes_per_token(1, outline.config.num_kv_heads, outline.config.head_dim, kv_dtype)
+    meta, dtype = torch.device("meta"), dtype_setting(args.dtype) or config.dtype
+    whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, load_config(folder, shard)))
     embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
     assert embedding is not None, "the outline is of all layers"
     assert norm is not None
     head = outline.lm_head or embedding
-    itemsize = outline.dtype.itemsize
+    held = _part_held(scheme, dtype)
+    layers = outline.language_model.layers
+    experts = [expert_bytes(layer) // args.tp_size for layer in whole.language_model.layers]
+    dense = [weight_bytes(layer) - expert_bytes(layer) for layer in layers]
+    numbers = [_numbers(layer) for layer in layers]
+    kv_dtype = cache_dtype(args.kv_cache_dtype, dtype)
+    per_layer = KVCache.bytes_per_token(1, outline.config.num_kv_heads, outline.config.head_dim, kv_dtype)
     stages = []
-    for stage in range(layout.pp):
-        staged = replace(config, shard=Shard(stage=PipelineStage(stage, layout.pp)))
+    for stage in range(args.pp_size):
+        staged = replace(config, shard=Shard(stage=PipelineStage(stage, args.pp_size)))
         staged.of_part()  # which refuses layers that cannot be a stage
-        own_layers = staged.own_layers
-        first, last = own_layers.start, own_layers.stop
+        first, last = staged.own_layers.start, staged.own_layers.stop
         begins, ends = first == 0, last == config.num_layers
-        kv_layers = last - first - sum(first <= layer < last for layer in recurrent)
+        kv_layers = last - first
+        if config.linear is not None:
+            kv_layers -= sum(first <= layer < last for layer in config.linear.layers)
         tied_here = outline.lm_head is None and begins
         stages.append(
             StageShare(
@@ -182,8 +115,8 @@ def lay_out(folder: Path, layout: Layout, *, dtype: torch.dtype | None, kv_cache
                 state=_state(outline, last - first - kv_layers),
                 kv_layers=kv_layers,
                 dense_numbers=sum(numbers[first:last]),
-                expert_numbers=sum(experts[first:last]) // itemsize,
-                head_numbers=weight_bytes(head) // itemsize if ends else 0,
+                expert_numbers=sum(experts[first:last]) // dtype.itemsize,
+                head_numbers=weight_bytes(head) // dtype.itemsize if ends else 0,
             )
         )
     return SpreadModel(

@@ -1,18 +1,28 @@
-"""A plan: the question, and the memory and times that answer it."""
+"""A plan: whether a model fits on GPUs by the engine's rules, and the least times of steps there.
+
+A time is bytes over the bandwidth, operations over the rate, and exchanges over the links.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vlmserve.commands.plan.fitting import Fits, fit
+import torch
+
 from vlmserve.commands.plan.gpus import Gpu
-from vlmserve.commands.plan.layout import Layout, SpreadModel, lay_out
-from vlmserve.commands.plan.times import Floor, Times
+from vlmserve.commands.plan.layout import SpreadModel, StageShare, lay_out
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.activation_memory import estimate_activations, step_limits
+from vlmserve.engine.encoder import resolve_max_patches
+from vlmserve.engine.graph_planning import why_not_captured
+from vlmserve.engine.recurrent import num_states
+from vlmserve.memory.sizing import Activations, gpu_kv_bytes, most_for_graphs
+from vlmserve.models.floors import attention_flops, part_hit, tower_flops
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
-from vlmserve_common.compute.tensors import dtype_setting
+from vlmserve_common.compute.memory import show_gib
+from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
 from vlmserve_common.errors import EngineError
 
 PICTURE = 1024
@@ -20,71 +30,239 @@ PICTURE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A question. context: tokens of each request. batches: requests that decode together. prompt: tokens.
+class Fit:
+    """The memory of a stage's fullest GPU, in bytes.
 
-    reserved: bytes of each GPU for CUDA and its libraries.
+    `reserved` is for CUDA and its libraries. `activations` include the most that captured graphs may take. `kv` is left
+    for the KV cache, and is below 0 if memory is missing.
     """
 
-    args: EngineArgs
-    context: int
-    batches: tuple[int, ...]
-    prompt: int
+    stage: StageShare
     reserved: int
+    states: int
+    activations: Activations
+    kv: float
+
+    @property
+    def tokens(self) -> int | None:
+        """The KV slots; None if no layer of the stage has any."""
+        return max(0, int(self.kv)) // self.stage.kv if self.stage.kv else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The least time of a step: the seconds of all its stages, and of the slowest one.
+
+    `exchange_seconds` is the part in which GPUs wait for results of other GPUs. `bytes_read` is for the GPU that reads
+    most. `tokens_per_second` is for all GPUs, with as many steps under way as there are stages.
+    """
+
+    seconds: float
+    slowest_stage_seconds: float
+    exchange_seconds: float
+    bytes_read: float
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An answer. decode: floors by requests, None if their contexts do not fit. picture: seconds in the tower."""
+    """The memory of all stages, and floors of times.
+
+    `tokens` are the KV slots of a replica, or of a group of its ranks that share attention. `decode` has floors by
+    requests of `context` tokens each, None if these do not fit. `prefill` is the floor of `prompt` tokens. `picture` is
+    in seconds.
+    """
 
     model: SpreadModel
-    layout: Layout
+    args: EngineArgs
     gpu: Gpu
-    asked: Asked
-    fits: Fits
+    context: int
+    prompt: int
+    stages: tuple[Fit, ...]
+    tokens: int
     decode: dict[int, Floor | None]
     prefill: Floor
     picture: float
     notes: tuple[str, ...]
 
 
-def make_plan(folder: Path, layout: Layout, gpu: Gpu, asked: Asked) -> Plan:
-    """Make the plan of a folder with config.json.
+def make_plan(args: EngineArgs, gpu: Gpu, *, context: int, batches: Sequence[int], prompt: int, reserved: int) -> Plan:
+    """Make the plan of the folder `args.model`, which has a config.json.
 
-    Raises EngineError with numbers for what cannot be, and CheckpointError for a config.json that cannot be.
+    `batches` are requests that decode together, of `context` tokens each. CUDA and its libraries take `reserved` bytes
+    of each GPU. Raises EngineError with numbers for what cannot be, and CheckpointError for a wrong config.json.
     """
-    args = asked.args
-    model = lay_out(folder, layout, dtype=dtype_setting(args.dtype), kv_cache_dtype=args.kv_cache_dtype)
+    model = lay_out(Path(args.model), args)
     longest = args.max_model_len or model.config.max_position_embeddings
-    if asked.context > longest:
-        raise EngineError(f"--context is {asked.context}, and requests have {longest} tokens at the most")
-    fits = fit(model, layout, gpu, args, context=asked.context, reserved=asked.reserved)
-    times = Times(model, layout, gpu)
-    decode: dict[int, Floor | None] = {}
-    for batch in asked.batches:
-        there = -(-batch // layout.groups) * asked.context <= fits.tokens
-        decode[batch] = times.decode(batch, asked.context) if there else None
+    if context > longest:
+        raise EngineError(f"--context is {context}, and requests have {longest} tokens at the most")
+    stages = _fit(model, gpu, args, longest, reserved)
+    tokens = min(stage.tokens for stage in stages if stage.tokens is not None) // args.page_size * args.page_size
+    if tokens < max(context, 2 * args.page_size):
+        worst = min(stages, key=lambda one: one.kv if one.tokens is None else one.tokens)
+        raise EngineError(_complaint(worst, model, gpu, args, context))
+    times = _Times(model, args, gpu)
+    room = tokens // context * args.attention_groups
     return Plan(
         model=model,
-        layout=layout,
+        args=args,
         gpu=gpu,
-        asked=asked,
-        fits=fits,
-        decode=decode,
-        prefill=times.prefill(asked.prompt),
+        context=context,
+        prompt=prompt,
+        stages=stages,
+        tokens=tokens,
+        decode={batch: times.decode(batch, context) if batch <= room else None for batch in batches},
+        prefill=times.prefill(prompt),
         picture=times.picture(PICTURE),
-        notes=tuple(_notes(model, layout)),
+        notes=tuple(_notes(model, args)),
     )
 
 
-def _notes(model: SpreadModel, layout: Layout) -> Iterator[str]:
+def _fit(model: SpreadModel, gpu: Gpu, args: EngineArgs, longest: int, reserved: int) -> tuple[Fit, ...]:
+    """Return the memory of each stage. longest: tokens of a request."""
+    device = torch.device("cuda")
+    # what pictures ask for is the tower's limit of patches: a checkpoint's largest picture has no more
+    limits = step_limits(replace(args, encoder_dp_size=1), device, max_model_len=longest, auto_pixels=None)
+    sharing = ExpertSharing(ep_size=args.ep_size, a2a=args.moe_a2a_backend)
+    pipeline = PipelineStage(0, args.pp_size)
+    shard = Shard(0, args.tp_size, experts=sharing, stage=pipeline, groups=args.attention_groups)
+    captured = why_not_captured(args, model.config.experts, shard) is None
+    fits = []
+    for stage in model.stages:
+        own = replace(limits, patches=resolve_max_patches(args, device) if stage.tower else 0)
+        activations = replace(estimate_activations(model.outline, own), beside=True)
+        if not stage.head_numbers:
+            activations = replace(activations, logits=0)
+        states = 0 if stage.state is None else (1 + num_states(args, stage.state, longest)) * stage.state.nbytes
+        free = gpu.memory - reserved - stage.weights - states
+        if captured:
+            activations = replace(activations, graphs=most_for_graphs(free - activations.peak))
+        room = gpu_kv_bytes(free, gpu.memory, computing=activations.peak, mem_fraction_static=args.mem_fraction_static)
+        # where computing takes more than there is, that is missing
+        kv = min(room, free - activations.peak)
+        fits.append(Fit(stage=stage, reserved=reserved, states=states, activations=activations, kv=kv))
+    return tuple(fits)
+
+
+def _complaint(worst: Fit, model: SpreadModel, gpu: Gpu, args: EngineArgs, context: int) -> str:
+    stage = worst.stage
+    where = f"a {gpu.name}" if args.pp_size == 1 else f"a {gpu.name} of layers {stage.first} to {stage.last - 1}"
+    states = f"recurrent states {show_gib(worst.states)} (--max-running-requests, --mamba-cache-mib), "
+    found = (
+        f"{where} has {show_gib(gpu.memory)}: weights take {show_gib(stage.weights)}, {states if worst.states else ''}"
+        f"CUDA and its libraries {show_gib(worst.reserved)} (--reserved-gib), computing {worst.activations}, and "
+        f"--mem-fraction-static {args.mem_fraction_static:g} leaves "
+    )
+    if worst.kv <= 0:
+        every = sum(one.weights for one in model.stages) * args.tp_size
+        least = -(-every // int(gpu.memory * args.mem_fraction_static))
+        return (
+            f"the model does not fit: {found}nothing for a KV cache. All weights take about {show_gib(every)}: "
+            f"{least} such GPUs at the least"
+        )
+    return (
+        f"no request of {context} tokens (--context) fits: {found}{show_gib(worst.kv)} for the KV cache, "
+        f"{worst.tokens or 0} tokens of {stage.kv} bytes"
+    )
+
+
+class _Times:
+    """The times of a model that is spread over GPUs. Exchanges count if the GPU's link is known."""
+
+    def __init__(self, model: SpreadModel, args: EngineArgs, gpu: Gpu) -> None:
+        self._model, self._args, self._gpu = model, args, gpu
+        scheme = model.scheme
+        in_8_bits = isinstance(scheme, Fp8Scheme) and scheme.inputs is not None and gpu.fp8_flops
+        self._rate = gpu.fp8_flops if in_8_bits else gpu.flops
+
+    def decode(self, batch: int, context: int) -> Floor:
+        """Return the floor of a step of `batch` requests of a replica with `context` tokens each."""
+        mine = -(-batch // self._args.attention_groups)
+        outline = self._model.outline
+        hit = part_hit(self._model.config.experts, batch)
+        work = []
+        for stage in self._model.stages:
+            state = 0 if stage.state is None else stage.state.nbytes
+            read = stage.dense + stage.experts * hit + stage.head_numbers * outline.dtype.itemsize
+            read += mine * (context * stage.kv + state)
+            attention = 4.0 * stage.kv_layers * outline.config.num_heads * outline.config.head_dim * context * mine
+            work.append((stage, read, attention))
+        return self._floor(work, tokens=mine, rows=mine, all_tokens=batch)
+
+    def prefill(self, tokens: int) -> Floor:
+        """Return the floor of a prompt of `tokens` tokens in each group of a replica's ranks."""
+        all_tokens = self._args.attention_groups * tokens
+        hit, config = part_hit(self._model.config.experts, all_tokens), self._model.outline.config
+        work = [
+            (stage, stage.dense + stage.experts * hit, attention_flops(config, stage.kv_layers, tokens))
+            for stage in self._model.stages
+        ]
+        return self._floor(work, tokens=tokens, rows=1, all_tokens=all_tokens)
+
+    def picture(self, side: int) -> float:
+        """Return the seconds of a picture of side x side pixels in the tower, which one GPU computes."""
+        tower = self._model.outline.visual
+        patch = tower.patch_embed.proj.kernel[-1]
+        return tower_flops(tower, 1, (side // patch) ** 2) / self._gpu.flops
+
+    def _floor(
+        self, work: Sequence[tuple[StageShare, float, float]], *, tokens: int, rows: int, all_tokens: int
+    ) -> Floor:
+        """Return the floor of a step.
+
+        `work` has each stage, the bytes that it reads, and the operations of its attention. A GPU's group has `tokens`
+        in its layers and `rows` at the head. All groups have `all_tokens`.
+        """
+        gpu, groups, experts = self._gpu, self._args.attention_groups, self._model.config.experts
+        used = 0.0 if experts is None else experts.chosen / experts.count
+        exchange = [self._exchange(stage, tokens, rows, all_tokens) for stage, _, _ in work]
+        seconds = []
+        for (stage, read, attention), exchanging in zip(work, exchange, strict=True):
+            products = stage.dense_numbers * tokens + stage.expert_numbers * used * all_tokens
+            computing = 2 * products / self._rate + (2 * stage.head_numbers * rows * groups + attention) / gpu.flops
+            seconds.append(max(read / gpu.bandwidth, computing) + exchanging)
+        return Floor(
+            seconds=sum(seconds),
+            slowest_stage_seconds=max(seconds),
+            exchange_seconds=sum(exchange),
+            bytes_read=max(read for _, read, _ in work),
+            tokens_per_second=self._args.num_replicas * all_tokens / max(seconds),
+        )
+
+    def _exchange(self, stage: StageShare, tokens: int, rows: int, all_tokens: int) -> float:
+        """Return the seconds of a stage's exchanges.
+
+        These are two sums a layer over all ranks that share it, one sum of embeddings, and the logits for the first
+        rank. Groups share all but attention: that part gathers the tokens of all groups and scatters their sums.
+        """
+        if not self._gpu.link:
+            return 0.0
+        tp, groups, config = self._args.tp_size, self._args.attention_groups, self._model.config
+        row = config.hidden_size * self._model.outline.dtype.itemsize
+        layers = stage.last - stage.first
+        moved = layers * _all_reduce(tp // groups) * tokens * row
+        moved += (layers + (stage.first == 0)) * _all_reduce(tp) * all_tokens * row
+        if stage.head_numbers:
+            moved += (1 - 1 / tp) * rows * groups * config.vocab_size * 4
+        if stage.first:
+            moved += tokens * row
+        return moved / self._gpu.link
+
+
+def _all_reduce(ranks: int) -> float:
+    """Return what each rank sends of every byte: a reduce-scatter and an all-gather."""
+    return 2 * (ranks - 1) / ranks
+
+
+def _notes(model: SpreadModel, args: EngineArgs) -> Iterator[str]:
     experts, scheme, heads = model.config.experts, model.scheme, model.config.num_kv_heads
-    if layout.attention_tp > heads:
-        yield f"{heads} KV heads on {layout.attention_tp} ranks: each is held {layout.attention_tp // heads} times"
+    ranks = args.tp_size // args.attention_groups
+    if ranks > heads:
+        yield f"{heads} KV heads on {ranks} ranks: each is held {ranks // heads} times"
     if experts is not None:
         yield "experts that are hit: as many as if chance chose them, evenly over the GPUs"
     if experts is not None and isinstance(scheme, Fp8Scheme) and scheme.block:
-        part = experts.intermediate_size * layout.ep // layout.tp
+        part = experts.intermediate_size * args.ep_size // args.tp_size
         if part % scheme.block[0]:
             yield (
                 f"{part} of an expert's {experts.intermediate_size} inner elements on each GPU are no multiple of the "

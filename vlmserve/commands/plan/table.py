@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from vlmserve.commands.plan.fitting import Fit
-from vlmserve.commands.plan.layout import Layout
-from vlmserve.commands.plan.plan import PICTURE, Plan
-from vlmserve.commands.plan.times import Floor
+from vlmserve.commands.plan.plan import PICTURE, Fit, Floor, Plan
 from vlmserve_common.compute.tensors import dtype_name
 
 _GIB = 1024**3
@@ -17,8 +14,8 @@ _GIB = 1024**3
 
 def show(plan: Plan) -> str:
     """Return the tables of memory and times."""
-    asked, gpu, parts = plan.asked, plan.gpu, [*_about(plan), ""]
-    parts += [_memory(plan), "", _room(plan), "", f"At the least, with {asked.context} tokens of context:", ""]
+    gpu, parts = plan.gpu, [*_about(plan), ""]
+    parts += [_memory(plan), "", _room(plan), "", f"At the least, with {plan.context} tokens of context:", ""]
     parts += [_times(plan), "", f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms."]
     link = f"{gpu.link / 1e9:g} GB/s to others" if gpu.link else "exchanges between GPUs not counted"
     rates = f"{gpu.bandwidth / 1e9:g} GB/s, {gpu.flops / 1e12:g} TFLOP/s in 16 bits, {gpu.fp8_flops / 1e12:g} in 8"
@@ -29,7 +26,7 @@ def show(plan: Plan) -> str:
 
 def as_data(plan: Plan) -> dict[str, Any]:
     """Return the plan for JSON, in bytes, seconds and tokens."""
-    model, layout = plan.model, plan.layout
+    model = plan.model
     return {
         "model": {
             "family": model.config.family,
@@ -38,7 +35,7 @@ def as_data(plan: Plan) -> dict[str, Any]:
             "dtype": dtype_name(model.outline.dtype),
             "kv_cache_dtype": dtype_name(model.kv_dtype),
         },
-        "layout": {"gpus": layout.gpus, **asdict(layout)},
+        "layout": {"gpus": _gpus(plan), **_sizes(plan), "dp_attention": plan.args.enable_dp_attention},
         "gpu": asdict(plan.gpu),
         "stages": [
             {
@@ -56,12 +53,12 @@ def as_data(plan: Plan) -> dict[str, Any]:
                 "kv_cache": int(one.kv),
                 "kv_bytes_per_token": one.stage.kv,
             }
-            for one in plan.fits.stages
+            for one in plan.stages
         ],
-        "kv_tokens": plan.fits.tokens,
+        "kv_tokens": plan.tokens,
         "decode": {str(batch): floor and asdict(floor) for batch, floor in plan.decode.items()},
-        "prefill": {"tokens": plan.asked.prompt, **asdict(plan.prefill)},
-        "context": plan.asked.context,
+        "prefill": {"tokens": plan.prompt, **asdict(plan.prefill)},
+        "context": plan.context,
         "picture_seconds": plan.picture,
         "notes": list(plan.notes),
     }
@@ -70,21 +67,27 @@ def as_data(plan: Plan) -> dict[str, Any]:
 def _about(plan: Plan) -> list[str]:
     model, gpu = plan.model, plan.gpu
     scheme = "" if model.scheme is None else f", layers as {type(model.scheme).__name__.removesuffix('Scheme')}"
+    words = " ".join(f"--{name} {size}" for name, size in _sizes(plan).items())
+    words += " --enable-dp-attention" * plan.args.enable_dp_attention
     return [
         f"{model.config.family}: {model.config.num_layers} layers, {model.parameters / 1e9:.2f}e9 parameters, of which "
         f"a token goes through {model.active / 1e9:.2f}e9; {dtype_name(model.outline.dtype)}, KV cache "
         f"{dtype_name(model.kv_dtype)}{scheme}",
-        f"{plan.layout.gpus} x {gpu.name} with {gpu.memory / _GIB:.4g} GiB: {_layout(plan.layout)}",
+        f"{_gpus(plan)} x {gpu.name} with {gpu.memory / _GIB:.4g} GiB: {words}",
     ]
 
 
-def _layout(layout: Layout) -> str:
-    words = f"--tp {layout.tp} --pp {layout.pp} --dp {layout.dp} --ep {layout.ep}"
-    return words + " --enable-dp-attention" * layout.dp_attention
+def _sizes(plan: Plan) -> dict[str, int]:
+    return {name: getattr(plan.args, f"{name}_size") for name in ("tp", "pp", "dp", "ep")}
+
+
+def _gpus(plan: Plan) -> int:
+    """Return the GPUs of all replicas."""
+    return plan.args.world_size * plan.args.num_replicas
 
 
 def _memory(plan: Plan) -> str:
-    stages = plan.fits.stages
+    stages = plan.stages
     names = [f"layers {one.stage.first} to {one.stage.last - 1}" for one in stages]
     rows = [["GiB of the fullest GPU", *names]]
     columns = [_column(plan, one) for one in stages]
@@ -118,11 +121,11 @@ def _column(plan: Plan, fit: Fit) -> dict[str, float]:
 
 
 def _room(plan: Plan) -> str:
-    layout, context, tokens = plan.layout, plan.asked.context, plan.fits.tokens
-    whose = "a group of ranks" if layout.dp_attention else "a replica" if layout.replicas > 1 else "the KV cache"
-    copies = layout.replicas * layout.groups
+    args, context, tokens = plan.args, plan.context, plan.tokens
+    whose = "a group of ranks" if args.enable_dp_attention else "a replica" if args.dp_size > 1 else "the KV cache"
+    copies = args.num_replicas * args.attention_groups
     every = f"; {copies * tokens} in all" if copies > 1 else ""
-    bytes_each = " and ".join(dict.fromkeys(f"{one.stage.kv / 1024:g} KiB" for one in plan.fits.stages))
+    bytes_each = " and ".join(dict.fromkeys(f"{one.stage.kv / 1024:g} KiB" for one in plan.stages))
     return (
         f"Room for {tokens} tokens in {whose}{every}: {tokens // context} requests of {context}. "
         f"A token takes {bytes_each} on a GPU."
@@ -137,7 +140,7 @@ def _times(plan: Plan) -> str:
             rows.append([name, "no room for their contexts", "", "", "", ""])
         else:
             rows.append([name, *_cells(floor), f"{1 / floor.seconds:.0f}", f"{floor.tokens_per_second:.0f}"])
-    rows.append([f"prompt of {plan.asked.prompt}", *_cells(plan.prefill), "", f"{plan.prefill.tokens_per_second:.0f}"])
+    rows.append([f"prompt of {plan.prompt}", *_cells(plan.prefill), "", f"{plan.prefill.tokens_per_second:.0f}"])
     return _markdown(rows)
 
 

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vlmserve.commands.verify.cases import KINDS, Case, made_cases, own_case
-from vlmserve.commands.verify.comparison import CaseFinding, Verdict, compare
-from vlmserve.commands.verify.ours import RunSettings, our_answers
-from vlmserve.commands.verify.reference import check_reference_can_load, check_reference_can_run, reference_answers
+from vlmserve.commands.verify.answers import (
+    RunSettings,
+    check_reference_can_load,
+    check_reference_can_run,
+    our_answers,
+    reference_answers,
+)
+from vlmserve.commands.verify.cases import KINDS, Case, CaseFinding, Verdict, compare, made_cases, own_case
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import resolve_model

@@ -13,9 +13,8 @@ from tests import hf_env  # noqa: F401
 from vlmserve import cli
 from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu import measures
-from vlmserve.commands.bench.gpu.bars import BARS, Bar, GpuFigure, table, verdict
-from vlmserve.commands.bench.gpu.command import default_parts
-from vlmserve.commands.bench.gpu.measures import PARTS, measured
+from vlmserve.commands.bench.gpu.command import BARS, Bar, default_parts, table, verdict
+from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
 from vlmserve.commands.bench.gpu.run import Budget, GpuRun
 from vlmserve.commands.bench.gpu.shapes import SHAPES, SMALL, small, write_folder
 from vlmserve.commands.bench.reference import Reference, share_weights
@@ -81,14 +80,10 @@ def test_other_families_share_their_weights_with_transformers(tmp_path, name):
 
 def test_models_with_other_parameters_are_not_compared(tmp_path):
     untied, tied = (write_folder(tmp_path / name, small(SHAPES[name])) for name in ("8b", "2b"))
+    model = random_model(tied)
+    model.lm_head = torch.nn.Identity()  # as if it were not tied, but for the weights
     with pytest.raises(AssertionError, match=r"other parameters: \['lm_head.weight'\] are missing"):
-        share_weights(untied, with_a_head(random_model(tied)), device=torch.device("cpu"))
-
-
-def with_a_head(model: VisionLanguageModel) -> VisionLanguageModel:
-    """As if it were not tied, but for the weights."""
-    model.lm_head = torch.nn.Identity()
-    return model
+        share_weights(untied, model, device=torch.device("cpu"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -185,11 +180,11 @@ def test_shapes_have_the_published_sizes(outlines):
 
 
 def test_bars():
-    most, least = Bar(limit=1.35, at_most=True), Bar(limit=0.6, at_most=False)
+    most, least = Bar("<=", 1.35), Bar(">=", 0.6)
     figure = GpuFigure(key="decode-1", name="decode", value=1.3)
     assert verdict(figure, most, counts=True) == "met"
     assert verdict(figure, least, counts=True) == "met"
-    assert verdict(figure, Bar(limit=1.2, at_most=True), counts=True) == "not met"
+    assert verdict(figure, Bar("<=", 1.2), counts=True) == "not met"
     assert verdict(figure, most, counts=False) == "not measured"
     assert verdict(GpuFigure(key="decode-1", name="decode", error="no room"), most, counts=True) == "not measured"
     assert verdict(figure, None, counts=True) == ""

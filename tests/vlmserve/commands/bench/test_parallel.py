@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.commands.bench import parallel, parallel_subject
+from vlmserve.commands.bench import parallel
 from vlmserve.commands.bench.parallel import OTHERS, in_rounds, main
 
 FOUND = {
@@ -41,7 +41,7 @@ def test_the_first_of_all_rounds_warms_up():
 
 @pytest.mark.slow
 def test_figures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(parallel_subject.TEXT_SIZES, "vocab_size", 4096)
+    monkeypatch.setitem(parallel.TEXT_SIZES, "vocab_size", 4096)
     file = tmp_path / "figures.json"
     work = ["--requests", "2", "--steps", "8", "--prompt", "32", "--rounds", "1", "--wait-s", "0"]
     assert main(["--parts", "tp", "pp", "--layers", "2", *work, "--json", str(file)]) == 0

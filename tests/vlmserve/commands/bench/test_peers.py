@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import Served, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import real_server
+from tests.vlmserve.commands.served import fake_server
 from vlmserve import cli
 from vlmserve.commands.bench import peers
 from vlmserve.commands.bench.load import Answered, Round
-from vlmserve.commands.bench.workloads import WORKLOADS, Workload, make_workload
+from vlmserve.commands.bench.media import WORKLOADS, Workload, make_workload
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 WORK = Workload(requests=4, at_a_time=2, pictures=2, tokens_in=6, tokens_out=5)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_checkpoint_folder(tmp_path)
-
-
-@pytest.fixture
-def served(folder: Path) -> Iterator[list[Served]]:
-    both = [make_served(folder), make_served(folder)]
-    yield both
-    for one in both:
-        asyncio.run(one.frontend.close())
-
-
-@pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {
-        "repeat": WORK,
-        "text": Workload(requests=2, at_a_time=2, pictures=0, tokens_in=7, tokens_out=3),
-    }
-    monkeypatch.setattr(peers, "WORKLOADS", small)
+    text = Workload(requests=2, at_a_time=2, pictures=0, tokens_in=7, tokens_out=3)
+    monkeypatch.setattr(peers, "WORKLOADS", {"repeat": WORK, "text": text})
 
 
 @pytest.mark.usefixtures("few")
-def test_two_servers_in_turns(
-    served: list[Served], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_servers_in_turns(checkpoint, tmp_path, capsys):
     file = tmp_path / "found.json"
-    with real_server(served[0].app) as one, real_server(served[1].app) as two:
-        words = ["bench", "peers", "--base-url", f"http://127.0.0.1:{one}", "--base-url", f"http://127.0.0.1:{two}/v1"]
-        words += ["--workloads", "repeat,text", "--side", "56", "--tokenizer", str(folder), "--json", str(file)]
+    with fake_server(checkpoint) as (left, one), fake_server(checkpoint) as (right, two):
+        words = ["bench", "peers", "--base-url", one, "--base-url", f"{two}/v1"]
+        words += ["--workloads", "repeat,text", "--side", "56", "--tokenizer", str(checkpoint), "--json", str(file)]
         assert cli.main([*words, "--label", "left", "--label", "right", "--api-key", "sesame"]) == 0
     shown, content = capsys.readouterr().out, file.read_text()
     assert "left beside right" in shown
@@ -70,7 +50,7 @@ def test_two_servers_in_turns(
         sorted((rates[0] / rates[1], rates[2] / rates[3]))
     )
     digests = []
-    for server in served:
+    for server in (left, right):
         sent = server.scheduler.requests
         assert len(sent) == 2 + 2 * (4 + 2)  # two to begin with
         assert all(request.sampling_params.ignore_eos for request in sent)
@@ -81,7 +61,7 @@ def test_two_servers_in_turns(
 
 
 @pytest.mark.usefixtures("few")
-def test_a_server_with_less_than_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_with_less_than_ours(capsys):
     """It refuses ignore_eos, counts no tokens, answers too short, and fails sometimes."""
     server = Meagre()
     with real_server(server) as port:
@@ -128,7 +108,7 @@ async def _reply(send: Any, status: int, text: str) -> None:
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-def test_ratios_say_how_many_times_as_fast_the_first_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ratios_say_how_many_times_as_fast_the_first_is(capsys):
     runs = [
         {"workload": "text", "label": label, "failed": 0, "ttft_s": ttft, "tokens_per_s": rate, "others_cores": 0.4}
         for label, ttft, rate in (("a", 0.1, 30.0), ("b", 0.2, 10.0), ("a", 0.1, 30.0), ("b", 0.4, 20.0))
@@ -156,8 +136,8 @@ def test_figures_of_a_run() -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_questions_have_the_tokens_they_should(name: str, folder: Path) -> None:
-    work, tokenizer = WORKLOADS[name].scaled(0.25), load_text_tokenizer(folder)
+def test_questions_have_the_tokens_they_should(name, checkpoint):
+    work, tokenizer = WORKLOADS[name].scaled(0.25), load_text_tokenizer(checkpoint)
 
     def make(salt: str) -> list[Any]:
         return make_workload(work, side=28, salt=salt, count=lambda text: len(tokenizer.encode(text)))
@@ -173,7 +153,7 @@ def test_questions_have_the_tokens_they_should(name: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "words", [[], ["--base-url", "x", "--label", "a", "--label", "b"], ["--base-url", "x", "--workloads", "none"]]
 )
-def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", "peers", *words])
     assert ended.value.code == 2

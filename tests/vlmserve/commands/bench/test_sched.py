@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from vlmserve.commands.bench.sched import main
-from vlmserve.commands.bench.sched_subject import SchedulerLoad, SchedulerSubject
+from vlmserve.commands.bench.sched import SchedulerLoad, SchedulerSubject, main
 
 
 @pytest.mark.parametrize("depth", [1, 2])

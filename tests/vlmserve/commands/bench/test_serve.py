@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.vlmserve.api.fake_engine import MODEL, Served, make_served, real_server, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import MODEL, Served
+from tests.vlmserve.commands.served import fake_server
 from vlmserve import cli
 from vlmserve.commands.bench import serve
 from vlmserve.commands.bench.load import Answered, LoadClient, Round
@@ -20,21 +20,17 @@ FLAGS = ["bench", "serve", "--image-size", "28", "--output-tokens", "5"]
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    served = make_served(write_checkpoint_folder(tmp_path), api_key="sesame")
-    yield served
-    asyncio.run(served.frontend.close())
+def served(checkpoint: Path) -> Iterator[tuple[Served, str]]:
+    with fake_server(checkpoint, api_key="sesame") as server:
+        yield server
 
 
-def test_rounds_of_requests_at_a_time(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_of_requests_at_a_time(served, tmp_path, capsys, monkeypatch):
+    served, url = served
     monkeypatch.setenv("VLMSERVE_API_KEY", "sesame")
     file = tmp_path / "figures.json"
-    with real_server(served.app) as port:
-        url = f"http://127.0.0.1:{port}/v1"
-        words = [*FLAGS, "--url", url, "--concurrency", "1", "3", "--requests", "4", "--images", "2"]
-        assert cli.main([*words, "--json", str(file)]) == 0
+    words = [*FLAGS, "--url", f"{url}/v1", "--concurrency", "1", "3", "--requests", "4", "--images", "2"]
+    assert cli.main([*words, "--json", str(file)]) == 0
     sent = served.scheduler.requests
     assert len(sent) == 1 + 2 * 4  # one to begin with
     prompts = {request.input_ids.tobytes() for request in sent}
@@ -53,13 +49,12 @@ def test_rounds_of_requests_at_a_time(
             assert 0 < one[name]["p50"] <= one[name]["p90"] <= one[name]["p99"]
         assert one["ttft_s"]["mean"] < one["total_s"]["mean"]
     shown = capsys.readouterr().out
-    assert f"{MODEL} at http://127.0.0.1:{port}: 4 requests a round" in shown
+    assert f"{MODEL} at {url}: 4 requests a round" in shown
     assert "first token (TTFT)" in shown
 
 
-def test_a_request_rate_and_failures(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_rate_and_failures(served, monkeypatch, capsys):
+    served, url = served
     real, count = LoadClient._ask, iter(range(100))
 
     async def sometimes(*args: object) -> Answered:
@@ -68,9 +63,8 @@ def test_a_request_rate_and_failures(
         return await real(*args)
 
     monkeypatch.setattr(LoadClient, "_ask", sometimes)
-    with real_server(served.app) as port:
-        words = [*FLAGS, "--base-url", f"http://127.0.0.1:{port}", "--api-key", "sesame", "--seed", "3"]
-        assert cli.main([*words, "--request-rate", "500", "--num-prompts", "4", "--images", "0"]) == 1
+    words = [*FLAGS, "--base-url", url, "--api-key", "sesame", "--seed", "3"]
+    assert cli.main([*words, "--request-rate", "500", "--num-prompts", "4", "--images", "0"]) == 1
     assert all(request.mm_inputs is None for request in served.scheduler.requests)
     shown = capsys.readouterr().out
     assert "500 requests a second: 2 answered, 2 failed" in shown
@@ -100,15 +94,12 @@ def test_percentiles() -> None:
         (["--api-key", "sesame", "--model", "x"], "there is no model 'x' here"),
     ],
 )
-def test_a_server_that_refuses(
-    served: Served, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with real_server(served.app) as port:
-        assert cli.main([*FLAGS, "--url", f"http://127.0.0.1:{port}", *words]) == 1
+def test_a_server_that_refuses(served, words, complaint, capsys):
+    assert cli.main([*FLAGS, "--url", served[1], *words]) == 1
     assert complaint in capsys.readouterr().err
 
 
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server(capsys):
     assert cli.main([*FLAGS, "--url", "http://127.0.0.1:1"]) == 1
     assert "no answer from http://127.0.0.1:1" in capsys.readouterr().err
 
@@ -116,7 +107,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "words", [["--request-rate", "2"], ["--url", "x", "--no-baseline"], ["--requests", "0"], ["--request-rate", "nan"]]
 )
-def test_wrong_flags(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main([*FLAGS, *words])
     assert ended.value.code == 2

@@ -6,7 +6,7 @@ import json
 
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
-from vlmserve.commands.bench.trace_steps import figures, range_name, read_steps
+from vlmserve.commands.bench.trace import figures, range_name, read_steps
 
 HOST, OTHER = 1, 2
 

@@ -9,25 +9,25 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
-from vlmserve.commands.bench import vision, vision_subject
+from vlmserve.commands.bench import vision
 from vlmserve.commands.bench.reference import check_rows
-from vlmserve.commands.bench.vision_subject import TowerSubject, write_checkpoint
+from vlmserve.commands.bench.vision import TowerSubject, write_checkpoint
 
 TINY_TOWER = {"hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "num_position_embeddings": 64}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(vision_subject, "VISION_SIZES", vision_subject.VISION_SIZES | TINY_TOWER)
+    monkeypatch.setattr(vision, "VISION_SIZES", vision.VISION_SIZES | TINY_TOWER)
     text = {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96}
-    monkeypatch.setattr(vision_subject, "_TEXT_SIZES", text)
+    monkeypatch.setattr(vision, "_TEXT_SIZES", text)
     monkeypatch.setattr(vision, "_LARGE", (256, 256))
 
 
 @pytest.fixture
 def run(tmp_path):
     subject = TowerSubject(write_checkpoint(tmp_path, depth=4), device=torch.device("cpu"), dtype=torch.bfloat16)
-    return vision.TowerRun(subject=subject, rounds=1, threads=1, max_patches=512)
+    return vision.TowerRun(subject=subject, rounds=1, max_patches=512)
 
 
 def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):

@@ -15,8 +15,7 @@ from vlmserve.commands.doctor import engine_probes, machine
 from vlmserve.commands.doctor.engine_probes import examine_attention, examine_model
 from vlmserve.commands.doctor.finding import Finding, Probed, Status
 from vlmserve.commands.doctor.gpu import Nvidia, ask_nvidia, attention_findings, gpu_findings
-from vlmserve.commands.doctor.media import PROBES, media_findings
-from vlmserve.commands.doctor.model import files_finding, model_findings, model_folder
+from vlmserve.commands.doctor.model import PROBES, files_finding, media_findings, model_findings, model_folder
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory import sizing
@@ -71,38 +70,38 @@ def test_torch_beside_a_gpu(
     assert found.remedy is None if remedy is None else (found.remedy or "").endswith(remedy)
 
 
-def attention(**why_not: str | None) -> Probed:
-    return Probed(
-        result={
-            "device": "cuda:0",
-            "heads": "32 heads of 128 over 8, bfloat16",
-            "compiler": "/usr/bin/gcc",
-            "versions": {"flashinfer": None, "triton": "3.9.0"},
-            "why_not": why_not,
-            "backend": next((name for name, why in why_not.items() if why is None), "torch"),
-        }
-    )
+ATTENTION = {
+    "device": "cuda:0",
+    "heads": "32 heads of 128 over 8, bfloat16",
+    "compiler": "/usr/bin/gcc",
+    "versions": {"flashinfer": None, "triton": "3.9.0"},
+    "why_not": {"flashinfer": "pip install 'vlmserve[gpu]'", "triton": None},
+    "backend": "triton",
+}
 
 
 def test_which_attention_a_gpu_gets() -> None:
-    absent = "flashinfer is not installed: pip install 'vlmserve[gpu]'"
-    found = by_name(attention_findings(attention(flashinfer=absent, triton=None)))
-    assert (found["flashinfer"].status, found["flashinfer"].text) == (Status.NOTE, f"not installed: {absent}")
+    found = by_name(attention_findings(Probed(result=ATTENTION)))
+    assert (found["flashinfer"].status, found["flashinfer"].text[:15]) == (Status.NOTE, "not installed: ")
     assert (found["triton"].status, found["triton"].text) == (Status.OK, "3.9.0: its trial passes")
     assert (found["attention"].status, found["attention"].data["backend"]) == (Status.OK, "triton")
     assert found["C compiler"].status is Status.OK
-    probed = attention(flashinfer="no", triton="no")
-    assert probed.result is not None
-    probed.result["compiler"] = None
-    found = by_name(attention_findings(probed))
+    nothing = {"compiler": None, "why_not": {"flashinfer": "no", "triton": "no"}, "backend": "torch"}
+    found = by_name(attention_findings(Probed(result=ATTENTION | nothing)))
     assert found["attention"].text.startswith("torch, by --attention-backend auto")
     assert {one.status for one in found.values()} == {Status.NOTE}
 
 
-def test_attention_on_a_cpu_and_where_its_trial_fails() -> None:
-    assert [one.status for one in attention_findings(Probed(result={"device": None}))] == [Status.OK]
-    assert [one.status for one in attention_findings(Probed(error="EngineError: broke"))] == [Status.PROBLEM]
-    assert list(attention_findings(Probed(error="ModuleNotFoundError: no torch"))) == []
+@pytest.mark.parametrize(
+    ("probed", "statuses"),
+    [
+        (Probed(result={"device": None}), [Status.OK]),
+        (Probed(error="EngineError: broke"), [Status.PROBLEM]),
+        (Probed(error="ModuleNotFoundError: no torch"), []),
+    ],
+)
+def test_attention_on_a_cpu_and_where_its_trial_fails(probed: Probed, statuses: list[Status]) -> None:
+    assert [one.status for one in attention_findings(probed)] == statuses
 
 
 def test_the_trial_of_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,12 +264,9 @@ def test_formats_that_cannot_be_read() -> None:
     probed["sample:rolling.mp4"] = Probed(error="ModuleNotFoundError: No module named 'av'")
     found = by_name(media_findings(probed))
     assert found["pictures"].text == "PNG, WEBP can be read"
-    assert {name: found[name].status for name in ("AVIF", "JPEG", "sample picture", "sample video")} == {
-        "AVIF": Status.NOTE,
-        "JPEG": Status.PROBLEM,
-        "sample picture": Status.OK,
-        "sample video": Status.NOTE,
-    }
+    assert [found[name].status for name in ("AVIF", "JPEG", "sample picture", "sample video")] == [
+        *(Status.NOTE, Status.PROBLEM, Status.OK, Status.NOTE)
+    ]
 
 
 def test_the_built_in_model_is_as_it_was_made(tmp_path: Path) -> None:

@@ -22,11 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
-from vlmserve.commands.verify import command, reference
-from vlmserve.commands.verify.cases import Case, made_cases, own_case
-from vlmserve.commands.verify.comparison import Answer, CaseFinding, Verdict
-from vlmserve.commands.verify.ours import RunSettings
-from vlmserve.commands.verify.reference import length_of, read_frames
+from vlmserve.commands.verify import answers, command
+from vlmserve.commands.verify.answers import RunSettings, length_of, read_frames
+from vlmserve.commands.verify.cases import Answer, Case, CaseFinding, Verdict, made_cases, own_case
 from vlmserve.engine import rank_processes
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
@@ -214,9 +212,9 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def not_here(name: str) -> None:
         return None
 
-    monkeypatch.setattr(reference.importlib.util, "find_spec", not_here)
+    monkeypatch.setattr(answers.importlib.util, "find_spec", not_here)
     with pytest.raises(EngineError):
-        reference.check_reference_can_run()
+        answers.check_reference_can_run()
     assert cli.main(["verify"]) == 1
     assert "pip install 'vlmserve[verify]'" in capsys.readouterr().err
 
@@ -234,7 +232,7 @@ def test_it_says_what_transformers_lacks_for_a_quantised_checkpoint(
     made, _ = make_fp8(make_checkpoint("qwen3_vl", tmp_path / "plain"), tmp_path, "channel")
     here = importlib.util.find_spec
     monkeypatch.setattr(
-        reference.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else here(name)
+        answers.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else here(name)
     )
     assert cli.main(["verify", str(made)]) == 1
     assert "'compressed-tensors' with compressed_tensors: install it with pip" in capsys.readouterr().err

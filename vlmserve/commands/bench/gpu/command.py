@@ -1,26 +1,113 @@
-"""The command `vlmserve bench gpu`. It has been run on CPUs only (`--device cpu --small`)."""
+"""`vlmserve bench gpu`: its figures, the bars that they are held to, and how both are shown and written.
+
+It has been run on CPUs only (`--device cpu --small`).
+"""
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from vlmserve.commands.bench.figures import bench_parser
-from vlmserve.commands.bench.gpu.bars import BARS, GpuFigure, line, table, write_figures
-from vlmserve.commands.bench.gpu.measures import PARTS, measured
+from vlmserve.commands.bench.figures import Spread, bench_parser
+from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
 from vlmserve.commands.bench.gpu.run import Budget, GpuRun
 from vlmserve.commands.bench.gpu.shapes import FULL, SHAPES, SMALL, small, write_folder
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.errors import EngineError
 from vlmserve_common.version import __version__
+
+NOT_MEASURED = "not measured"
+
+
+class Bar(NamedTuple):
+    """A limit of a figure's `value`."""
+
+    sign: Literal["<=", ">="]
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.limit:g}"
+
+
+_EVERY = {"overlap": Bar(">=", 0.9), "many-batched": Bar(">=", 3), "many-alone": Bar(">=", 8)}
+_8B = {"decode-1": Bar("<=", 1.35), "decode-64": Bar("<=", 1.5), "prefill": Bar(">=", 0.6), "tower": Bar(">=", 0.45)}
+BARS: Mapping[str, Mapping[str, Bar]] = MappingProxyType(
+    {
+        "2b": _EVERY | {"decode-1": Bar("<=", 2), "loading": Bar("<=", 20)},
+        "8b": _EVERY | _8B,
+        "qwen2.5-7b": _EVERY,
+        "30b-a3b": _EVERY,
+    }
+)
+"""The bars on one H200, by model shape and key of a figure: ratios to what the same run measures."""
+
+
+def verdict(figure: GpuFigure, bar: Bar | None, *, counts: bool) -> str:
+    """Return "met", "not met", "not measured" or "". counts: True on a GPU at full size, where bars have a meaning."""
+    if bar is None:
+        return ""
+    if figure.value is None or not counts:
+        return NOT_MEASURED
+    met = figure.value <= bar.limit if bar.sign == "<=" else figure.value >= bar.limit
+    return "met" if met else "not met"
+
+
+def line(figure: GpuFigure) -> str:
+    """Return a figure as a line, for people who wait."""
+    if figure.error:
+        return f"{figure.name}: {NOT_MEASURED}: {figure.error}"
+    parts = [f"{_shown(figure.ours)} {figure.unit}".strip()] if figure.ours else []
+    if figure.value is not None:
+        parts.append(f"{figure.value:.3g} {figure.of}".strip())
+    if figure.theirs:
+        parts.append(f"transformers {_shown(figure.theirs)} {figure.unit}")
+    return f"{figure.name}: {'; '.join([*parts, *[figure.about] * bool(figure.about)])}"
+
+
+def table(figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool) -> str:
+    """Return all figures as a Markdown table, with a row for each bar whose figure is missing."""
+    rows = [("figure", "ours", "transformers", "ratio to ...", "bar", ""), ("---",) * 6]
+    for figure in figures:
+        value = "" if figure.value is None else f"{figure.value:.3g} {figure.of}"
+        ours = f"{_shown(figure.ours)} {figure.unit}" if figure.ours else figure.error and NOT_MEASURED
+        bar = bars.get(figure.key)
+        met = verdict(figure, bar, counts=counts)
+        rows.append((figure.name, ours, _shown(figure.theirs), value, str(bar or ""), met))
+    there = {figure.key for figure in figures}
+    rows += [(key, "", "", "", str(bar), NOT_MEASURED) for key, bar in bars.items() if key not in there]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/").strip() for cell in row) + " |" for row in rows)
+
+
+def write_figures(
+    path: Path, about: Mapping[str, str], figures: Sequence[GpuFigure], bars: Mapping[str, Bar], *, counts: bool
+) -> None:
+    """Write all figures so far. A reader sees the old file or the new one."""
+    rows: list[dict[str, Any]] = [
+        asdict(one) | {"bar": str(bars.get(one.key, "")), "verdict": verdict(one, bars.get(one.key), counts=counts)}
+        for one in figures
+    ]
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({"about": dict(about), "figures": rows}, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _shown(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.median:.4g}" if spread.least == spread.most else spread.shown(".4g")
+
 
 _ABOUT = """\
 The engine on one GPU, offline: what the device reaches at copying and multiplying, how near to that prefill, decoding
@@ -106,14 +193,13 @@ def _commit() -> str:
 
 
 def _parser() -> CommandParser:
-    parser = bench_parser("gpu", _ABOUT)
+    parser = bench_parser("gpu", _ABOUT, rounds=5)
     add = parser.add_argument
     add("--model-shape", choices=list(SHAPES), default="2b", help="random weights, shaped as published")
     add("--model", type=Path, help="a checkpoint folder instead")
     add("--device", default="cuda", help="cuda, cuda:1 ..., or cpu")
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="in which type models compute")
     add("--small", action="store_true", help="a tiny model and little work, to try the benchmark out")
-    add("--rounds", type=int, default=5, help="rounds of each figure at the most")
     add("--budget-s", type=float, default=420.0, help="seconds after which rounds and parts are left out")
     add("--parts", nargs="+", choices=list(PARTS), help="what to measure (default: all that is asked of the shape)")
     return parser

@@ -5,12 +5,10 @@ from __future__ import annotations
 import functools
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -23,17 +21,16 @@ from processors.image.decoding import decode_image
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.commands.bench.figures import Spread
-from vlmserve.commands.bench.gpu.bars import GpuFigure
 from vlmserve.commands.bench.gpu.run import GpuRun
 from vlmserve.commands.bench.media import Question, jpeg, make_questions
+from vlmserve.commands.bench.processes import run_python
 from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
 from vlmserve.commands.bench.reference import ReferenceTower, check_logits, check_rows
-from vlmserve.commands.bench.vision_subject import grid_thw
+from vlmserve.commands.bench.vision import grid_thw
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.floors import decode_bytes, prefill_flops, tower_flops
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.errors import EngineError
 
 T = TypeVar("T")
 
@@ -48,6 +45,25 @@ with LLM(model, device=device, dtype=dtype, max_total_tokens=16384, max_model_le
     print(llm.info)
 """
 _START_TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFigure:
+    """A figure that was measured, or an error that says why not. key: its name in bars and JSON.
+
+    `ours` and `theirs` are our spread and transformers', in `unit`. `value` is the number that a bar limits; `of` says
+    of which kind it is ("x the floor", "of the GEMM rate" ...). `about` has more to know.
+    """
+
+    key: str
+    name: str
+    unit: str = ""
+    ours: Spread | None = None
+    theirs: Spread | None = None
+    value: float | None = None
+    of: str = ""
+    about: str = ""
+    error: str = ""
 
 
 def ceilings(run: GpuRun) -> Iterator[GpuFigure]:
@@ -276,14 +292,11 @@ def loading(run: GpuRun) -> Iterator[GpuFigure]:
             if file.suffix in (".json", ".jinja"):
                 shutil.copyfile(file, Path(made) / file.name)
         save_weights(Path(made), published_tensors(model))
-        command = [sys.executable, "-c", _START, made, str(run.device), dtype_name(run.dtype)]
+        words = ["-c", _START, made, str(run.device), dtype_name(run.dtype)]
         for _ in range(2):  # the first start builds kernels
             before = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_START_TIMEOUT_S, check=False)
+            run_python(words, "the process that was to load the weights failed", _START_TIMEOUT_S)
             seconds = time.perf_counter() - before
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-                raise EngineError(f"the process that was to load the weights ended with {done.returncode}: {last}")
     yield GpuFigure(
         key="loading",
         name="a new process until it is ready",

@@ -7,14 +7,15 @@ are the built-in model's, whose ids are the first of the vocabulary.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from vlmserve.commands.bench.processor_reference import write_settings
-from vlmserve.commands.bench.random_checkpoint import copy_built_in_settings
+from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
 from vlmserve_common.checkpoint.reader import read_json
 
@@ -33,6 +34,25 @@ class ModelShape:
     vision: Mapping[str, Any]
 
 
+def _decoder(layers: int, width: int, inner: int, heads: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+    }
+
+
+def _tower(layers: int, width: int, inner: int, out: int, heads: int = 16) -> dict[str, Any]:
+    return {
+        "depth": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "out_hidden_size": out,
+        "num_heads": heads,
+    }
+
+
 _QWEN3_TEXT = {
     "head_dim": 128,
     "num_key_value_heads": 8,
@@ -41,21 +61,24 @@ _QWEN3_TEXT = {
     "rope_theta": 5_000_000,
     "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
 }
-_QWEN3_VISION = {"num_heads": 16, "patch_size": 16, "num_position_embeddings": 2304}
-_QWEN3_8B_VISION = _QWEN3_VISION | {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "out_hidden_size": 4096,
-    "deepstack_visual_indexes": [8, 16, 24],
+_QWEN3_VISION = {"patch_size": 16, "num_position_embeddings": 2304}
+_2B_VISION = _QWEN3_VISION | _tower(24, 1024, 4096, 2048) | {"deepstack_visual_indexes": [5, 11, 17]}
+_8B_VISION = _QWEN3_VISION | _tower(27, 1152, 4304, 4096) | {"deepstack_visual_indexes": [8, 16, 24]}
+_30B_EXPERTS = {
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_QWEN2_5_TEXT = {
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 128000,
+    "rope_theta": 1_000_000,
+    "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
 }
 _QWEN2_5_VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "num_heads": 16,
-    "intermediate_size": 3420,
     "patch_size": 14,
-    "out_hidden_size": 3584,
     "hidden_act": "silu",
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
@@ -68,77 +91,43 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
             what="Qwen3-VL-2B",
             family="qwen3_vl",
             tied=True,
-            text=_QWEN3_TEXT
-            | {"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16},
-            vision=_QWEN3_VISION
-            | {
-                "depth": 24,
-                "hidden_size": 1024,
-                "intermediate_size": 4096,
-                "out_hidden_size": 2048,
-                "deepstack_visual_indexes": [5, 11, 17],
-            },
+            text=_QWEN3_TEXT | _decoder(28, 2048, 6144, 16),
+            vision=_2B_VISION,
         ),
         "8b": ModelShape(
             what="Qwen3-VL-8B",
             family="qwen3_vl",
             tied=False,
-            text=_QWEN3_TEXT
-            | {"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-            vision=_QWEN3_8B_VISION,
+            text=_QWEN3_TEXT | _decoder(36, 4096, 12288, 32),
+            vision=_8B_VISION,
         ),
         "qwen2.5-7b": ModelShape(
             what="Qwen2.5-VL-7B",
             family="qwen2_5_vl",
             tied=False,
-            text={
-                "num_hidden_layers": 28,
-                "hidden_size": 3584,
-                "intermediate_size": 18944,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-                "vocab_size": 152064,
-                "max_position_embeddings": 128000,
-                "rope_theta": 1_000_000,
-                "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
-            },
-            vision=_QWEN2_5_VISION,
+            text=_QWEN2_5_TEXT | _decoder(28, 3584, 18944, 28),
+            vision=_QWEN2_5_VISION | _tower(32, 1280, 3420, 3584),
         ),
         "30b-a3b": ModelShape(
             what="Qwen3-VL-30B-A3B",
             family="qwen3_vl_moe",
             tied=False,
-            text=_QWEN3_TEXT
-            | {
-                "num_hidden_layers": 48,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 4,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-            },
-            vision=_QWEN3_8B_VISION | {"out_hidden_size": 2048},
+            text=_QWEN3_TEXT | _decoder(48, 2048, 6144, 32) | _30B_EXPERTS,
+            vision=_8B_VISION | {"out_hidden_size": 2048},
         ),
     }
 )
-
-_SMALL_TEXT: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-}
+TEXT_SIZES: dict[str, Any] = _QWEN3_TEXT | _decoder(28, 1024, 3072, 16) | {"max_position_embeddings": 40960}
+"""Qwen3-0.6B's decoder."""
+VISION_SIZES: dict[str, Any] = _2B_VISION | {"out_hidden_size": 1024}
+"""Qwen3-VL-2B's tower, with rows as wide as that decoder."""
 
 
 def small(shape: ModelShape) -> ModelShape:
     """Return a tiny shape of the same family, to try the benchmark out."""
-    text, vision = dict(shape.text) | _SMALL_TEXT, dict(shape.vision)
-    vision |= {"depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "out_hidden_size": 64}
+    text = dict(shape.text) | _decoder(2, 64, 96, 2)
+    text |= {"num_key_value_heads": 1, "vocab_size": 4096, "max_position_embeddings": 4096}
+    vision = dict(shape.vision) | _tower(3, 64, 96, 64, heads=2)
     if shape.family in ("qwen3_vl", "qwen3_vl_moe"):
         text |= {"head_dim": 32}
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 256}
@@ -148,7 +137,19 @@ def small(shape: ModelShape) -> ModelShape:
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     section = [8, 4, 4]  # of half a head's 16 frequencies
     text |= {"rope_scaling": dict(shape.text["rope_scaling"]) | {"mrope_section": section}}
-    return ModelShape(what=f"a tiny {shape.what}", family=shape.family, tied=shape.tied, text=text, vision=vision)
+    return replace(shape, what=f"a tiny {shape.what}", text=text, vision=vision)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a file of settings."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_built_in_settings(folder: Path) -> None:
+    """Copy the built-in model without its weights into a folder, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (*DEFAULT_MODEL.glob("*.json"), *DEFAULT_MODEL.glob("*.jinja")):
+        shutil.copyfile(file, folder / file.name)
 
 
 def write_folder(folder: Path, shape: ModelShape) -> Path:
@@ -168,7 +169,7 @@ def write_folder(folder: Path, shape: ModelShape) -> Path:
         "text_config": {"model_type": f"{shape.family}_text", **text},
         "vision_config": {"model_type": shape.family, **base, **shape.vision},
     }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -182,19 +183,19 @@ class GpuLoad:
     and `gemms` are the bytes and rows that measure the device.
     """
 
-    pictures: int
-    side: int
-    prompt: int
-    batches: tuple[int, ...]
-    overlap_batch: int
-    context: int
-    steps: int
-    many: int
-    many_side: int
-    answer: int
-    alone: int
-    copy_bytes: int
-    gemms: tuple[int, ...] = field(default=(4096, 8192, 16384))
+    pictures: int = 16
+    side: int = 1024
+    prompt: int = 8192
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    overlap_batch: int = 64
+    context: int = 1024
+    steps: int = 32
+    many: int = 256
+    many_side: int = 512
+    answer: int = 128
+    alone: int = 8
+    copy_bytes: int = 4 * 2**30
+    gemms: tuple[int, ...] = (4096, 8192, 16384)
 
     @property
     def patch_limit(self) -> int:
@@ -202,20 +203,7 @@ class GpuLoad:
         return self.pictures * (self.side // 14 + 2) ** 2
 
 
-FULL = GpuLoad(
-    pictures=16,
-    side=1024,
-    prompt=8192,
-    batches=(1, 8, 64, 256),
-    overlap_batch=64,
-    context=1024,
-    steps=32,
-    many=256,
-    many_side=512,
-    answer=128,
-    alone=8,
-    copy_bytes=4 * 2**30,
-)
+FULL = GpuLoad()
 SMALL = GpuLoad(
     pictures=2,
     side=128,
