@@ -1,77 +1,47 @@
-"""Media encoded ahead of time: a few temporal patches at a time, saved before they are confirmed, and nothing left."""
+"""Media encoded ahead of time: a few temporal patches at a time, saved before they are confirmed, and nothing left.
+
+`tests/vlmserve/engine/test_loop.py` has them beside requests.
+"""
 
 from __future__ import annotations
 
-import select
-import threading
-
-import numpy as np
 import pytest
-import torch
 
-from processors.inputs import Modality, MultimodalDataItem
-from tests.vision.fake_backend import EMBED_SHAPE, ROW_BYTES, FakeBackend, make_pool
-from vision.cache.disk_tier import DiskTier
-from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
-from vision.cache.stats import TierStats
-from vision.encoder_pool import EncoderPool, PoolLimits
+from tests.vision.fake_backend import FakeBackend, make_pool
+from tests.vision.fake_disk import FakeDisk
+from tests.vlmserve.scheduler.prompts import item
+from vision.cache.disk_tier import Saved
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.ipc.messages import EncodeReqInput
 
 
-class FakeStore:
-    """A disk in memory. gate, pin_gate: writes wait for them. full: nothing is written any more."""
+class Disk(FakeDisk):
+    """asked: how many saves. backlog: only those that insist are done."""
 
-    trouble = "it is full"
+    def __init__(self, *, backlog: bool = False) -> None:
+        super().__init__()
+        self.store = self
+        self.backlog, self.asked = backlog, 0
 
-    def __init__(self) -> None:
-        self.entries: dict[bytes, torch.Tensor] = {}
-        self.pinned: set[bytes] = set()
-        self.gate = threading.Event()
-        self.gate.set()
-        self.pin_gate = threading.Event()
-        self.pin_gate.set()
-        self.full = False
-        self.writes = 0
-
-    def __contains__(self, key: bytes) -> bool:
-        return key in self.entries
-
-    def get(self, key: bytes) -> torch.Tensor | None:
-        return self.entries.get(key)
-
-    def put(self, key: bytes, rows: torch.Tensor, *, pin: bool = False) -> bool:
-        (self.pin_gate if pin else self.gate).wait()
-        self.writes += 1
-        if self.full:
-            return False
-        self.entries[key] = rows
-        if pin:
-            self.pinned.add(key)
-        return True
-
-    def stats(self) -> TierStats:
-        return TierStats()
+    def save(self, key, rows, *, insist=False, pin=False) -> int:
+        self.asked += 1
+        number = super().save(key, rows, insist=insist, pin=pin)
+        if self.backlog and not insist:
+            self.saves.pop()
+            self._done.append(Saved(number=number, key=key, ok=False, new=False))
+        return number
 
 
 class Rig:
-    def __init__(
-        self, *, store: FakeStore | None = None, max_patches=16, space_rows=1000, workers=0, backlog_bytes=2**20
-    ) -> None:
-        self.backend = FakeBackend(workers or 1, inline=not workers)
-        limits = PoolLimits(max_patches=64, space_bytes=space_rows * ROW_BYTES, batches_ahead=2 if workers else 1)
-        self.pool = EncoderPool(
-            self.backend,
-            EmbeddingCache(MemoryTier(space_rows * ROW_BYTES, torch.device("cpu"))),
-            fingerprint=b"tower",
-            embed_shape=EMBED_SHAPE,
-            limits=limits,
-            disk=None if store is None else DiskTier(store, backlog_bytes=backlog_bytes),
-        )
+    """answers: by message. close: at the end, when nothing may be left."""
+
+    def __init__(self, disk: Disk | None = None, *, space_rows: int = 1000, inline: bool = True) -> None:
+        self.disk = disk
+        self.backend = FakeBackend(inline=inline)
+        self.pool = make_pool(self.backend, space_rows=space_rows, disk=disk)
         self.answers = {}
-        self.warmups = EncoderWarmups(self.pool, send=self.take, max_patches=max_patches)
-        self.most_held = 0
+        self.warmups = EncoderWarmups(self.pool, send=self.take, max_patches=16)
 
     def take(self, output) -> None:
         assert output.rid not in self.answers
@@ -79,45 +49,35 @@ class Rig:
 
     def step(self) -> bool:
         changed = self.pool.advance()
-        changed |= self.warmups.advance(order=0)
-        self.most_held = max(self.most_held, self.pool.cache.device.held_bytes)
-        return changed
-
-    def run(self) -> None:
-        while True:
-            changed = self.step()
-            if not changed and self.pool.busy:
-                assert select.select(self.pool.wait_handles(), [], [], 20)[0]
-            elif not changed:
-                break
-        assert not len(self.warmups)
+        return self.warmups.advance(order=0) or changed
 
     def settle(self) -> None:
-        """Get on as far as that goes without the writer (see `FakeStore.gate`)."""
-        while True:
-            changed = self.step()
-            if not changed and self.pool.stats().under_way:
-                assert select.select(self.pool.wait_handles(), [], [], 20)[0]
-            elif not changed:
-                break
+        """Get on as far as that goes without a write."""
+        while self.step() or (self.disk is not None and self.disk.loads):
+            if self.disk is not None and self.disk.loads:
+                self.disk.finish_load()
+
+    def run(self, *messages: EncodeReqInput) -> None:
+        for message in messages:
+            self.warmups.add(message)
+        self.settle()
+        while self.disk is not None and self.disk.saves:
+            self.disk.finish_save()
+            self.settle()
+        assert not len(self.warmups)
 
     def close(self) -> None:
-        if self.pool.store is not None:
-            self.pool.store.gate.set()
-            self.pool.store.pin_gate.set()
         self.run()
-        self.pool.close()
-        assert self.pool.cache.device.held_bytes == 0
         stats = self.pool.stats()
-        assert stats.queued == stats.under_way == 0
+        assert stats.queued == stats.under_way == self.pool.cache.device.held_bytes == 0
 
 
 @pytest.fixture
 def rig():
     rigs = []
 
-    def make(**options) -> Rig:
-        rigs.append(Rig(**options))
+    def make(*args, **options) -> Rig:
+        rigs.append(Rig(*args, **options))
         return rigs[-1]
 
     yield make
@@ -125,21 +85,9 @@ def rig():
         one.close()
 
 
-def item(content: str, *, rows: int = 2) -> MultimodalDataItem:
-    """A picture, or with dashes a clip of as many temporal patches, of `rows` rows (four vision patches) each."""
-    parts = content.split("-")
-    return MultimodalDataItem(
-        modality=Modality.IMAGE if len(parts) == 1 else Modality.VIDEO,
-        digest=content.encode().ljust(32, b"."),
-        patch_digests=tuple(part.encode().ljust(32, b",") for part in parts),
-        grid_thw=(len(parts), 2, 2 * rows),
-        offsets=(),
-        feature=np.zeros((len(parts) * 4 * rows, 1), np.float32),
-    )
-
-
-def message(rid: str, *contents: str, pin: bool = False, rows: int = 2) -> EncodeReqInput:
-    return EncodeReqInput(rid=rid, items=tuple(item(content, rows=rows) for content in contents), pin=pin)
+def message(rid: str, *contents: str, pin: bool = False) -> EncodeReqInput:
+    """Pictures, or with dashes clips of as many temporal patches, of eight vision patches each."""
+    return EncodeReqInput(rid=rid, items=tuple(item(content.encode()) for content in contents), pin=pin)
 
 
 def figures(rig: Rig, rid: str) -> list[tuple]:
@@ -147,214 +95,126 @@ def figures(rig: Rig, rid: str) -> list[tuple]:
 
 
 def test_what_is_encoded_is_saved_before_it_is_confirmed_and_found_the_next_time(rig):
-    store = FakeStore()
-    one = rig(store=store)
-    store.gate.clear()
+    disk = Disk()
+    one = rig(disk)
     one.warmups.add(message("a", "pic", "c-d-e"))
     one.settle()
     assert len(one.backend.encoded()) == 4
     assert one.answers == {}, "nothing is on disk yet"
-    store.gate.set()
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True), ("video", 3, 3, 0, True)]
     assert [i.patches_encoded for i in one.answers["a"].items] == [8, 24]
-    assert len(store.entries) == 4
-    assert store.writes == 4, "once each"
-    assert not store.pinned
+    assert len(disk.rows) == disk.asked == 4, "once each"
+    assert not disk.pinned
 
-    two = rig(store=store)
-    two.warmups.add(message("b", "pic", "c-x-e"))
-    two.run()
+    two = rig(disk)
+    two.run(message("b", "pic", "c-x-e"))
     assert figures(two, "b") == [("image", 1, 0, 1, True), ("video", 3, 1, 2, True)]
     assert len(two.backend.encoded()) == 1
 
 
 def test_pinning_holds_for_what_is_encoded_loaded_and_in_memory(rig):
-    store = FakeStore()
-    one = rig(store=store)
-    one.warmups.add(message("a", "pic"))
-    one.run()
-    assert not store.pinned
-    one.warmups.add(message("again", "pic", "new", pin=True))
-    one.run()
+    disk = Disk()
+    one = rig(disk)
+    one.run(message("a", "pic"))
+    assert not disk.pinned
+    one.run(message("again", "pic", "new", pin=True))
     assert figures(one, "again") == [("image", 1, 0, 1, True), ("image", 1, 1, 0, True)]
-    assert store.pinned == set(store.entries)
-    two = rig(store=store)
-    store.pinned.clear()
-    two.warmups.add(message("b", "pic", "new", pin=True))
-    two.run()
-    assert store.pinned == set(store.entries)
+    assert disk.pinned == set(disk.rows)
+    two = rig(disk)
+    disk.pinned.clear()
+    two.run(message("b", "pic", "new", pin=True))
+    assert disk.pinned == set(disk.rows)
     assert two.backend.encoded() == []
 
 
 def test_a_pin_is_not_confirmed_by_a_write_before_it(rig):
     """What is encoded is written on the pool's own accord, too, and unpinned."""
-    store = FakeStore()
-    one = rig(store=store)
-    store.pin_gate.clear()
+    disk = Disk()
+    one = rig(disk)
     one.warmups.add(message("a", "pic", pin=True))
     one.settle()
-    while one.pool.stats().saved == 0:
-        assert select.select(one.pool.wait_handles(), [], [], 20)[0]
-        one.step()
+    disk.finish_save()
     one.settle()
-    assert one.answers == {}
-    store.pin_gate.set()
+    assert (one.pool.stats().saved, one.answers) == (1, {})
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True)]
-    assert store.pinned == set(store.entries)
+    assert disk.pinned == set(disk.rows)
 
 
 def test_what_the_pool_does_not_write_for_lack_of_time_is_asked_for(rig):
-    store = FakeStore()
-    one = rig(store=store, backlog_bytes=0)
-    one.warmups.add(message("a", "pic", "c-d-e"))
-    one.run()
+    disk = Disk(backlog=True)
+    one = rig(disk)
+    one.run(message("a", "pic", "c-d-e"))
     assert figures(one, "a") == [("image", 1, 1, 0, True), ("video", 3, 3, 0, True)]
-    assert len(store.entries) == 4
+    assert len(disk.rows) == 4
 
 
 def test_a_full_disk_is_told(rig):
-    store = FakeStore()
-    store.full = True
-    one = rig(store=store)
-    one.warmups.add(message("a", "pic", "b-c"))
-    one.run()
+    disk = Disk()
+    disk.broken = True
+    one = rig(disk)
+    one.run(message("a", "pic", "b-c"))
     assert figures(one, "a") == [("image", 1, 1, 0, False), ("video", 2, 2, 0, False)]
-
-
-def test_without_a_disk_rows_stay_in_memory_as_long_as_there_is_room(rig):
-    one = rig()
-    one.warmups.add(message("a", "pic"))
-    one.warmups.add(message("b", "pic"))
-    one.run()
-    assert figures(one, "a") == [("image", 1, 1, 0, None)]
-    one.warmups.add(message("c", "pic"))
-    one.run()
-    assert figures(one, "c") == [("image", 1, 0, 1, None)]
-    assert len(one.backend.encoded()) == 1
 
 
 def test_a_message_without_media_is_answered(rig):
     one = rig()
-    one.warmups.add(message("a"))
-    one.run()
+    one.run(message("a"))
     assert one.answers["a"].items == ()
 
 
-@pytest.mark.parametrize("disk", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_clip_larger_than_the_space_passes_a_few_temporal_patches_at_a_time(rig, disk, workers):
-    one = rig(store=FakeStore() if disk else None, space_rows=6, workers=workers)
-    clip = "-".join(f"p{number}" for number in range(40))
-    one.warmups.add(message("a", clip))
-    while len(one.warmups):
-        if not one.step() and one.pool.busy:
-            for worker in range(workers):
-                if one.backend.queues[worker]:
-                    one.backend.finish(worker)
-            if disk and not one.backend.results:
-                select.select([one.pool.wait_handles()[-1]], [], [], 20)
-    assert figures(one, "a") == [("video", 40, 40, 0, True if disk else None)]
-    assert one.most_held <= 6 * ROW_BYTES
-
-
 def test_few_are_under_way_and_messages_go_in_turn(rig):
-    one = rig(max_patches=16, workers=1)
+    one = rig(inline=False)
     for rid in "abc":
         one.warmups.add(message(rid, f"{rid}1-{rid}2-{rid}3"))
-    one.step()
-    one.step()
+    one.settle()
     stats = one.pool.stats()
     assert stats.queued + stats.under_way == 2, "of eight patches each"
-    order = []
     while len(one.warmups):
-        before = set(one.answers)
-        if not one.step():
-            one.backend.finish()
-        order += sorted(set(one.answers) - before)
-    assert order == ["a", "b", "c"]
-    assert [digest.rstrip(b",").decode() for digest in one.backend.encoded()] == [
-        f"{a}{n}" for a in "abc" for n in "123"
-    ]
-
-
-def test_one_larger_than_the_window_goes_alone(rig):
-    one = rig(max_patches=4)
-    one.warmups.add(message("a", "big", "big2"))
-    one.run()
-    assert figures(one, "a") == [("image", 1, 1, 0, None)] * 2
-
-
-def test_what_cannot_be_encoded_fails_its_own_message_only(rig):
-    one = rig()
-    one.backend.fail[item("bad").patch_digests[0]] = 2
-    one.warmups.add(message("a", "good", "bad", "other"))
-    one.warmups.add(message("b", "good", "third"))
-    one.run()
-    assert one.answers["a"].error.message == "a picture or video could not be encoded: RuntimeError: poisoned"
-    assert one.answers["b"].error is None
+        one.backend.finish()
+        one.settle()
+    assert list(one.answers) == ["a", "b", "c"]
+    digests = [digest[2:].rstrip(b",").decode() for digest in one.backend.encoded()]
+    assert digests == [f"{a}{n}" for a in "abc" for n in "123"]
 
 
 def test_an_aborted_message_is_not_answered_and_leaves_nothing(rig):
-    store = FakeStore()
-    one = rig(store=store, workers=1)
+    one = rig(Disk())
     one.warmups.add(message("a", "a1-a2-a3-a4"))
-    one.step()
-    one.step()
+    one.settle()
     assert one.warmups.abort("a")
     assert not one.warmups.abort("a")
-    while any(one.backend.queues.values()):
-        one.backend.finish()
-        one.step()
     one.run()
     assert one.answers == {}
-    assert len(one.backend.encoded()) < 4
 
 
-def test_nothing_is_asked_for_where_there_is_no_turn():
-    pool = make_pool(FakeBackend())
-    warmups = EncoderWarmups(pool, send=lambda output: None, max_patches=16)
-    warmups.add(message("a", "pic"))
-    assert not warmups.advance(order=None)
-    assert pool.stats().queued == 0
-    assert warmups.advance(order=0)
-    assert pool.stats().queued == 1
-
-
-def room_taken_while_writing(one: Rig, store: FakeStore) -> bytes:
+def room_taken_while_writing(one: Rig) -> bytes:
     """An urgent request, whose key is returned, takes the room of rows that wait for the disk."""
-    store.gate.clear()
     one.warmups.add(message("a", "pic"))
     one.settle()
-    (wanted,) = one.pool.submit(temporal_patches(item("urgent")), order=-1)
+    (wanted,) = one.pool.submit(temporal_patches(item(b"urgent")), order=-1)
     while not one.pool.is_ready(wanted):
         if not one.pool.advance(urgent=wanted):
-            assert select.select(one.pool.wait_handles(), [], [], 20)[0]
+            one.disk.finish_load()
     return wanted
 
 
 def test_rows_given_up_for_another_before_they_are_saved_are_still_confirmed(rig):
-    store = FakeStore()
-    one = rig(store=store, space_rows=2)
-    wanted = room_taken_while_writing(one, store)
-    one.pool.release([wanted], order=-1)
-    store.gate.set()
+    one = rig(Disk(), space_rows=2)
+    one.pool.release([room_taken_while_writing(one)], order=-1)
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True)]
 
 
 def test_rows_given_up_for_another_and_not_saved_are_made_again(rig):
-    store = FakeStore()
-    one = rig(store=store, space_rows=2)
-    wanted = room_taken_while_writing(one, store)
-    store.full = True
-    store.gate.set()
-    while one.pool.busy:
-        assert select.select(one.pool.wait_handles(), [], [], 20)[0]
-        one.step()
+    one = rig(Disk(), space_rows=2)
+    wanted = room_taken_while_writing(one)
+    one.disk.broken = True
+    one.disk.finish_all()
+    one.settle()
     assert one.answers == {}
-    store.full = False
+    one.disk.broken = False
     one.pool.release([wanted], order=-1)
     one.run()
     assert figures(one, "a") == [("image", 1, 1, 0, True)]
@@ -362,12 +222,9 @@ def test_rows_given_up_for_another_and_not_saved_are_made_again(rig):
 
 
 def test_few_wait_for_the_disk(rig):
-    store = FakeStore()
-    one = rig(store=store, max_patches=16)
-    store.gate.clear()
+    one = rig(Disk())
     one.warmups.add(message("a", "-".join(f"p{number}" for number in range(40))))
     one.settle()
     assert len(one.backend.encoded()) == 8, "of eight patches each, and four times the sixteen"
-    store.gate.set()
     one.run()
     assert figures(one, "a") == [("video", 40, 40, 0, True)]

@@ -29,6 +29,7 @@ from vlmserve.memory.sizing import Activations, activation_bytes
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.scheduler.sampling_info import info_of
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
@@ -100,7 +101,7 @@ def measure_activations(
     model's."""
     with torch.inference_mode():
         device = next(model.language_model.parameters()).device
-        batch = _dummy_batch(model.config, model.dtype, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
+        batch = _dummy_batch(model, cache_dtype or model.dtype, attn_backend, limits.tokens, device)
         hidden = torch.zeros((limits.rows, model.config.hidden_size), dtype=model.dtype, device=device)
         info, shard = dummy_sampling(limits.rows), model.comm.shard
 
@@ -184,14 +185,9 @@ def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
 
 
 def _dummy_batch(
-    config: ModelConfig,
-    model_dtype: torch.dtype,
-    dtype: torch.dtype,
-    attn_backend: AttentionBackend,
-    tokens: int,
-    device: torch.device,
+    model: VisionLanguageModel, dtype: torch.dtype, attn_backend: AttentionBackend, tokens: int, device: torch.device
 ) -> ForwardBatch:
-    """Make a prompt of so many tokens, in a cache of its own."""
+    config = model.config
     slots = torch.arange(tokens, device=device)
     pool = ReqToTokenPool(1, tokens, device)
     pool.write(0, 0, slots)
@@ -203,7 +199,7 @@ def _dummy_batch(
         dtype=dtype,
         device=device,
     )
-    shape = state_shape(config, model_dtype)
+    shape = state_shape(config, model.dtype)
     span = Span(start=0, length=tokens, prefix_len=0, state=1)
     return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
@@ -224,8 +220,8 @@ def _dummy_batch(
 
 def dummy_sampling(rows: int) -> SamplingBatchInfo:
     """Make the costliest sampling: every request samples among its likeliest tokens, for which all are sorted."""
-    no_ids, no_values = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
-    return SamplingBatchInfo(
+    return replace(
+        info_of([]),
         batch_indices=np.arange(rows),
         token_indices=np.arange(rows),
         temperatures=np.ones(rows, dtype=np.float32),
@@ -235,15 +231,4 @@ def dummy_sampling(rows: int) -> SamplingBatchInfo:
         seeds=np.arange(rows),
         output_indices=np.zeros(rows, dtype=np.int64),
         num_logprobs=np.full(rows, -1, dtype=np.int64),
-        bias_rows=no_ids,
-        bias_ids=no_ids,
-        bias_values=no_values,
-        count_rows=no_ids,
-        count_ids=no_ids,
-        count_values=no_ids,
-        presence=no_values,
-        frequency=no_values,
-        seen_rows=no_ids,
-        seen_ids=no_ids,
-        repetition=no_values,
     )

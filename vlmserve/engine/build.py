@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,15 +14,10 @@ from vision.encoder_pool import EncoderPool
 from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.activation_memory import (
-    cuda_meter,
-    estimate_activations,
-    measure_activations,
-    step_limits,
-)
+from vlmserve.engine.activation_memory import cuda_meter, estimate_activations, measure_activations, step_limits
 from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
-from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, cuda_tools, tools_of_ranks, wanted_sizes
-from vlmserve.engine.kv_tiers import build_tiers
+from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, Pools, cuda_tools, tools_of_ranks, wanted_sizes
+from vlmserve.engine.kv_tiers import build_prefix_cache
 from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
 from vlmserve.engine.picture_limit import auto_max_pixels
@@ -42,21 +36,15 @@ from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.recurrent_cache import RecurrentCache, StateShape
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import (
-    Activations,
-    graph_room,
-    kv_cache_size,
-)
+from vlmserve.memory.sizing import Activations, graph_room, kv_cache_size
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
-from vlmserve.scheduler.estimates import NewTokenRatio
 from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import BatchLog
-from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.compute.communicator import ALONE
@@ -139,11 +127,23 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     parts = _attention(args, ranks, device, model)
     activations = _activations(parts, encodes=encodes)
     graph_builder, graph_plan = _plan_graphs(parts, activations)
-    tokens, states = _pool_sizes(parts, replace(activations, graphs=graph_plan.reserved), graph_plan)
-    info = _engine_info(parts, tokens)
+    activations = replace(activations, graphs=graph_plan.reserved)
+    tokens, states = _pool_sizes(parts, activations, graph_plan)
+    info = EngineInfo(
+        max_total_tokens=tokens,
+        max_req_len=min(parts.max_model_len, tokens - args.page_size),
+        device=str(device),
+        dtype=dtype_name(model.dtype),
+        auto_pixels=parts.auto_pixels,
+    )
     runner = _allocate(parts, info, states, graph_plan, processors)
-    _capture(runner, graph_builder, graph_plan)
-    _make_ready(runner, args, with_tower=encodes)
+    pools = Pools(runner.kv_cache, runner.req_to_token_pool, runner.recurrent_cache)
+    if (graphs := graph_builder.capture(graph_plan, pools)) is not None:
+        runner.attach_graphs(graphs)
+    if device.type == "cuda" and runner.recurrent_cache is None:  # warm-up steps have no states
+        warm_up(runner, with_tower=encodes)
+    if args.enable_eplb:
+        runner.attach_balancer(ExpertBalancer(model, comm, args.eplb_rebalance_num_iterations))
     log.info(
         "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
         args.model,
@@ -153,7 +153,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         bytes_per_token(model, parts.kv_dtype),
         dtype_name(parts.kv_dtype),
         info.max_req_len,
-        replace(activations, graphs=graph_plan.reserved),
+        activations,
     )
     return runner, info
 
@@ -209,13 +209,13 @@ def _plan_graphs(parts: _Parts, activations: Activations) -> tuple[GraphBuilder,
     if not tools.smallest(len(sizes)):  # attention may differ from rank to rank
         return builder, GraphPlan()
     per_token = bytes_per_token(model, parts.kv_dtype)
-    return builder, builder.plan(
-        sizes,
-        kv_cache=parts.kv_cache(args.page_size),
-        max_context_len=parts.max_model_len + args.page_size,
-        room=graph_room(args, bytes_per_token=per_token, device=device, activations=activations),
-        recurrent_cache=parts.recurrent_cache(0, padded=True),
+    pools = Pools(
+        parts.kv_cache(args.page_size),
+        ReqToTokenPool(0, parts.max_model_len + args.page_size, device),
+        parts.recurrent_cache(0, padded=True),
     )
+    room = graph_room(args, bytes_per_token=per_token, device=device, activations=activations)
+    return builder, builder.plan(sizes, pools, room=room)
 
 
 def _pool_sizes(parts: _Parts, activations: Activations, plan: GraphPlan) -> tuple[int, int]:
@@ -234,20 +234,9 @@ def _pool_sizes(parts: _Parts, activations: Activations, plan: GraphPlan) -> tup
     return parts.smallest(tokens), parts.smallest(states)
 
 
-def _engine_info(parts: _Parts, tokens: int) -> EngineInfo:
-    return EngineInfo(
-        max_total_tokens=tokens,
-        max_req_len=min(parts.max_model_len, tokens - parts.args.page_size),
-        device=str(parts.device),
-        dtype=dtype_name(parts.model.dtype),
-        auto_pixels=parts.auto_pixels,
-    )
-
-
 def _allocate(
     parts: _Parts, info: EngineInfo, states: int, plan: GraphPlan, processors: LogitsProcessors
 ) -> ModelRunner:
-    """Make the runner, with its pools."""
     args, device = parts.args, parts.device
     return ModelRunner(
         model=parts.model,
@@ -259,26 +248,6 @@ def _allocate(
         logits_processors=processors,
         groups=1 if parts.model.comm.shard.rank else args.attention_groups,
     )
-
-
-def _capture(runner: ModelRunner, builder: GraphBuilder, plan: GraphPlan) -> None:
-    """Capture the planned decode steps over the runner's pools."""
-    graphs = builder.capture(
-        plan,
-        kv_cache=runner.kv_cache,
-        req_to_token_pool=runner.req_to_token_pool,
-        recurrent_cache=runner.recurrent_cache,
-    )
-    if graphs is not None:
-        runner.attach_graphs(graphs)
-
-
-def _make_ready(runner: ModelRunner, args: EngineArgs, *, with_tower: bool) -> None:
-    """Warm kernels up on a GPU, and begin to balance experts where settings say so."""
-    if runner.device.type == "cuda" and runner.recurrent_cache is None:  # warm-up steps have no states
-        warm_up(runner, with_tower=with_tower)
-    if args.enable_eplb:
-        runner.attach_balancer(ExpertBalancer(runner.model, runner.model.comm, args.eplb_rebalance_num_iterations))
 
 
 def build_loop(
@@ -301,7 +270,11 @@ def build_loop(
     if groups > 1:
         placement = GroupPlacement(ReplicaRouter(groups, method=args.load_balance_method))
         send = placement.noting(send)
-    make_encoder, order = _encoder(args, runner, start), FairOrder()
+    model, order = runner.model, FairOrder()
+    # made when it is first called: its processes end with the caller's scheduler
+    make_encoder = cache(
+        partial(build_encoder_pool, args, model.visual, dtype=model.dtype, device=runner.device, start=start)
+    )
     schedulers = [_scheduler(args, runner, info, make_encoder, send=send, encoder_order=order) for _ in range(groups)]
     return EventLoop(
         schedulers,
@@ -316,13 +289,6 @@ def build_loop(
     )
 
 
-def _encoder(args: EngineArgs, runner: ModelRunner, start: StartSettings | None) -> Callable[[], EncoderPool]:
-    """Return a function that makes the encoder when it is first called. Its processes end with the caller's
-    scheduler."""
-    model = runner.model
-    return cache(partial(build_encoder_pool, args, model.visual, dtype=model.dtype, device=runner.device, start=start))
-
-
 def _scheduler(
     args: EngineArgs,
     runner: ModelRunner,
@@ -335,20 +301,12 @@ def _scheduler(
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     media_keys = MediaKeyTable()
-    prefix_cache, close_cache = build_tiers(
-        args,
-        runner,
-        allocator,
-        media_keys,
-        bytes_per_token=bytes_per_token(runner.model, runner.kv_cache.dtype),
-    )
-    req_pool = ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size)
+    per_token = bytes_per_token(runner.model, runner.kv_cache.dtype)
     kv = KVCacheManager(
         allocator,
-        prefix_cache,
-        req_pool,
+        build_prefix_cache(args, runner, allocator, media_keys, bytes_per_token=per_token),
+        ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size),
         states=request_states(args, runner, info.max_total_tokens + args.page_size),
-        close=close_cache,
     )
     return Scheduler(
         args,
@@ -356,12 +314,7 @@ def _scheduler(
         eos_token_ids=frozenset(runner.model.config.eos_token_ids),
         kv=kv,
         encoder=make_encoder(),
-        policy=make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed),
-        new_token_ratio=NewTokenRatio(args.schedule_conservativeness),
         media_keys=media_keys,
-        sessions=Sessions(
-            prefix_cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=time.monotonic
-        ),
         grammars=_grammars(args, runner),
         send=send,
         encoder_order=encoder_order,

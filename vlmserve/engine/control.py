@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Protocol
+from typing import assert_never
 
-from vlmserve.engine.dispatcher import TypeDispatcher
+from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
@@ -25,23 +25,9 @@ from vlmserve.ipc.control_messages import (
     StartProfileReq,
     StopProfileReq,
 )
-from vlmserve.ipc.messages import AbortReq, SchedulerStats
+from vlmserve.ipc.messages import AbortReq
 
 log = logging.getLogger(__name__)
-
-
-class ControlledEngine(Protocol):
-    """The part of `EventLoop` that control needs."""
-
-    def handle(self, message: AbortReq) -> None: ...
-
-    def step(self) -> bool: ...
-
-    def drain(self) -> None: ...
-
-    def stats(self) -> SchedulerStats: ...
-
-    def flush_cache(self) -> int: ...
 
 
 class _RefusedError(Exception):
@@ -55,22 +41,11 @@ class EngineControl:
     device, dtype: the model's, for `ServerInfo`.
     """
 
-    def __init__(self, engine: ControlledEngine, profiler: Profiler, *, device: str, dtype: str) -> None:
+    def __init__(self, engine: EventLoop, profiler: Profiler, *, device: str, dtype: str) -> None:
         self.paused = False
         self._engine = engine
         self._profiler = profiler
         self._device, self._dtype = device, dtype
-        self._dispatch = TypeDispatcher(
-            {
-                FlushCacheReq: self._flush,
-                GetServerInfoReq: self._info,
-                PauseReq: lambda _: self._set_paused(True),
-                ContinueReq: lambda _: self._set_paused(False),
-                StartProfileReq: self._start_profile,
-                StopProfileReq: self._stop_profile,
-                AbortRequestsReq: self._abort,
-            }
-        )
 
     def step(self) -> bool:
         """Do the engine's next step. While the engine is paused no step begins, as if there were nothing to do."""
@@ -85,43 +60,54 @@ class EngineControl:
     def handle(self, message: ControlRequest) -> ControlResult:
         """Answer a request. Never raises: errors become answers."""
         try:
-            return self._dispatch(message)
+            return self._answer(message)
         except _RefusedError as refusal:
             return ControlRefused(message=str(refusal))
         except Exception as error:
             log.exception("%s failed", type(message).__name__)
             return ControlRefused(message=f"{type(error).__name__}: {error}", status=500)
 
-    def _flush(self, _: FlushCacheReq) -> FlushCacheResult:
-        tokens = self._engine.flush_cache()
-        stats = self._engine.stats()
-        return FlushCacheResult(
-            tokens=tokens, num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs
-        )
+    def _answer(self, message: ControlRequest) -> ControlResult:
+        match message:
+            case FlushCacheReq():
+                return FlushCacheResult(tokens=self._engine.flush_cache(), **self._counts())
+            case GetServerInfoReq():
+                return ServerInfo(
+                    stats=self._engine.stats(),
+                    paused=self.paused,
+                    profiling=self._profiler.recording,
+                    device=self._device,
+                    dtype=self._dtype,
+                )
+            case PauseReq():
+                return self._set_paused(True)
+            case ContinueReq():
+                return self._set_paused(False)
+            case StartProfileReq():
+                return self._start_profile(message)
+            case StopProfileReq():
+                return self._stop_profile()
+            case AbortRequestsReq():
+                for rid in message.rids:
+                    self._engine.handle(AbortReq(rid=rid))
+                return AbortRequestsResult(**self._counts())
+        assert_never(message)
 
-    def _info(self, _: GetServerInfoReq) -> ServerInfo:
-        return ServerInfo(
-            stats=self._engine.stats(),
-            paused=self.paused,
-            profiling=self._profiler.recording,
-            device=self._device,
-            dtype=self._dtype,
-        )
+    def _counts(self) -> dict[str, int]:
+        stats = self._engine.stats()
+        return {"num_running_reqs": stats.num_running_reqs, "num_waiting_reqs": stats.num_waiting_reqs}
 
     def _set_paused(self, paused: bool) -> PauseResult:
         if paused == self.paused:
             raise _RefusedError("generation is paused already" if paused else "generation is not paused")
         self.paused = paused
-        stats = self._engine.stats()
+        counts = self._counts()
         log.info(
             "generation %s: %d requests running, %d waiting",
             "is paused" if paused else "goes on",
-            stats.num_running_reqs,
-            stats.num_waiting_reqs,
+            *counts.values(),
         )
-        return PauseResult(
-            paused=paused, num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs
-        )
+        return PauseResult(paused=paused, **counts)
 
     def _start_profile(self, message: StartProfileReq) -> ProfileResult:
         if self._profiler.recording:
@@ -134,13 +120,7 @@ class EngineControl:
             raise _RefusedError(f"there is no {error.args[0]} here to profile") from None
         return ProfileResult(path=str(path), steps=0)
 
-    def _stop_profile(self, _: StopProfileReq) -> ProfileResult:
+    def _stop_profile(self) -> ProfileResult:
         if not self._profiler.recording:
             raise _RefusedError("no profile is being recorded")
         return ProfileResult(path=str(self._profiler.stop()), steps=self._profiler.steps)
-
-    def _abort(self, message: AbortRequestsReq) -> AbortRequestsResult:
-        for rid in message.rids:
-            self._engine.handle(AbortReq(rid=rid))
-        stats = self._engine.stats()
-        return AbortRequestsResult(num_running_reqs=stats.num_running_reqs, num_waiting_reqs=stats.num_waiting_reqs)

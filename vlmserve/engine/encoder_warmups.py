@@ -47,10 +47,6 @@ class _Warmup:
         )
         self.held: list[_Held] = []
 
-    @property
-    def done(self) -> bool:
-        return not self.held and not self.waiting
-
 
 class EncoderWarmups:
     """Encodes media ahead of time: a client of an encoder pool that serves one message after the other.
@@ -93,8 +89,10 @@ class EncoderWarmups:
         for warmup in list(self._warmups.values()):
             error = next((error for held in warmup.held if (error := self._pool.error(held.key))), None)
             if error is None:
-                changed |= self._let_go(warmup)
-            if error is not None or warmup.done:
+                kept = [held for held in warmup.held if not self._is_done(warmup, held)]
+                changed |= len(kept) < len(warmup.held)
+                warmup.held = kept
+            if error is not None or not (warmup.held or warmup.waiting):
                 self._answer(warmup, error)
                 changed = True
         if order is not None:
@@ -108,12 +106,6 @@ class EncoderWarmups:
             text = f"a picture or video could not be encoded: {error}"
             reason = FinishReason(type="error", message=text, status=500)
         self._send(EncodeOutput(rid=warmup.rid, items=tuple(warmup.items), error=reason))
-
-    def _let_go(self, warmup: _Warmup) -> bool:
-        kept = [held for held in warmup.held if not self._is_done(warmup, held)]
-        changed = len(kept) < len(warmup.held)
-        warmup.held = kept
-        return changed
 
     def _is_done(self, warmup: _Warmup, held: _Held) -> bool:
         pool = self._pool

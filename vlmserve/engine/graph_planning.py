@@ -14,10 +14,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -81,6 +81,15 @@ class GraphPlan:
     reserved: int = 0
 
 
+class Pools(NamedTuple):
+    """The memory of a model's requests that captured steps work on. recurrent_cache: for models that have such
+    layers."""
+
+    kv_cache: KVCache
+    req_to_token_pool: ReqToTokenPool
+    recurrent_cache: RecurrentCache | None = None
+
+
 def cuda_tools(device: torch.device) -> GraphTools:
     """Return the tools of a GPU."""
 
@@ -116,8 +125,9 @@ def why_not_captured(args: EngineArgs, experts: ExpertsConfig | None, shard: Sha
 def wanted_sizes(
     args: EngineArgs, attn_backend: AttentionBackend, device: torch.device, experts: ExpertsConfig | None, shard: Shard
 ) -> tuple[int, ...]:
-    """Return the sizes to capture if memory allows it. None are wanted on a CPU, and where a line in the log says why.
-    experts, shard: of the model's part here."""
+    """Return the sizes to capture if memory allows it, ascending. None are wanted on a CPU, and where a line in the log
+    says why. A given size beyond the limits becomes the largest within them. experts, shard: of the model's part
+    here."""
     if device.type != "cuda":
         return ()
     reason = why_not_captured(args, experts, shard)
@@ -126,9 +136,10 @@ def wanted_sizes(
     if reason is not None:
         log.info("decode steps are not captured as CUDA graphs: %s", reason)
         return ()
-    return chosen_sizes(
-        max_running_requests=args.max_running_requests, given=args.cuda_graph_sizes, most=args.cuda_graph_max_bs
-    )
+    if args.cuda_graph_sizes is None:
+        return batch_sizes(min(args.max_running_requests, args.cuda_graph_max_bs or DEFAULT_MOST))
+    most = min(args.max_running_requests, args.cuda_graph_max_bs or args.max_running_requests)
+    return tuple(sorted({min(size, most) for size in args.cuda_graph_sizes}))
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
@@ -141,31 +152,20 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in usual if size < most), most)
 
 
-def chosen_sizes(*, max_running_requests: int, given: Iterable[int] | None, most: int | None) -> tuple[int, ...]:
-    """Return the sizes to capture, ascending: `given`, or the usual ones. A size beyond `most` (default:
-    `DEFAULT_MOST`, unless sizes are given), or beyond the requests that may run together, becomes the largest that is
-    not."""
-    if given is None:
-        return batch_sizes(min(max_running_requests, most or DEFAULT_MOST))
-    limit = min(max_running_requests, most or max_running_requests)
-    return tuple(sorted({min(size, limit) for size in given}))
-
-
-def affordable(sizes: tuple[int, ...], cost: GraphCost, room: int) -> tuple[int, ...]:
-    """Return the smallest of `sizes`, ascending, that together take at most `room` bytes. The fewer requests a step
-    has, the larger the part of its time that is launching. cost: computed with the largest of all sizes."""
-    return max((sizes[:count] for count in range(len(sizes) + 1) if cost.of(count) <= max(0, room)), key=len)
-
-
 def shown(sizes: tuple[int, ...]) -> str:
     """Format sizes for people: 1, 2, 4 ... 64."""
     return ", ".join(map(str, sizes)) if len(sizes) < 5 else f"{', '.join(map(str, sizes[:3]))} ... {sizes[-1]}"
 
 
 def plan_graphs(sizes: tuple[int, ...], cost: GraphCost, room: int, smallest: Callable[[int], int] = int) -> GraphPlan:
-    """Choose which sizes are captured in `room` bytes, and log a line if not all are. smallest: see `GraphTools`."""
-    own = affordable(sizes, cost, room)
-    chosen = sizes[: smallest(len(own))]
+    """Choose which sizes, ascending, are captured in `room` bytes: the smallest ones. Log a line if not all are.
+
+    The fewer requests a step has, the larger the part of its time that is launching.
+
+    cost: computed with the largest of all sizes. smallest: see `GraphTools`.
+    """
+    own = max(count for count in range(len(sizes) + 1) if cost.of(count) <= max(0, room))
+    chosen = sizes[: smallest(own)]
     if len(chosen) < len(sizes):
         log.warning(
             "capturing decode steps of %s requests takes %s, and there is room for %s%s: %s "
@@ -173,7 +173,7 @@ def plan_graphs(sizes: tuple[int, ...], cost: GraphCost, room: int, smallest: Ca
             shown(sizes),
             show_gib(cost.of(len(sizes))),
             show_gib(room),
-            " here, and for less at another rank" if len(chosen) < len(own) else "",
+            " here, and for less at another rank" if len(chosen) < own else "",
             f"only those of {shown(chosen)} are captured" if chosen else "none is captured",
         )
     return GraphPlan(sizes=chosen, reserved=cost.of(len(chosen)))
@@ -191,20 +191,11 @@ class GraphBuilder:
     attn_backend: AttentionBackend
     tools: GraphTools
 
-    def plan(
-        self,
-        sizes: tuple[int, ...],
-        *,
-        kv_cache: KVCache,
-        max_context_len: int,
-        room: int,
-        recurrent_cache: RecurrentCache | None = None,
-    ) -> GraphPlan:
-        """Choose which of `sizes` (at least one) are captured in `room` bytes. kv_cache: of one page. max_context_len:
-        of the request table. recurrent_cache: of no states, for models that have such layers."""
-        pool = ReqToTokenPool(0, max_context_len, kv_cache.layers[0].keys.device)
+    def plan(self, sizes: tuple[int, ...], pools: Pools, *, room: int) -> GraphPlan:
+        """Choose which of `sizes` (at least one) are captured in `room` bytes. pools: of one page, no requests, and no
+        states."""
         try:
-            cost = self._trial(sizes, kv_cache, pool, recurrent_cache)
+            cost = self._trial(sizes, pools)
         except _NotCapturedError as error:  # without graphs it is slower, and that is all
             _warn(sizes, error)
             return GraphPlan()
@@ -212,11 +203,9 @@ class GraphBuilder:
             self.tools.free()  # what the trial took
         return plan_graphs(sizes, cost, room, self.tools.smallest)
 
-    def _trial(
-        self, sizes: tuple[int, ...], kv_cache: KVCache, pool: ReqToTokenPool, recurrent_cache: RecurrentCache | None
-    ) -> GraphCost:
+    def _trial(self, sizes: tuple[int, ...], pools: Pools) -> GraphCost:
         before = self.tools.free()
-        graphs = self._graphs(sizes[-1], kv_cache, pool, recurrent_cache)
+        graphs = self._graphs(sizes[-1], pools)
         self._capture(graphs, sizes[-1])
         with_one = self.tools.free()
         for size in sizes[-2:-1]:
@@ -224,21 +213,14 @@ class GraphBuilder:
         more = with_one - self.tools.free()
         return GraphCost(first=max(0, before - with_one), more=max(_LEAST_MORE, more))
 
-    def capture(
-        self,
-        plan: GraphPlan,
-        *,
-        kv_cache: KVCache,
-        req_to_token_pool: ReqToTokenPool,
-        recurrent_cache: RecurrentCache | None = None,
-    ) -> DecodeGraphs | None:
+    def capture(self, plan: GraphPlan, pools: Pools) -> DecodeGraphs | None:
         """Capture the steps of a plan over the real caches, as many as succeed."""
         if not plan.sizes:
             return None
         before, began = self.tools.free(), time.perf_counter()
         graphs = None
         try:
-            graphs = self._graphs(plan.sizes[-1], kv_cache, req_to_token_pool, recurrent_cache)
+            graphs = self._graphs(plan.sizes[-1], pools)
             for size in reversed(plan.sizes):  # see `Capturer`
                 self._capture(graphs, size)
         except _NotCapturedError as error:
@@ -262,18 +244,14 @@ class GraphBuilder:
             )
         return graphs
 
-    def _graphs(
-        self, max_batch_size: int, kv_cache: KVCache, pool: ReqToTokenPool, recurrent_cache: RecurrentCache | None
-    ) -> DecodeGraphs:
+    def _graphs(self, max_batch_size: int, pools: Pools) -> DecodeGraphs:
         return self._together(
             lambda: DecodeGraphs(
                 max_batch_size,
                 model=self.model,
-                kv_cache=kv_cache,
-                req_to_token_pool=pool,
                 attn_backend=self.attn_backend,
                 capturer=self.tools.new_capturer(),
-                recurrent_cache=recurrent_cache,
+                **pools._asdict(),
             )
         )
 
@@ -293,12 +271,11 @@ class GraphBuilder:
             error = caught
         if self.tools.smallest(int(error is None)):
             return made
-        raise _NotCapturedError(_first_line(error) if error is not None else "another rank could not") from error
+        why = "another rank could not"
+        if error is not None:
+            why = str(error).split("\n")[0] or type(error).__name__
+        raise _NotCapturedError(why) from error
 
 
 def _warn(sizes: tuple[int, ...], error: _NotCapturedError) -> None:
     log.warning("decode steps of %s requests are not all captured as CUDA graphs: %s", shown(sizes), error)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n")[0] or type(error).__name__

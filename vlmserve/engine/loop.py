@@ -261,7 +261,6 @@ class EventLoop:
         return sum(map(len, self._running))
 
     def _depth(self) -> int:
-        """Return how many steps are worth having in flight."""
         return self.device.depth if self._num_decoding() >= self.device.least_reqs else 1
 
     def _encoding_group(self) -> int:
@@ -289,7 +288,6 @@ class EventLoop:
         return not len(self._warmups) and self._has_no_requests()
 
     def _has_no_requests(self) -> bool:
-        """Return True if there is no request, and nothing in flight."""
         if self._in_flight or self._slices:
             return False
         return all(scheduler.is_idle() for scheduler in self.schedulers)
@@ -326,14 +324,14 @@ class EventLoop:
     def close_kv(self, timeout_s: float) -> int:
         """Write cached prefixes to disk for at most so many seconds. Returns how many tokens are lost."""
         ends = time.monotonic() + timeout_s
-        return sum(one.kv.close(max(0.0, ends - time.monotonic())) for one in self.schedulers)
+        return sum(one.kv.prefix_cache.close(max(0.0, ends - time.monotonic())) for one in self.schedulers)
 
     def close(self) -> None:
         """End the device's thread, the encoder's workers, and the disk's."""
         self.device.close()
         self.encoder.close()
         for scheduler in self.schedulers:
-            scheduler.kv.close()
+            scheduler.kv.prefix_cache.close()
             scheduler.intake.close()
 
 

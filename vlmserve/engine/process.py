@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, NoReturn, get_args
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import build_loop, build_runner
 from vlmserve.engine.control import EngineControl
-from vlmserve.engine.dispatcher import TypeDispatcher
-from vlmserve.engine.ending import Ending
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
-from vlmserve.engine.replicas import replica_args
+from vlmserve.engine.rank_processes import (
+    LAST_WORDS_S,
+    follow,
+    join_ranks,
+    leading_worker,
+    meeting_place,
+    rank_args,
+    replica_args,
+)
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import FINISH_S, Ready
 from vlmserve.ipc.control import ControlServer
@@ -27,25 +34,63 @@ from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
     DetokenizerInput,
-    EncodeReqInput,
     GetStatsReq,
     RequestsLost,
     SchedulerInput,
-    TokenizedGenerateReqInput,
 )
 from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.sockets import Receiver, Sender
 from vlmserve.scheduler.meter import BatchLog
-
-if TYPE_CHECKING:
-    from vlmserve.engine.step import GroupsWorker, ModelWorker
-    from vlmserve.executor.model_runner import ModelRunner
-    from vlmserve_common.parallel.ranks import Ranks
+from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 0.5
 """The seconds that the engine's thread may take to log its remaining lines. The launcher waits longer than that."""
+
+
+class Ending:
+    """The announced end of the process: one thread announces it, and another one has something to finish.
+
+    patience_s: seconds for finishing, from the announcement on.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._wake_up = WakeUp()
+        self._deadline: float | None = None
+        self._finished = threading.Event()
+
+    @property
+    def fd(self) -> int:
+        """A file descriptor that becomes readable when the end has come."""
+        return self._wake_up.fd
+
+    @property
+    def has_come(self) -> bool:
+        """Whether the engine's loop is to end."""
+        return self._deadline is not None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left for finishing, once the end has been announced."""
+        assert self._deadline is not None
+        return max(0.0, self._deadline - time.monotonic())
+
+    def tell(self) -> None:
+        """Announce the end. Any thread may call this."""
+        self._deadline = time.monotonic() + self._patience_s
+        self._wake_up.call()
+
+    def wait(self, grace_s: float) -> bool:
+        """Wait for `finish` after `tell`, for `grace_s` longer than finishing may take. Return whether it came."""
+        return self._finished.wait(self.left_s + grace_s)
+
+    def finish(self) -> NoReturn:
+        """Say that all is finished. The waiting thread ends the process; this one never returns."""
+        self._finished.set()
+        while True:
+            threading.Event().wait()
 
 
 def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
@@ -54,11 +99,15 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     Between steps it takes all waiting messages and operators' requests. If there is nothing to compute, it sleeps until
     a socket is readable.
     """
-    args = replica_args(args, channels.replica)
-    args, ranks = _join(args, channels, start)
+    args, ranks = replica_args(args, channels.replica), None
+    if args.world_size > 1:
+        args = rank_args(args, 0)
+        ranks = join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
     runner, info = build_runner(args, ranks)
     to_detokenizer = Sender(channels.detokenizer, get_args(DetokenizerInput))
-    worker = None if ranks is None else _leading(runner, ranks)
+    worker = None
+    if ranks is not None:  # the launcher sees which rank has ended, and says so
+        worker = leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
     batch_log = BatchLog(args.log_interval_s)
     loop = build_loop(args, runner, info, to_detokenizer.send, start=start, worker=worker, batch_log=batch_log)
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
@@ -100,59 +149,35 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
 
 def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready, *, rank: int) -> None:
     """Run the process of any rank but the first."""
-    from vlmserve.engine.rank_processes import follow, meeting_place
-
     args = replica_args(args, channels.replica)
     heartbeat = channels.heartbeat(f"rank-{rank}")
     place = meeting_place(channels.runtime_dir, args, start)
     follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working)
 
 
-def _join(args: EngineArgs, channels: Channels, start: StartSettings) -> tuple[EngineArgs, Ranks | None]:
-    """Let the first rank meet the other ranks. Returns its own settings, and the connections to the other ranks."""
-    if args.world_size == 1:
-        return args, None
-    from vlmserve.engine.rank_processes import join_ranks, meeting_place, rank_args
+def message_dispatcher(
+    loop: EventLoop, send: Callable[[Any], None], replica: int = 0
+) -> Callable[[SchedulerInput | RequestsLost], None]:
+    """Return the function that takes messages to the scheduler process. send: to the detokenizer. replica: of this
+    process."""
 
-    args = rank_args(args, 0)
-    return args, join_ranks(args, 0, meeting_place(channels.runtime_dir, args, start))
+    def dispatch(message: SchedulerInput | RequestsLost) -> None:
+        match message:
+            case BatchTokenizedGenerateReqInput():
+                for request in message.requests:
+                    loop.handle(request)
+            case GetStatsReq():
+                stats = loop.stats()
+                for group in replicas_of(stats) or (replace(stats, replica=replica),):
+                    send(group)
+            case RequestsLost():
+                send(message)
+                for rid in message.rids:  # the request is here if the lost message was its abort
+                    loop.handle(AbortReq(rid=rid))
+            case _:
+                loop.handle(message)
 
-
-def _leading(runner: ModelRunner, ranks: Ranks) -> ModelWorker | GroupsWorker:
-    from vlmserve.engine.rank_processes import LAST_WORDS_S, leading_worker
-
-    # the launcher sees which rank has ended, and says so
-    return leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
-
-
-def message_dispatcher(loop: EventLoop, send: Callable[[Any], None], replica: int = 0) -> TypeDispatcher:
-    """Make the dispatcher of messages to the scheduler process. send: to the detokenizer. replica: of this process."""
-
-    def take_batch(batch: BatchTokenizedGenerateReqInput) -> None:
-        for request in batch.requests:
-            loop.handle(request)
-
-    def tell_stats(_: GetStatsReq) -> None:
-        stats = loop.stats()
-        for group in replicas_of(stats) or (replace(stats, replica=replica),):
-            send(group)
-
-    def pass_on(lost: RequestsLost) -> None:
-        send(lost)
-        for rid in lost.rids:  # the request is here if the lost message was its abort
-            loop.handle(AbortReq(rid=rid))
-
-    return TypeDispatcher(
-        {
-            TokenizedGenerateReqInput: loop.handle,
-            BatchTokenizedGenerateReqInput: take_batch,
-            EncodeReqInput: loop.handle,
-            AbortReq: loop.handle,
-            GetStatsReq: tell_stats,
-            RequestsLost: pass_on,
-        },
-        covers=(*get_args(SchedulerInput), RequestsLost),
-    )
+    return dispatch
 
 
 def _finish(encoder: EncoderPool, ending: Ending, *, stores_kv: bool) -> None:

@@ -19,26 +19,22 @@ log = logging.getLogger(__name__)
 class Profiler:
     """One recording at a time, of all threads of the process. All methods are called in one thread, between turns.
 
-    name: the process's, used in file names. clock: Unix time in seconds.
+    name: the process's, used in file names. clock: Unix time in seconds. steps: of the recording that is under way, or
+    else of the last one.
     """
 
     def __init__(self, name: str = "scheduler", *, clock: Callable[[], float] = time.time) -> None:
+        self.steps = 0
         self._name = name
         self._clock = clock
         self._recording: Any = None
         self._path = Path()
-        self._steps = 0
         self._most: int | None = None
 
     @property
     def recording(self) -> bool:
         """Whether a recording is under way."""
         return self._recording is not None
-
-    @property
-    def steps(self) -> int:
-        """Steps of the recording that is under way, or else of the last one."""
-        return self._steps
 
     def start(self, folder: Path, steps: int | None, activities: Sequence[Activity]) -> Path:
         """Begin a recording, and return the file that the trace will be written to. OSError if the folder cannot be
@@ -54,7 +50,7 @@ class Profiler:
         every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
         recording = torch.profiler.profile(activities=wanted, experimental_config=every_thread)
         recording.start()
-        self._recording, self._steps, self._most = recording, 0, steps
+        self._recording, self.steps, self._most = recording, 0, steps
         log.info("profiling %s into %s", "until it is stopped" if steps is None else f"{steps} steps", self._path)
         return self._path
 
@@ -62,12 +58,12 @@ class Profiler:
         """Count a computed step. The last one wanted ends the recording."""
         if self._recording is None:
             return
-        self._steps += 1
-        if self._most is not None and self._steps >= self._most:
+        self.steps += 1
+        if self._most is not None and self.steps >= self._most:
             try:
                 self.stop()
             except Exception as error:  # a full disk: the requests have nothing to do with it
-                log.error("the profile of %d steps is lost: %s", self._steps, error)
+                log.error("the profile of %d steps is lost: %s", self.steps, error)
 
     def stop(self) -> Path:
         """End the recording and write the trace, which takes a while. OSError or RuntimeError if that fails."""
@@ -82,5 +78,5 @@ class Profiler:
             for path in (unfinished, self._path):
                 path.unlink(missing_ok=True)
             raise
-        log.info("profiled %d steps: %s", self._steps, self._path)
+        log.info("profiled %d steps: %s", self.steps, self._path)
         return self._path

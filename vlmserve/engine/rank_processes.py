@@ -1,4 +1,4 @@
-"""The processes that share one model: where each computes, how they meet, and what every rank but the first does."""
+"""The processes of one model: where replicas and ranks compute, how ranks meet, and what all but the first do."""
 
 from __future__ import annotations
 
@@ -53,6 +53,38 @@ def rank_shard(args: EngineArgs, rank: int) -> Shard:
         stage=PipelineStage(stage, args.pp_size),
         groups=args.attention_groups,
     )
+
+
+def replica_args(args: EngineArgs, replica: int | None) -> EngineArgs:
+    """Return a replica's own settings: its GPUs, which follow those of the replica before, or its share of the CPU's
+    cores and memory. EngineError if there are too few GPUs. replica: None for a single engine, which gets
+    everything."""
+    if replica is None:
+        return args
+    device, ranks = resolve_device(args.device), len(args.own_ranks)
+    if device.type != "cuda":
+        threads = args.num_threads or max(1, available_cpus() // (args.dp_size * ranks))
+        encoders = args.dp_size * args.num_encoders
+        return replace(
+            args,
+            device=str(device),
+            num_threads=threads,
+            encoder_threads=args.encoder_threads or (max(1, available_cpus() // encoders) if encoders else None),
+            mem_fraction_static=args.mem_fraction_static / args.dp_size,
+        )
+    first, count = device.index or 0, torch.cuda.device_count()
+    wanted = args.dp_size * ranks
+    if first + wanted > count:
+        each = f" of {ranks} ranks each" if ranks > 1 else ""
+        raise EngineError(
+            f"{flag('dp_size')} is {args.dp_size}: so many replicas{each} want {wanted} GPUs, from cuda:{first} on; "
+            f"the last one is cuda:{count - 1}"
+        )
+    encoder_devices = args.encoder_devices
+    if args.num_encoders and encoder_devices is None and not args.encodes_on_all_ranks:
+        behind = first + wanted + replica * args.num_encoders  # the GPUs after all replicas, then from the first one on
+        encoder_devices = ",".join(f"cuda:{(behind + place) % count}" for place in range(args.num_encoders))
+    return replace(args, device=f"cuda:{first + replica * ranks}", encoder_devices=encoder_devices)
 
 
 def rank_args(args: EngineArgs, rank: int) -> EngineArgs:

@@ -109,7 +109,6 @@ class StepHandle:
         return self._results
 
     def _sample(self, groups: Sequence[int]) -> None:
-        """Launch the sampling of these groups."""
         infos: list[SamplingBatchInfo | None] = [None] * len(self.batches)
         for group in groups:
             batch = self.batches[group]

@@ -10,12 +10,84 @@ that holds its new pages and its room, else the longest run, else several.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 
 import numpy as np
 
-from vlmserve.memory.page_extents import PageExtents
 from vlmserve_common.errors import EngineError
+
+_START_BITS = 40
+_START_MASK = (1 << _START_BITS) - 1
+
+
+class PageExtents:
+    """A set of pages as disjoint runs (start, length), found by place or by length. Runs that touch are merged.
+
+    Finding a run is O(log n) in the number of runs. Changing one also moves the tail of a sorted list of integers:
+    microseconds at the 50 000 runs that a pool of 100 000 pages can have at the worst.
+    """
+
+    def __init__(self) -> None:
+        self._length: dict[int, int] = {}  # start -> length
+        self._start: dict[int, int] = {}  # end -> start
+        self._by_length: list[int] = []  # length << _START_BITS | start, sorted
+        self.total = 0
+
+    def length_at(self, start: int) -> int:
+        """Return the length of the run that begins at `start`, 0 if none does."""
+        return self._length.get(start, 0)
+
+    def add(self, start: int, length: int) -> None:
+        """Add pages [start, start + length), none of which is in the set; 0 pages are nothing."""
+        if not length:
+            return
+        before = self._start.get(start)
+        if before is not None:
+            length += self.remove(before)
+            start = before
+        length += self.remove(start + length)
+        self._length[start] = length
+        self._start[start + length] = start
+        insort(self._by_length, length << _START_BITS | start)
+        self.total += length
+
+    def remove(self, start: int) -> int:
+        """Take out the run that begins at `start`; return its length, 0 if there is none."""
+        length = self._length.pop(start, 0)
+        if length:
+            del self._start[start + length]
+            del self._by_length[bisect_left(self._by_length, length << _START_BITS | start)]
+            self.total -= length
+        return length
+
+    def take_front(self, start: int, count: int) -> int:
+        """Take up to `count` pages off the front of the run that begins at `start`; return how many there were."""
+        length = self._length.get(start, 0)
+        if not 0 < count < length:
+            return self.remove(start) if count > 0 else 0
+        del self._length[start]
+        start_left, length_left = start + count, length - count
+        self._length[start_left] = length_left
+        self._start[start + length] = start_left
+        del self._by_length[bisect_left(self._by_length, length << _START_BITS | start)]
+        insort(self._by_length, length_left << _START_BITS | start_left)
+        self.total -= count
+        return count
+
+    def largest(self) -> tuple[int, int]:
+        """Return (start, length) of a longest run; (0, 0) if the set is empty."""
+        return self._decode(self._by_length[-1]) if self._by_length else (0, 0)
+
+    def best_fit(self, count: int) -> tuple[int, int] | None:
+        """Return (start, length) of the first among the shortest runs of at least `count` pages; None if there is
+        none."""
+        index = bisect_left(self._by_length, count << _START_BITS)
+        return self._decode(self._by_length[index]) if index < len(self._by_length) else None
+
+    @staticmethod
+    def _decode(code: int) -> tuple[int, int]:
+        return code & _START_MASK, code >> _START_BITS
 
 
 class TokenToKVPoolAllocator:
@@ -24,13 +96,11 @@ class TokenToKVPoolAllocator:
     Slots 0..page_size-1 are a dummy page that padded rows may write to; it is never handed out. The usable slots are
     page_size .. page_size + size - 1. A page belongs to one holder at a time; the allocator only knows that it is held.
 
-    size: usable slots (tokens), a multiple of page_size; ValueError otherwise. on_free: called with the pages (int64
+    size: usable slots (tokens), a multiple of page_size. on_free: called with the pages (int64
     [n]) that are about to be free, for groups that hang something on them.
     """
 
     def __init__(self, size: int, page_size: int) -> None:
-        if page_size < 1 or size < page_size or size % page_size:
-            raise ValueError(f"a KV pool of {size} tokens is not one or more whole pages of {page_size} (--page-size)")
         self.size = size
         self.page_size = page_size
         self._open = PageExtents()
@@ -59,10 +129,6 @@ class TokenToKVPoolAllocator:
         wish, not a promise. Returns None, and changes nothing, if there are too few free pages.
         """
         size = self.page_size
-        if not 0 <= prefix_len < seq_len or room < 0:
-            raise ValueError(f"cannot extend from {prefix_len} to {seq_len} tokens with room for {room}")
-        if (last_loc != -1) if not prefix_len else (last_loc < size or (last_loc - prefix_len + 1) % size):
-            raise ValueError(f"slot {last_loc} cannot hold the last of {prefix_len} tokens (page size {size})")
         need = self.pages_needed(prefix_len, seq_len)
         if need > self._open.total + self._rooms.total:
             return None
@@ -120,10 +186,8 @@ class TokenToKVPoolAllocator:
         request, whose `slots` (int [seq_len - prefix_len]) they lie in.
 
         Pages that become empty are freed. A page that keeps tokens stays the request's own, and its rest is filled
-        first when the request grows again. The pages behind are its room, as before. ValueError for other lengths.
+        first when the request grows again. The pages behind are its room, as before.
         """
-        if not 0 <= prefix_len <= seq_len or len(slots) != seq_len - prefix_len:
-            raise ValueError(f"cannot go back from {seq_len} to {prefix_len} tokens in {len(slots)} slots")
         pages = slots[-prefix_len % self.page_size :] // self.page_size
         if not len(pages):
             return
@@ -173,7 +237,6 @@ class TokenToKVPoolAllocator:
         return self._open.best_fit(want) or self._open.largest()
 
     def _keep_room(self, at: int, room: int) -> None:
-        """Enlarge the room that begins at page `at` to `room` pages, as far as open pages follow it."""
         have = self._rooms.length_at(at)
         if have < room:
             self._rooms.add(at + have, self._open.take_front(at + have, room - have))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -12,12 +14,10 @@ import numpy as np
 import torch
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.eviction import EvictionQueue
 from vlmserve.memory.kv_storage import KVStorage
-from vlmserve.memory.kv_transfer import KVCopyJob
+from vlmserve.memory.kv_transfer import KVCopyJob, KVTransfer
 from vlmserve.memory.media_keys import MediaIdentity, namespace_digest, page_digests
-from vlmserve.memory.prefix_cache import MatchResult
-from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.radix_cache import EvictionQueue, MatchResult, RadixCache
 from vlmserve.memory.radix_tree import NO_SLOTS, RadixNode
 
 WritePolicy: TypeAlias = Literal["write_back", "write_through_selective"]
@@ -47,9 +47,9 @@ class HiRadixCache(RadixCache):
     used by the step that brings its job. Therefore jobs that were taken must be done, even if their step is not. KV may
     be inserted only if the step that computes it was sent before the next jobs are.
 
-    host: the allocator of slots in the `HostKVPool`, of the same page size. storage: gets the host's evicted prefixes,
+    host: the allocator of slots in the `KVTransfer`, of the same page size. storage: gets the host's evicted prefixes,
     which `prefetch` finds again; threads read and write its files. identity: names pad values in the same way in every
-    process; needed with storage.
+    process. transfer: does the copies of `close`. Storage needs both.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class HiRadixCache(RadixCache):
         write_through_hits: int = 2,
         storage: KVStorage | None = None,
         identity: MediaIdentity | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
-        if host.page_size != allocator.page_size:
-            raise ValueError(f"pages of {host.page_size} tokens on the host, of {allocator.page_size} on the device")
         super().__init__(allocator, policy=policy)
         self._host = host
         self._host_queue = EvictionQueue(self._policy, self._is_host_evictable)
@@ -74,6 +73,7 @@ class HiRadixCache(RadixCache):
         self._jobs: list[KVCopyJob] = []
         self._storage = storage
         self._identity = identity
+        self._transfer = transfer
         self._fetches: list[_Fetch] = []
 
     def match_prefix(self, key: np.ndarray, namespace: bytes = b"", *, count_hit: bool = True) -> MatchResult:
@@ -141,34 +141,52 @@ class HiRadixCache(RadixCache):
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
-    def unstored(self, most_tokens: int) -> Iterator[KVCopyJob]:
-        """Yield jobs for everything that evicting all nodes would write to disk: the most recently used first, a prefix
-        before its continuation, in pieces of at most so many tokens (at least a page). Nothing may change meanwhile,
-        and no other job may wait."""
-        assert self._storage is not None
-        pages_each = max(1, most_tokens // self.page_size)
-        seen: set[RadixNode] = set()
-        for leaf in sorted(self._tree.below(self._tree.root), key=lambda node: -node.last_access):
-            for node in reversed(self._tree.path(leaf)):
-                if node in seen or not (node.on_host or self._write_back):
-                    continue
-                seen.add(node)
-                with contextlib.suppress(KeyError):  # a medium that is not known any more
-                    pages = self._digests(node)
-                    if pages[0] in self._storage:
-                        continue
-                    for at in range(0, len(pages), pages_each):
-                        piece = slice(at * self.page_size, (at + pages_each) * self.page_size)
-                        yield KVCopyJob(
-                            direction="to_storage",
-                            host_slots=node.host_values[piece],
-                            device_slots=None if node.on_host else node.values[piece],
-                            pages=tuple(pages[at : at + pages_each]),
-                        )
+    def close(self, timeout_s: float | None = None) -> int:
+        """Write all prefixes that no disk has, as far as the disk has room, for so many seconds at most (None: no
+        limit), and end the storage's threads. Call it last, when no step is in flight. Return how many tokens of cached
+        prefixes there was no time for: those that were used the longest ago.
 
-    def host_cached_size(self) -> int:
-        """Tokens that are kept on the host, including those that the device has, too."""
-        return self._host.size - self._host.available_size()
+        It writes one piece at a time, because a waiting piece lies in memory a second time.
+        """
+        storage, transfer = self._storage, self._transfer
+        if storage is None or transfer is None:
+            return 0
+        ends = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left() -> float | None:
+            return None if ends is None else ends - time.monotonic()
+
+        transfer.run(self.take_copy_jobs())
+        waiting = self._unstored(storage, transfer.piece_tokens)
+        last = 0
+        while waiting and storage.flush(left()):
+            job = waiting.popleft()
+            transfer.run([job])
+            last = len(job.pages)
+        written = storage.close(left())
+        return (sum(len(job.pages) for job in waiting) + (0 if written else last)) * self.page_size
+
+    def _unstored(self, storage: KVStorage, most_tokens: int) -> deque[KVCopyJob]:
+        """Return jobs for everything that evicting all nodes would write to disk, as far as there is room. The most
+        recently used come first, a prefix before its continuation. A piece has at most so many tokens, or a page."""
+        pages_each, room = max(1, most_tokens // self.page_size), storage.limit_bytes
+        jobs: deque[KVCopyJob] = deque()
+        leaves = sorted(self._tree.below(self._tree.root), key=lambda node: -node.last_access)
+        for node in dict.fromkeys(node for leaf in leaves for node in reversed(self._tree.path(leaf))):
+            pages = self._new_pages(node) if node.on_host or self._write_back else []
+            for at in range(0, len(pages), pages_each):
+                piece = slice(at * self.page_size, (at + pages_each) * self.page_size)
+                job = KVCopyJob(
+                    direction="to_storage",
+                    host_slots=node.host_values[piece],
+                    device_slots=None if node.on_host else node.values[piece],
+                    pages=tuple(pages[at : at + pages_each]),
+                )
+                room -= storage.file_bytes(len(job.pages))
+                if room < 0:
+                    return jobs
+                jobs.append(job)
+        return jobs
 
     def reset(self) -> int:
         self._fetches.clear()
@@ -177,7 +195,6 @@ class HiRadixCache(RadixCache):
         return super().reset()
 
     def _allocate(self, start: int, end: int, last_slot: int) -> np.ndarray | None:
-        """Allocate device slots for tokens start..end-1 behind `last_slot`, evicting if need be."""
         short = end - start - self._allocator.available_size()
         if short > self._evictable:
             return None
@@ -207,7 +224,6 @@ class HiRadixCache(RadixCache):
             self._host_queue.add(node)
 
     def _allocate_host(self, length: int) -> np.ndarray | None:
-        """Allocate host slots for so many tokens, evicting if need be."""
         if length > self._host.size:
             return None
         while self._host.available_size() < length and (victim := self._host_queue.pop()) is not None:
@@ -216,13 +232,16 @@ class HiRadixCache(RadixCache):
         return self._host.alloc_extend(0, length, -1)
 
     def _store(self, node: RadixNode) -> None:
-        """Plan to write a node's part on the host to storage, if there is one."""
-        if self._storage is not None:
-            with contextlib.suppress(KeyError):
-                pages = self._digests(node)
-                if pages[0] not in self._storage:
-                    job = KVCopyJob(direction="to_storage", host_slots=node.host_values, pages=tuple(pages))
-                    self._jobs.append(job)
+        if pages := self._new_pages(node):
+            self._jobs.append(KVCopyJob(direction="to_storage", host_slots=node.host_values, pages=tuple(pages)))
+
+    def _new_pages(self, node: RadixNode) -> list[bytes]:
+        """Return the digests of a node's pages; none without storage, if storage has them, or if a medium is not known
+        any more."""
+        with contextlib.suppress(KeyError):
+            if self._storage is not None and (pages := self._digests(node))[0] not in self._storage:
+                return pages
+        return []
 
     def _take(self, fetch: _Fetch, rows: torch.Tensor) -> int:
         """Put a finished read on the host, as far as it is new and still continues a cached prefix."""
@@ -260,7 +279,6 @@ class HiRadixCache(RadixCache):
 
     @contextlib.contextmanager
     def _keeping(self, nodes: Sequence[RadixNode]) -> Iterator[None]:
-        """Protect these nodes on the host from eviction."""
         self._kept.update(nodes)
         yield
         self._kept.clear()
@@ -268,7 +286,6 @@ class HiRadixCache(RadixCache):
             self._host_queue.add(node)
 
     def _is_host_evictable(self, node: RadixNode) -> bool:
-        """Return whether a node is a leaf of the host's part that no read needs."""
         return node.on_host and not node.host_children and node not in self._kept
 
     def _forget_host(self, node: RadixNode) -> None:

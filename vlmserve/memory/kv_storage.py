@@ -31,7 +31,7 @@ _HEADER_BYTES = 512
 
 class KVStorage:
     """Files FOLDER/KEY.safetensors. KEY is the digest of a run's first page (see `page_digests`). `pages` uint8 [n, 32]
-    has the digests of all its pages. `rows` uint8 [tokens, bytes_per_token] is as in a `HostKVPool`.
+    has the digests of all its pages. `rows` uint8 [tokens, bytes_per_token] is as in a `KVTransfer`.
 
     The least recently used files go when there are more than limit_bytes. folder: of one model, one dtype of KV and one
     page size. clock: seconds since 1970. EngineError if the folder cannot be made or read.

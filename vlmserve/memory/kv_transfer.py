@@ -13,11 +13,10 @@ import torch
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_storage import KVStorage
 from vlmserve_common.compute.transfers import to_device
-from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.attention import CacheLayer
 
 STAGED_BYTES = 64 * 2**20
-"""Longer copies go in pieces, so that their memory beside the pools stays small."""
+"""The most bytes of a piece of a copy, so that its memory beside the pools stays small."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,34 +35,31 @@ class KVCopyJob:
     rows: torch.Tensor | None = None
 
 
-class HostKVPool:
-    """KV of all layers by slot in host memory: `rows` uint8 [num_slots, bytes_per_token]. A token's bytes lie side by
-    side, so a run of slots is one copy. If there is a GPU, the memory is page-locked, so copies need no detour.
+class KVTransfer:
+    """KV of all layers by slot in host memory, rows uint8 [host_slots, bytes_per_token], and the copies between it, the
+    device, and storage.
 
-    Slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
+    A token's bytes lie side by side, so a run of slots is one copy. If there is a GPU, the memory is page-locked, so
+    copies need no detour. Host slots are those of a `TokenToKVPoolAllocator`, with its dummy page.
+
+    Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
+    work launched after it sees the job's. No thread waits.
+
+    piece_tokens: longer copies go in pieces of so many tokens.
     """
 
-    def __init__(self, *, num_slots: int, kv_cache: KVCache) -> None:
-        self.bytes_per_token = sum(part.shape[1] for part in _parts(kv_cache.layers))
-        on_gpu = kv_cache.layers[0].keys.is_cuda
-        # cleared, so that the memory is committed now
-        self.rows = torch.zeros((num_slots, self.bytes_per_token), dtype=torch.uint8, pin_memory=on_gpu)
-
-
-class KVTransfer:
-    """Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
-    work launched after it sees the job's. No thread waits."""
-
-    def __init__(self, kv_cache: KVCache, host: HostKVPool, storage: KVStorage | None = None) -> None:
+    def __init__(self, kv_cache: KVCache, host_slots: int, storage: KVStorage | None = None) -> None:
         self._storage = storage
         self._parts = _parts(kv_cache.layers)
         self._device = self._parts[0].device
-        self._rows = host.rows
-        self._staged = max(1, STAGED_BYTES // host.bytes_per_token)
+        width = sum(part.shape[1] for part in self._parts)
+        # cleared, so that the memory is committed now
+        self._rows = torch.zeros((host_slots, width), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self.piece_tokens = max(1, STAGED_BYTES // width)
 
     @torch.inference_mode()
     def run(self, jobs: Iterable[KVCopyJob]) -> None:
-        """Do jobs in their order. EngineError for a job whose sides differ in length."""
+        """Do jobs in their order."""
         for job in jobs:
             if job.direction == "to_storage":
                 self._store(job)
@@ -74,11 +70,9 @@ class KVTransfer:
                 self._rows.index_copy_(0, torch.from_numpy(job.host_slots.copy()), job.rows)
                 continue
             assert job.device_slots is not None
-            if len(job.device_slots) != len(job.host_slots):
-                raise EngineError(f"a copy of {len(job.device_slots)} KV slots to {len(job.host_slots)}")
             copy = self._to_host if job.direction == "to_host" else self._to_device
-            for start in range(0, len(job.host_slots), self._staged):
-                piece = slice(start, start + self._staged)
+            for start in range(0, len(job.host_slots), self.piece_tokens):
+                piece = slice(start, start + self.piece_tokens)
                 copy(to_device(torch.tensor(job.device_slots[piece]), self._device), job.host_slots[piece])
 
     def _store(self, job: KVCopyJob) -> None:
@@ -92,7 +86,6 @@ class KVTransfer:
         self._storage.save(list(job.pages), rows)
 
     def _finish_copies(self) -> None:
-        """Wait until all earlier copies are done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -123,7 +116,6 @@ def _parts(layers: Iterable[CacheLayer]) -> list[torch.Tensor]:
 
 
 def _runs(slots: np.ndarray) -> list[tuple[int, int]]:
-    """Return the runs (start, end) of consecutive slots."""
     cuts = np.flatnonzero(np.diff(slots) != 1) + 1
     bounds = [0, *cuts.tolist(), len(slots)]
     return list(itertools.pairwise(bounds))

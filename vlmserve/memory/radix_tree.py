@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from vlmserve_common.errors import EngineError
 NO_SLOTS = np.empty(0, dtype=np.int64)
 
 
+@dataclass(eq=False, kw_only=True, slots=True)
 class RadixNode:
     """A run of whole pages behind its parent's. Callers use it as the handle of the cached prefix that ends with it.
 
@@ -23,32 +25,20 @@ class RadixNode:
     which names it beyond this process.
     """
 
-    __slots__ = (
-        "children",
-        "created",
-        "device_children",
-        "digest",
-        "edge",
-        "hits",
-        "host_children",
-        "host_values",
-        "key",
-        "last_access",
-        "lock_ref",
-        "parent",
-        "priority",
-        "values",
-    )
-
-    def __init__(self, *, edge: bytes, key: np.ndarray, parent: RadixNode | None, created: int) -> None:
-        self.edge = edge
-        self.key = key
-        self.values = self.host_values = NO_SLOTS
-        self.parent = parent
-        self.children: dict[bytes, RadixNode] = {}
-        self.created = self.last_access = created
-        self.lock_ref = self.hits = self.priority = self.device_children = self.host_children = 0
-        self.digest: bytes | None = None
+    edge: bytes
+    key: np.ndarray
+    parent: RadixNode | None
+    created: int
+    last_access: int
+    values: np.ndarray = field(default_factory=lambda: NO_SLOTS)
+    host_values: np.ndarray = field(default_factory=lambda: NO_SLOTS)
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
+    lock_ref: int = 0
+    hits: int = 0
+    priority: int = 0
+    device_children: int = 0
+    host_children: int = 0
+    digest: bytes | None = None
 
     @property
     def on_device(self) -> bool:
@@ -68,7 +58,7 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._clock = itertools.count(1)
-        self.root = RadixNode(edge=b"", key=NO_SLOTS, parent=None, created=0)
+        self.root = RadixNode(edge=b"", key=NO_SLOTS, parent=None, created=0, last_access=0)
 
     def whole_pages(self, length: int) -> int:
         """Round `length` down to whole pages."""
@@ -103,10 +93,8 @@ class RadixTree:
 
     def add(self, parent: RadixNode, key: np.ndarray, start: int, end: int, namespace: bytes = b"") -> RadixNode:
         """Add a node for key[start:end], whole pages, behind `parent`, which ends at `start`. It has no slots yet."""
-        edge = self._edge(key, start, namespace)
-        node = RadixNode(
-            edge=edge, key=np.array(key[start:end], dtype=np.int64), parent=parent, created=next(self._clock)
-        )
+        edge, own, now = self._edge(key, start, namespace), np.array(key[start:end], dtype=np.int64), next(self._clock)
+        node = RadixNode(edge=edge, key=own, parent=parent, created=now, last_access=now)
         parent.children[edge] = node
         return node
 
@@ -169,11 +157,9 @@ class RadixTree:
         """Put the first `length` tokens of `node` into a new parent, so that handles of `node` still mean all of it."""
         parent = node.parent
         assert parent is not None
-        upper = RadixNode(edge=node.edge, key=node.key[:length].copy(), parent=parent, created=node.created)
+        upper = replace(node, key=node.key[:length].copy(), children={}, digest=None)
         upper.values, node.values = node.values[:length].copy(), node.values[length:].copy()
         upper.host_values, node.host_values = node.host_values[:length].copy(), node.host_values[length:].copy()
-        upper.lock_ref, upper.last_access, upper.hits = node.lock_ref, node.last_access, node.hits
-        upper.priority = node.priority
         upper.device_children, upper.host_children = int(node.on_device), int(node.on_host)
         parent.children[node.edge] = upper
         node.edge = node.key[length : length + self.page_size].tobytes()

@@ -47,10 +47,8 @@ class ReqPoolAllocator:
 
     def __init__(self, size: int, max_context_len: int) -> None:
         self.size = size
-        self.max_context_len = max_context_len
         self._slots = np.zeros((size, max_context_len), dtype=np.int32)
         self._free = list(range(size))[::-1]
-        self._held = [False] * size
 
     def available_size(self) -> int:
         """Free places."""
@@ -58,27 +56,18 @@ class ReqPoolAllocator:
 
     def alloc(self) -> int | None:
         """Return a free req_pool_idx, or None."""
-        if not self._free:
-            return None
-        req_pool_idx = self._free.pop()
-        self._held[req_pool_idx] = True
-        return req_pool_idx
+        return self._free.pop() if self._free else None
 
     def free(self, req_pool_idx: int) -> None:
-        """Take a place back; its slots are not touched. EngineError if it is not held."""
-        self._check_held(req_pool_idx)
-        self._held[req_pool_idx] = False
+        """Take a place back; its slots are not touched."""
         self._free.append(req_pool_idx)
 
     def slots(self, req_pool_idx: int, start: int, end: int) -> np.ndarray:
         """Return a copy of the slots int64 [end - start] of tokens [start, end) of a held place."""
-        self._check_held(req_pool_idx)
-        _check_range(req_pool_idx, start, end, self.size, self.max_context_len)
         return self._slots[req_pool_idx, start:end].astype(np.int64)
 
     def slot(self, req_pool_idx: int, place: int) -> int:
         """Return the slot of token number `place` of a held place."""
-        self._check_held(req_pool_idx)
         return int(self._slots[req_pool_idx, place])
 
     def slots_at(self, req_pool_indices: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -92,13 +81,7 @@ class ReqPoolAllocator:
 
     def write(self, req_pool_idx: int, start: int, slots: np.ndarray) -> None:
         """Set the slots (int [n]) of tokens start..start+n-1 of a held place."""
-        self._check_held(req_pool_idx)
-        _check_range(req_pool_idx, start, start + len(slots), self.size, self.max_context_len)
         self._slots[req_pool_idx, start : start + len(slots)] = slots
-
-    def _check_held(self, req_pool_idx: int) -> None:
-        if not 0 <= req_pool_idx < self.size or not self._held[req_pool_idx]:
-            raise EngineError(f"req_pool_idx {req_pool_idx} of {self.size} is not held")
 
 
 def _check_range(req_pool_idx: int, start: int, end: int, size: int, max_context_len: int) -> None:

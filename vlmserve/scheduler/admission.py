@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,37 +18,26 @@ from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 
+_MIN_SHARED = 32
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PromptAdmission:
     """Chooses the prompts of a step from the scheduler's queue.
 
     retract: makes a request wait again that is in no list of running requests any more.
     """
 
-    def __init__(
-        self,
-        args: EngineArgs,
-        *,
-        kv: KVCacheManager,
-        queue: WaitingQueue,
-        running: RunningBatch,
-        sessions: Sessions,
-        costs: StepCosts,
-        policy: SchedulePolicy,
-        ratio: NewTokenRatio,
-        encoder_order: FairOrder,
-        retract: Callable[[Req], None],
-    ) -> None:
-        self._args = args
-        self._kv = kv
-        self._queue = queue
-        self._running = running
-        self._sessions = sessions
-        self._costs = costs
-        self._policy = policy
-        self._ratio = ratio
-        self._encoder_order = encoder_order
-        self._retract = retract
+    args: EngineArgs
+    kv: KVCacheManager
+    queue: WaitingQueue
+    running: RunningBatch
+    sessions: Sessions
+    costs: StepCosts
+    policy: SchedulePolicy
+    ratio: NewTokenRatio
+    encoder_order: FairOrder
+    retract: Callable[[Req], None]
 
     def add_prompts(self, decoding: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> tuple[list[Req], bool]:
         """Give requests slots for a chunk of their prompts. Returns these requests, and whether a running request is to
@@ -55,7 +45,7 @@ class PromptAdmission:
 
         Prompts in progress and waiting requests are tried in the order of the queue, until budgets are used up.
         """
-        queue = self._queue
+        queue = self.queue
         in_progress = queue.in_progress
         if not in_progress and not len(queue):
             return [], False
@@ -82,24 +72,24 @@ class PromptAdmission:
         return adder.can_run, drain
 
     def _make_adder(self, decoding: Sequence[Req], in_progress: Sequence[Req]) -> PrefillAdder:
-        chunk_size, by_time = self._args.chunked_prefill_size, self._costs.chunk_tokens(decoding=bool(decoding))
+        chunk_size, by_time = self.args.chunked_prefill_size, self.costs.chunk_tokens(decoding=bool(decoding))
         if chunk_size > 0 and by_time is not None:
             chunk_size = min(chunk_size, by_time)
         return PrefillAdder(
-            self._kv,
-            running=self._running.reqs,
+            self.kv,
+            running=self.running.reqs,
             in_progress=in_progress,
-            new_token_ratio=self._ratio.value,
-            max_prefill_tokens=self._args.max_prefill_tokens,
+            new_token_ratio=self.ratio.value,
+            max_prefill_tokens=self.args.max_prefill_tokens,
             chunk_size=chunk_size,
-            max_running=self._args.max_running_requests,
-            mixed_decode_tokens=len(decoding) if self._args.enable_mixed_chunk else 0,
+            max_running=self.args.max_running_requests,
+            mixed_decode_tokens=len(decoding) if self.args.enable_mixed_chunk else 0,
         )
 
     def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> PrefixLeaders | None:
-        if not self._kv.prefix_cache.shares:
+        if not self.kv.prefix_cache.shares:
             return None
-        leaders = PrefixLeaders(self._kv.matched_len, self._kv.key_of, page_size=self._kv.page_size)
+        leaders = PrefixLeaders(self.kv)
         for req in in_progress:
             leaders.lead(req)
         for batch in in_flight:
@@ -112,15 +102,15 @@ class PromptAdmission:
         """Add the next chunk of a prompt in progress. If there are no slots for it, running requests are retracted."""
         result = adder.add_chunked_req(req)
         while result is AddReqResult.NO_TOKEN:
-            if not self._sessions.release_oldest():
-                if not len(self._running):
+            if not self.sessions.release_oldest():
+                if not len(self.running):
                     break
                 if in_flight:
                     return AddReqResult.DRAIN
-                self._retract(self._running.retract_decode())
+                self.retract(self.running.retract_decode())
             result = adder.add_chunked_req(req)
         if result is AddReqResult.CONTINUE:
-            self._queue.charge(req, req.kv_allocated_len - req.kv_len)
+            self.queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
     def _admit(
@@ -131,41 +121,40 @@ class PromptAdmission:
             if not req.prefetch.done():
                 return self._wait_for(req, ReqStatus.WAITING_FOR_REMOTE_KV)
             req.prefetch = None
-            req.media.hold_from(self._kv.matched_len(req))
+            req.media.hold_from(self.kv.matched_len(req))
         if not adder.is_ready(req):
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if leaders is not None and leaders.follow(req):
             return AddReqResult.NOT_READY
         result = adder.add_one_req(req)
-        while result is AddReqResult.NO_TOKEN and self._sessions.release_oldest():
+        while result is AddReqResult.NO_TOKEN and self.sessions.release_oldest():
             result = adder.add_one_req(req)
         if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and (victim := self._victim_for(req)) is not None:
             if in_flight:
                 return AddReqResult.DRAIN
-            self._running.remove(victim)
-            self._retract(victim)
+            self.running.remove(victim)
+            self.retract(victim)
             return AddReqResult.OTHER  # the waiting request comes next
         if result is AddReqResult.NOT_READY:
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if result is AddReqResult.CONTINUE:
-            self._queue.remove(req)
+            self.queue.remove(req)
             if req.waited_for_encoder:
-                self._encoder_order.encoded(req.media.order)
+                self.encoder_order.encoded(req.media.order)
             req.move_to(ReqStatus.PREFILLING)
-            self._queue.set_in_progress(req, True)
-            self._queue.charge(req, req.kv_allocated_len - req.kv_len)
+            self.queue.set_in_progress(req, True)
+            self.queue.charge(req, req.kv_allocated_len - req.kv_len)
         return result
 
     def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:
         req.waited_for_encoder |= status is ReqStatus.WAITING_FOR_ENCODER
-        self._queue.block(req, status)
+        self.queue.block(req, status)
         return AddReqResult.NOT_READY
 
     def _victim_for(self, req: Req) -> Req | None:
-        """Return the running request that gives its place up for one that waits, if there is one."""
-        if self._policy.preempts:
-            return less_urgent(req, self._running.reqs)
-        return over_share(req, self._running.reqs, self._args.max_running_requests)
+        if self.policy.preempts:
+            return less_urgent(req, self.running.reqs)
+        return over_share(req, self.running.reqs, self.args.max_running_requests)
 
 
 def may_be_tried(req: Req) -> bool:
@@ -179,36 +168,24 @@ def may_be_tried(req: Req) -> bool:
 class PrefixLeaders:
     """Finds waiting requests whose prefix another request is computing, while one step is decided.
 
-    Requests may share tokens that are not cached yet, such as the `n` answers to one picture. From min_shared tokens on
-    (a page, if that is more), the first request leads. The others wait and find its prefix in the cache.
-
-    match: returns the cached tokens of a waiting request. key_of: returns its prefix cache key, int64, as `match` looks
-    it up.
+    Requests may share tokens that are not cached yet, such as the `n` answers to one picture. From `_MIN_SHARED` tokens
+    on (a page, if that is more), the first request leads. The others wait and find its prefix in the cache.
     """
 
-    def __init__(
-        self,
-        match: Callable[[Req], int],
-        key_of: Callable[[Req], np.ndarray],
-        *,
-        page_size: int,
-        min_shared: int = 32,
-    ) -> None:
-        self._match = match
-        self._key_of = key_of
-        self._page = page_size
-        self._shared = max(min_shared, page_size)
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self._shared = max(_MIN_SHARED, kv.page_size)
         # keys with equal uncached tokens from an equal offset on, which are then compared as a whole
         self._leaders: dict[tuple[bytes, int, bytes], list[np.ndarray]] = {}
 
     def lead(self, req: Req) -> None:
         """Let a prompt lead that is being computed. Other requests find the whole pages that it has committed."""
         key = req.radix_key(min(req.fill_len, req.prompt_len))
-        self._join(req.namespace, key, req.kv_committed_len // self._page * self._page)
+        self._join(req.namespace, key, req.kv_committed_len // self._kv.page_size * self._kv.page_size)
 
     def follow(self, req: Req) -> bool:
         """Let a waiting request follow another one, or else lead from now on. Returns whether it follows."""
-        key, cached = self._key_of(req), self._match(req)
+        key, cached = self._kv.key_of(req), self._kv.matched_len(req)
         return len(key) - cached >= self._shared and not self._join(req.namespace, key, cached)
 
     def _join(self, namespace: bytes, key: np.ndarray, cached: int) -> bool:

@@ -6,19 +6,9 @@ token is dropped, with all guesses behind it.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 from vlmserve.scheduler.req import Req
-
-
-class Drafter(Protocol):
-    """Guesses the next tokens of an answer."""
-
-    def propose(self, req: Req) -> tuple[int, ...]:
-        """Return the next tokens of a request whose tokens are all known; none if there is no good guess."""
-        ...
 
 
 class NGramDrafter:
@@ -34,7 +24,8 @@ class NGramDrafter:
         self._least, self._most = least, most
 
     def propose(self, req: Req) -> tuple[int, ...]:
-        """Return the tokens that followed the best place."""
+        """Return the next tokens of a request whose tokens are all known: those that followed the best place; none if
+        there is no good one."""
         ids = np.concatenate([req.prompt_token_ids, np.asarray(req.output_ids, dtype=np.int64)])
         places = np.arange(len(ids) - 1)  # where the last token stood before; those that go on alike
         alike = 0

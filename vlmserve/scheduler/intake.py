@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,87 +28,74 @@ from vlmserve_common.process.wake_up import WakeUp
 log = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
 class Intake:
     """Makes `Req`s of messages and follows the work that goes on for them beside the scheduler.
 
     max_req_len: most tokens of prompt and answer of one request together. encoder_order: turns of clients at the
-    encoder; by default an order of its own.
+    encoder.
     """
 
-    def __init__(
-        self,
-        args: EngineArgs,
-        *,
-        max_req_len: int,
-        eos_token_ids: frozenset[int],
-        kv: KVCacheManager,
-        encoder: EncoderPool,
-        policy: SchedulePolicy,
-        media_keys: MediaKeyTable,
-        grammars: GrammarQueue | None = None,
-        encoder_order: FairOrder | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.encoder_order = encoder_order or FairOrder()
-        self._args = args
-        self._max_req_len = max_req_len
-        self._eos_token_ids = eos_token_ids
-        self._kv = kv
-        self._encoder = encoder
-        self._policy = policy
-        self._media_keys = media_keys
-        self._clock = clock
-        self._fetches: list[Future[Any]] = []
-        self._wake_up = WakeUp()  # called when a future is done
-        self._grammars = grammars
-        self._compiling: list[tuple[Req, Future[CompiledGrammar]]] = []
+    args: EngineArgs
+    max_req_len: int
+    eos_token_ids: frozenset[int]
+    kv: KVCacheManager
+    encoder: EncoderPool
+    policy: SchedulePolicy
+    media_keys: MediaKeyTable
+    grammars: GrammarQueue | None
+    encoder_order: FairOrder
+    clock: Callable[[], float]
+    _fetches: list[Future[Any]] = field(default_factory=list, init=False)
+    _compiling: list[tuple[Req, Future[CompiledGrammar]]] = field(default_factory=list, init=False)
+    _wake_up: WakeUp = field(default_factory=WakeUp, init=False)  # called when a future is done
 
     def refusal(self, message: TokenizedGenerateReqInput, known: Container[str]) -> FinishReason | None:
         """Return why a request can never run, or None if it may. known: the rids that are here."""
         if message.rid in known:
             return error(400, f"a request with the id {message.rid!r} is under way")
-        if message.priority and not self._policy.preempts:
+        if message.priority and not self.policy.preempts:
             return error(
                 400,
                 f"priority is {message.priority}, and priorities are for servers with --schedule-policy priority; this "
-                f"one has {self._args.schedule_policy}",
+                f"one has {self.args.schedule_policy}",
             )
-        if message.sampling_params.grammar is not None and self._grammars is None:
+        if message.sampling_params.grammar is not None and self.grammars is None:
             return error(400, "this engine has no structured output", param=message.sampling_params.grammar.param)
         return None
 
     def make(self, message: TokenizedGenerateReqInput, others: Iterable[Req]) -> Req:
         """Make the request of a message and submit its media to the encoder. others: all known requests."""
         wanted, length = message.sampling_params.max_new_tokens, len(message.input_ids)
-        room = self._max_req_len - length
+        room = self.max_req_len - length
         # `RequestBuilder` checks a prompt's length, once
-        assert 0 < length <= self._max_req_len - (wanted != 0), (message.rid, length, self._max_req_len)
+        assert 0 < length <= self.max_req_len - (wanted != 0), (message.rid, length, self.max_req_len)
         order, arrival = 0, self.encoder_order.arrive()
         if message.mm_inputs is not None:
             patches = 0 if message.choice else num_patches(message.mm_inputs)  # the other choices have the same media
             order = self.encoder_order.tag(message.client, patches, arrival)
         req = Req(
             message,
-            key_ids=radix_key(message.input_ids, message.mm_inputs, self._media_keys)
+            key_ids=radix_key(message.input_ids, message.mm_inputs, self.media_keys)
             if message.input_embeds is None
-            else embeds_key(message.input_embeds.digests, self._media_keys),
-            media=ReqMedia(message.mm_inputs, self._encoder, order=order),
+            else embeds_key(message.input_embeds.digests, self.media_keys),
+            media=ReqMedia(message.mm_inputs, self.encoder, order=order),
             max_new_tokens=room if wanted is None else min(wanted, room),
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             arrival=arrival,
-            times=ReqTimes(self._clock),
+            times=ReqTimes(self.clock),
         )
-        if self._media_keys.is_large:
+        if self.media_keys.is_large:
             self._trim_media_keys([req, *others])
         self._begin_grammar(req)
         req.prefetch = self._begin_prefetch(req)
         if message.mm_inputs is not None and req.prefetch is None:
-            req.media.hold_from(self._kv.matched_len(req))
+            req.media.hold_from(self.kv.matched_len(req))
         return req
 
     def _begin_prefetch(self, req: Req) -> Future[Any] | None:
         """Read the part of its prefix that is only on disk, while the request waits."""
-        future = self._kv.prefix_cache.prefetch(self._kv.key_of(req), req.namespace)
+        future = self.kv.prefix_cache.prefetch(self.kv.key_of(req), req.namespace)
         if future is not None:
             self._fetches.append(future)
             future.add_done_callback(lambda _: self._wake_up.call())
@@ -119,8 +106,8 @@ class Intake:
         spec = req.sampling_params.grammar
         if spec is None:
             return
-        assert self._grammars is not None, req.rid
-        future = self._grammars.get(spec)
+        assert self.grammars is not None, req.rid
+        future = self.grammars.get(spec)
         req.grammar_compiles = True
         self._compiling.append((req, future))
         future.add_done_callback(lambda _: self._wake_up.call())
@@ -148,8 +135,8 @@ class Intake:
 
     def release(self, req: Req) -> None:
         """Release the grammar of a request that has ended."""
-        if req.sampling_params.grammar is not None and self._grammars is not None:
-            self._grammars.release(req.sampling_params.grammar)
+        if req.sampling_params.grammar is not None and self.grammars is not None:
+            self.grammars.release(req.sampling_params.grammar)
 
     def take_fetched(self) -> None:
         """Tell the prefix cache which prefixes were read since. Call it before `take_grammars`."""
@@ -157,7 +144,7 @@ class Intake:
             self._wake_up.take()
         if self._fetches:
             self._fetches = [future for future in self._fetches if not future.done()]
-            self._kv.prefix_cache.take_fetched()
+            self.kv.prefix_cache.take_fetched()
 
     @property
     def is_fetching(self) -> bool:
@@ -171,13 +158,13 @@ class Intake:
 
     def close(self) -> None:
         """End the compilers and close the file descriptor."""
-        if self._grammars is not None:
-            self._grammars.close()
+        if self.grammars is not None:
+            self.grammars.close()
         self._wake_up.close()
 
     def _trim_media_keys(self, reqs: Iterable[Req]) -> None:
         """Forget media that neither a cached prefix nor a request holds."""
-        live = self._kv.prefix_cache.live_keys()
+        live = self.kv.prefix_cache.live_keys()
         for req in reqs:
             live.update(np.unique(req.key_ids[req.key_ids < 0]).tolist())
-        self._media_keys.retain(live)
+        self.media_keys.retain(live)

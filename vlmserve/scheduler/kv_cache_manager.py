@@ -14,13 +14,11 @@ A session keeps the slots of a conversation's last turn locked in the tree until
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.cache_groups import CacheGroup, CacheGroups
-from vlmserve.memory.prefix_cache import MatchResult, PrefixCache
+from vlmserve.memory.radix_cache import MatchResult, RadixCache
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.req import Req
@@ -30,27 +28,24 @@ MAX_ROOM = 1024
 
 
 class KVCacheManager:
-    """Gives KV slots and places in the request pool to requests, and takes them back."""
+    """Gives KV slots and places in the request pool to requests, and takes them back.
+
+    states: of recurrent layers. Their snapshots hang on KV pages: they are freed with the page, and a prefix is matched
+    only up to the last one.
+    """
 
     def __init__(
         self,
         allocator: TokenToKVPoolAllocator,
-        prefix_cache: PrefixCache,
+        prefix_cache: RadixCache,
         req_pool: ReqPoolAllocator,
         *,
-        groups: Sequence[CacheGroup] = (),
         states: RequestStates | None = None,
-        close: Callable[[float | None], int] = lambda _: 0,
     ) -> None:
-        """groups: other memory of the model that hangs on KV pages, beside KV of full attention. A group frees its part
-        with the page, and a prefix is matched only as far as every group can continue it.
-        states: of recurrent layers, another such group. close: see the method."""
         self.states = states
-        self.groups = CacheGroups([*groups, *([states.pool] if states is not None else [])])
-        if self.groups:
-            allocator.on_free = self.groups.free_pages
+        if states is not None:
+            allocator.on_free = states.pool.free_pages
         self.allocator = allocator
-        self._close = close
         self.prefix_cache = prefix_cache
         self.req_pool = req_pool
 
@@ -71,8 +66,8 @@ class KVCacheManager:
 
     def matched_len(self, req: Req) -> int:
         """Return how many tokens of a waiting request are cached, leaving at least one to compute."""
-        if self.groups:
-            return self.groups.common_prefix(self.prefix_cache.match_slots(self.key_of(req), req.namespace))
+        if self.states is not None:
+            return self.states.pool.resumable(self.prefix_cache.match_slots(self.key_of(req), req.namespace))
         return self.prefix_cache.match_len(self.key_of(req), req.namespace)
 
     def matched_path(self, req: Req) -> list[int]:
@@ -89,19 +84,14 @@ class KVCacheManager:
         if req_pool_idx is None:
             return None
         req.req_pool_idx = req_pool_idx
-        match = self._match(req)
+        key = self.key_of(req)
+        if self.states is not None:  # states are not kept on the host: no prefix comes from there
+            key = key[: self.matched_len(req)]
+        match = self.prefix_cache.match_prefix(key, req.namespace)
         self._take_prefix(req, match)
         if self.states is not None:
             self.states.begin(req, int(match.indices[-1]) if len(match.indices) else None)
         return match
-
-    def _match(self, req: Req) -> MatchResult:
-        """Match the prefix that every group can continue. Groups keep nothing on the host: with a group, no prefix
-        comes from there."""
-        key = self.key_of(req)
-        if self.groups:
-            key = key[: self.matched_len(req)]
-        return self.prefix_cache.match_prefix(key, req.namespace)
 
     def load_back(self, req: Req, match: MatchResult) -> None:
         """Add the part of its prefix that `start` found on the host, as far as there is room for it."""
@@ -128,7 +118,7 @@ class KVCacheManager:
         assert req.req_pool_idx is not None
         start = req.kv_allocated_len
         end = start + length
-        last = self.req_pool.slot(req.req_pool_idx, start - 1) if start else -1
+        last = self.slot(req, start - 1)
         if (end - 1) // self.page_size == (start - 1) // self.page_size and start:  # on its last page
             self.req_pool.write(req.req_pool_idx, start, np.arange(last + 1, last + 1 + length))
             req.kv_allocated_len = end
@@ -175,7 +165,7 @@ class KVCacheManager:
         req.kv_committed_len = end
 
     def share(self, req: Req) -> None:
-        """Put the computed full pages of a request that goes on into the prefix cache, and lock them there."""
+        """Put the computed full pages of a request into the prefix cache, and lock them there."""
         cache = self.prefix_cache
         if not cache.shares:
             return
@@ -188,7 +178,10 @@ class KVCacheManager:
         match = cache.match_prefix(key, req.namespace, count_hit=False)
         assert len(match.indices) == full, (req.rid, len(match.indices), full)
         if already > req.protected_len:
-            self._free_twins(slots[req.protected_len : already], match.indices[req.protected_len : already])
+            ours, theirs = (part[req.protected_len : already] for part in (slots, match.indices))
+            if self.states is not None:
+                self.states.pool.replace_pages(*(part[:: self.page_size] // self.page_size for part in (ours, theirs)))
+            self.allocator.free(ours)  # computed twice
             self.req_pool.write(req.req_pool_idx, req.protected_len, match.indices[req.protected_len :])
             req.prefix_unsent = True
         self.prefix_cache.inc_lock_ref(match.last_node)
@@ -201,34 +194,14 @@ class KVCacheManager:
         Steps in flight may still write to these slots. That does no harm: steps are computed in the order of their
         launch, so the next owner writes to the slots later.
         """
-        slots = self.slots(req, 0, req.kv_allocated_len)
-        kept = req.protected_len
-        if self.prefix_cache.shares:
-            full = req.kv_committed_len // self.page_size * self.page_size
-            if full > req.protected_len:
-                already = self.prefix_cache.insert(
-                    req.radix_key(full), slots[:full], req.namespace, priority=-req.priority
-                )
-                ours = slots[req.protected_len : max(already, req.protected_len)]
-                if self.groups:
-                    theirs = self.prefix_cache.match_slots(req.radix_key(full), req.namespace)
-                    self._free_twins(ours, theirs[req.protected_len :][: len(ours)])
-                else:
-                    self.allocator.free(ours)  # computed twice
-                kept = full
-        self.allocator.free(
-            slots[kept:]
-        )  # the partial last page and slots of steps in flight; all of them without a prefix cache
-        if len(slots):
-            self.allocator.release_room(int(slots[-1]))
+        end = req.kv_allocated_len
+        last = self.slot(req, end - 1)
+        self.share(req)
+        # the partial last page and slots of steps in flight; all of them without a prefix cache
+        self.allocator.free(self.slots(req, req.protected_len, end))
+        self.allocator.release_room(last)
         self._unlock(req)
         self._leave_pool(req)
-
-    def _free_twins(self, ours: np.ndarray, theirs: np.ndarray) -> None:
-        """Free whole pages whose tokens were computed twice: the prefix cache has these tokens at `theirs`."""
-        if self.groups:
-            self.groups.replace_pages(*(part[:: self.page_size] // self.page_size for part in (ours, theirs)))
-        self.allocator.free(ours)
 
     def _unlock(self, req: Req) -> None:
         if req.last_node is not None:
@@ -243,20 +216,15 @@ class KVCacheManager:
         req.req_pool_idx, req.prefix_unsent = None, False
         req.kv_len = req.kv_allocated_len = req.kv_committed_len = req.protected_len = 0
 
-    def close(self, timeout_s: float | None = None) -> int:
-        """Close the tiers of the prefix cache, see `KVWriteback.close`. No step may be in flight."""
-        return self._close(timeout_s)
+    def slot(self, req: Req, place: int) -> int:
+        """Return the slot of a token; -1 for the token before the first."""
+        assert req.req_pool_idx is not None
+        return self.req_pool.slot(req.req_pool_idx, place) if place >= 0 else -1
 
     def slots(self, req: Req, start: int, end: int) -> np.ndarray:
         """Return the slots of tokens [start, end) of a request, int64."""
         assert req.req_pool_idx is not None
         return self.req_pool.slots(req.req_pool_idx, start, end)
-
-
-@dataclass(frozen=True, slots=True)
-class _Session:
-    node: RadixNode
-    used_at: float
 
 
 class Sessions:
@@ -269,13 +237,13 @@ class Sessions:
     """
 
     def __init__(
-        self, prefix_cache: PrefixCache, *, max_sessions: int, timeout_s: float, clock: Callable[[], float]
+        self, prefix_cache: RadixCache, *, max_sessions: int, timeout_s: float, clock: Callable[[], float]
     ) -> None:
         self._cache = prefix_cache
         self._max = max_sessions
         self._timeout_s = timeout_s
         self._clock = clock
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, tuple[RadixNode, float]] = {}  # with the time of their last turn
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -288,26 +256,23 @@ class Sessions:
         before = self._sessions.pop(name, None)
         if len(match.indices):
             self._cache.inc_lock_ref(match.last_node)
-            self._sessions[name] = _Session(match.last_node, self._clock())
+            self._sessions[name] = match.last_node, self._clock()
         if before is not None:
-            self._cache.dec_lock_ref(before.node)
+            self._cache.dec_lock_ref(before[0])
         if len(self._sessions) > self._max:
             self.release_oldest()
 
     def expire(self) -> None:
         """Let go of sessions that have been idle for too long."""
-        if not self._sessions:
-            return
-        limit = self._clock() - self._timeout_s
-        while self._sessions and next(iter(self._sessions.values())).used_at < limit:
+        while self._sessions and next(iter(self._sessions.values()))[1] < self._clock() - self._timeout_s:
             self.release_oldest()
 
     def release_oldest(self) -> bool:
         """Let the oldest session go. Returns whether there was one."""
         if not self._sessions:
             return False
-        session = self._sessions.pop(next(iter(self._sessions)))
-        self._cache.dec_lock_ref(session.node)
+        node, _ = self._sessions.pop(next(iter(self._sessions)))
+        self._cache.dec_lock_ref(node)
         return True
 
     def release_all(self) -> None:

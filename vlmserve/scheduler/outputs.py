@@ -42,14 +42,16 @@ def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[Pa
         taken = _right(tokens[first:sampled], part.drafts, req.stop_ids)
         if taken:
             failure = failures.get(first)
-            if req.num_logprobs is not None:
+            if (most := req.num_logprobs) is not None:
                 logprobs = tuple(
-                    req.logprobs_of(
-                        token,
-                        result.logprobs[at],
-                        result.top_ids[at],
-                        result.top_logprobs[at],
-                        result.asked_logprobs[asked + num_ids * (at - first) :][:num_ids],
+                    TokenLogprobs(
+                        token_id=token,
+                        logprob=float(result.logprobs[at]),
+                        top_ids=tuple(result.top_ids[at, :most].tolist()),
+                        top_logprobs=tuple(result.top_logprobs[at, :most].tolist()),
+                        token_ids_logprobs=tuple(
+                            result.asked_logprobs[asked + num_ids * (at - first) :][:num_ids].tolist()
+                        ),
                     )
                     for at, token in enumerate(taken, first)
                 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
 from vlmserve.scheduler.req import Req
 
@@ -20,96 +22,60 @@ AGEING = 16
 """Tokens that one arrival counts in keys made of tokens."""
 
 
-class SchedulePolicy(Protocol):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulePolicy:
     """Orders waiting requests by keys.
 
-    static: a request's key does not change while it waits. preempts: a request may take the place of a running one
-    whose key is worse.
+    keys: returns the sort keys of waiting requests; of at most `HEAD` at a time, if they are not static. static: a
+    request's key depends on the request alone, and does not change while it waits. preempts: a request may take the
+    place of a running one whose key is worse.
     """
 
-    static: bool
-    preempts: bool
-
-    def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """Return the sort keys of waiting requests; of at most `HEAD` at a time, if they are not static."""
-        ...
-
-
-class _Static:
-    """A policy whose keys depend on the request alone."""
-
-    static = True
-
-    def __init__(self, key: Callable[[Req], Key], *, preempts: bool = False) -> None:
-        self._key = key
-        self.preempts = preempts
-
-    def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """Return the key of each request."""
-        return [self._key(req) for req in reqs]
-
-
-class LongestPrefixMatch:
-    """Puts requests with most cached tokens first. match: returns a request's cached tokens, and changes nothing."""
-
-    static = False
-    preempts = False
-
-    def __init__(self, match: Callable[[Req], int]) -> None:
-        self._match = match
-
-    def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """Return the age of each request, less the tokens that are cached."""
-        return [(AGEING * req.turn - self._match(req), req.turn) for req in reqs]
-
-
-class DfsWeight:
-    """Puts requests that share cached prefixes side by side, the prefixes that most requests share first.
-
-    path: returns the nodes of the prefix cache along a request's cached prefix, from the root. A node is any number.
-    """
-
-    static = False
-    preempts = False
-
-    def __init__(self, path: Callable[[Req], Sequence[int]]) -> None:
-        self._path = path
-
-    def keys(self, reqs: Sequence[Req]) -> list[Key]:
-        """Return the weights along each path. Sorting by them is a depth-first walk, heaviest child first. A request
-        that was overtaken by `HEAD` later ones goes first."""
-        paths = [self._path(req) for req in reqs]
-        weight = Counter(node for path in paths for node in path)
-        newest = max((req.turn for req in reqs), default=0)
-        keys = []
-        for req, path in zip(reqs, paths, strict=True):
-            late = newest - req.turn > HEAD
-            steps = [float(part) for node in path for part in (-weight[node], node)] if not late else []
-            keys.append((float(not late), *steps, float("inf"), req.turn))
-        return keys
+    keys: Callable[[Sequence[Req]], list[Key]]
+    static: bool = True
+    preempts: bool = False
 
 
 def make_policy(
     name: str, *, match: Callable[[Req], int], path: Callable[[Req], Sequence[int]], seed: int = 0
 ) -> SchedulePolicy:
-    """Make the policy of a --schedule-policy; ValueError for other names. match: see `LongestPrefixMatch`. path: see
-    `DfsWeight`."""
-    match name:
-        case "fcfs":
-            return _Static(lambda req: (req.turn,))
-        case "lpm":
-            return LongestPrefixMatch(match)
-        case "dfs-weight":
-            return DfsWeight(path)
-        case "lof":
-            return _Static(lambda req: (AGEING * req.turn - req.remaining_new_tokens, req.turn))
-        case "srtf":
-            return _Static(lambda req: (AGEING * req.turn + req.prompt_len + req.max_new_tokens, req.turn))
-        case "random":
-            return _Static(lambda req: (req.turn + HEAD * _noise(req.arrival, seed), req.turn))
-        case "priority":
-            return _Static(lambda req: (req.priority, req.turn), preempts=True)
-    raise ValueError(f"there is no schedule policy {name!r} (--schedule-policy)")
+    """Make the policy of a --schedule-policy.
+
+    match: returns a request's cached tokens, and changes nothing. path: returns the nodes of the prefix cache along a
+    request's cached prefix, from the root; a node is any number.
+    """
+
+    keys: dict[str, Callable[[Req], Key]] = {
+        "fcfs": lambda req: (req.turn,),
+        "lpm": lambda req: (AGEING * req.turn - match(req), req.turn),  # most cached tokens first
+        "lof": lambda req: (AGEING * req.turn - req.remaining_new_tokens, req.turn),
+        "srtf": lambda req: (AGEING * req.turn + req.prompt_len + req.max_new_tokens, req.turn),
+        "random": lambda req: (req.turn + HEAD * _noise(req.arrival, seed), req.turn),
+        "priority": lambda req: (req.priority, req.turn),
+    }
+    if name == "dfs-weight":
+        return SchedulePolicy(keys=partial(_dfs_keys, path), static=False)
+    key = keys[name]
+    return SchedulePolicy(
+        keys=lambda reqs: [key(req) for req in reqs], static=name != "lpm", preempts=name == "priority"
+    )
+
+
+def _dfs_keys(path: Callable[[Req], Sequence[int]], reqs: Sequence[Req]) -> list[Key]:
+    """Put requests that share cached prefixes side by side, the prefixes that most requests share first.
+
+    Sorting by the weights along each path is a depth-first walk, heaviest child first. A request that was overtaken by
+    `HEAD` later ones goes first.
+    """
+    paths = [path(req) for req in reqs]
+    weight = Counter(node for nodes in paths for node in nodes)
+    newest = max((req.turn for req in reqs), default=0)
+    keys = []
+    for req, nodes in zip(reqs, paths, strict=True):
+        late = newest - req.turn > HEAD
+        steps = [float(part) for node in nodes for part in (-weight[node], node)] if not late else []
+        keys.append((float(not late), *steps, float("inf"), req.turn))
+    return keys
 
 
 def _noise(arrival: int, seed: int) -> float:

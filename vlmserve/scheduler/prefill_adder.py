@@ -74,7 +74,7 @@ class PrefillAdder:
         return prompts + outputs * self._ratio + len(self._admitted) * self.kv.page_size
 
     def add_chunked_req(self, req: Req) -> AddReqResult:
-        """Add the next chunk of a request begun earlier."""
+        """Add the next chunk of a request that is in the pool."""
         ready = self._ready_part(req)
         if ready == 0:
             return AddReqResult.NOT_READY
@@ -83,7 +83,10 @@ class PrefillAdder:
             return AddReqResult.OTHER
         if not self.kv.extend(req, length):
             return AddReqResult.NO_TOKEN
-        self._take(req, length)
+        self.can_run.append(req)
+        self._rem_input -= length
+        if self._rem_chunk is not None:
+            self._rem_chunk -= length
         return AddReqResult.CONTINUE
 
     @classmethod
@@ -105,26 +108,14 @@ class PrefillAdder:
         if not self._admitted or self._fits(req):
             self.kv.load_back(req, match)
             req.media.hold_from(req.kv_len)
-            result = self._admit(req)
+            result = self.add_chunked_req(req)
         if result is not AddReqResult.CONTINUE:
             self.kv.cancel_start(req)
-        return result
-
-    def _admit(self, req: Req) -> AddReqResult:
-        ready = self._ready_part(req)
-        if ready == 0:
-            return AddReqResult.NOT_READY
-        length = self._chunk_of(req, ready)
-        if length == 0:
-            return AddReqResult.OTHER
-        if not self.kv.extend(req, length):
-            return AddReqResult.NO_TOKEN
+            return result
         self._admitted.append(req)
-        self._take(req, length)
         # `reachable` is less by the slots of its chunk now
-        assert self._reserved is not None
-        self._reserved += self._expected(req) - length
-        return AddReqResult.CONTINUE
+        self._reserved += self._expected(req) - (req.kv_allocated_len - req.kv_len)
+        return result
 
     def _expected(self, req: Req) -> int:
         """Return how many slots a request takes in all, from its cached prefix on."""
@@ -169,7 +160,6 @@ class PrefillAdder:
 
     @staticmethod
     def _waits_for_embeds(req: Req, start: int) -> bool:
-        """Return True if a request that is computed up to `start` should wait for its next embeddings."""
         until = req.media.ready_until(start)
         return until is not None and until - start < MIN_TEXT_CHUNK and not req.media.needs_embeds(start, until)
 
@@ -192,9 +182,3 @@ class PrefillAdder:
             if whole > 0:
                 return whole
         return 0
-
-    def _take(self, req: Req, length: int) -> None:
-        self.can_run.append(req)
-        self._rem_input -= length
-        if self._rem_chunk is not None:
-            self._rem_chunk -= length

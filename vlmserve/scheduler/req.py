@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput, TokenLogprobs
+from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.scheduler.grammar.matcher import Matcher
 from vlmserve.scheduler.req_life import MOVES, PromptScores, ReqStatus, ReqTimes
@@ -220,32 +220,10 @@ class Req:
         message = f"{spec.param} cannot be followed beyond {len(self.output_ids)} tokens of the answer: {why}"
         return FinishReason(type="error", status=400, message=message, param=spec.param)
 
-    def logprobs_of(
-        self, token_id: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, asked: np.ndarray
-    ) -> TokenLogprobs:
-        """Return this request's logprobs of a token, cut to the number that it asked for. asked: of the ids it
-        named."""
-        return TokenLogprobs(
-            token_id=token_id,
-            logprob=float(logprob),
-            top_ids=tuple(top_ids[: self.num_logprobs].tolist()),
-            top_logprobs=tuple(top_logprobs[: self.num_logprobs].tolist()),
-            token_ids_logprobs=tuple(asked.tolist()),
-        )
-
     def check(self) -> None:
         """Assert the length model."""
-        assert 0 <= self.protected_len <= self.kv_committed_len <= self.kv_len, (
-            self.rid,
-            self.protected_len,
-            self.kv_committed_len,
-            self.kv_len,
-        )
-        assert self.kv_len <= self.kv_allocated_len <= self.fill_len, (
-            self.rid,
-            self.kv_len,
-            self.kv_allocated_len,
-            self.fill_len,
-        )
+        lengths = self.protected_len, self.kv_committed_len, self.kv_len, self.kv_allocated_len, self.fill_len
+        assert min(lengths) >= 0, (self.rid, lengths)
+        assert tuple(sorted(lengths)) == lengths, (self.rid, lengths)
         assert 0 <= self.in_flight <= self.max_new_tokens - len(self.output_ids), (self.rid, self.in_flight)
         assert self.req_pool_idx is not None or self.kv_len == 0, self.rid

@@ -172,7 +172,6 @@ class PromptScores:
 
 
 def _nothing(num_asked: int) -> RowLogprobs:
-    """Return the row of position 0."""
     return RowLogprobs(
         logprobs=np.full(1, np.nan, dtype=np.float32),
         ranks=np.zeros(1, dtype=np.int64),

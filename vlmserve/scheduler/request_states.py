@@ -49,7 +49,6 @@ class RequestStates:
         """Give a state to a request that continues behind this KV slot, where a snapshot is; None: from the
         beginning."""
         copy = self.pool.fork(last_slot)
-        assert copy is not None, "there are more states than requests"
         req.state = copy.target
         self._copies.pop(copy.target, None)  # left by a request that never ran
         self._copies[copy.target] = copy

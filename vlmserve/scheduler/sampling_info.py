@@ -1,4 +1,4 @@
-"""How the requests of a step are sampled, by all that is known at its launch (see `Scheduler.run_batch`)."""
+"""How the requests of a step are sampled, by all that is known at its launch, and which logprobs it is asked for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from vlmserve.executor.model_worker_batch import LogitsProcessing, SamplingBatchInfo
+from vlmserve.executor.model_worker_batch import LogitsProcessing, LogprobRows, PromptLogprobRows, SamplingBatchInfo
 from vlmserve.scheduler.grammar.matcher import Matcher, masks_of
-from vlmserve.scheduler.logprob_rows import output_rows
 from vlmserve.scheduler.req import Req
 
 _NEVER = -1e9  # added to the logits of tokens that must not be sampled, unless no other token may be
@@ -22,7 +21,7 @@ class SamplingArrays:
 
     def __init__(self) -> None:
         self._reqs: list[Req] = []
-        self._kept = _info_of([])
+        self._kept = info_of([])
         self._by_history: list[int] = []
         self._matchers: list[Matcher] = []
         self._by_length: list[int] = []
@@ -39,7 +38,7 @@ class SamplingArrays:
         token in flight. Penalties may count tokens in flight: the worker gets the places of these tokens.
         """
         if reqs != self._reqs:
-            self._reqs, self._kept = reqs, _info_of(reqs)
+            self._reqs, self._kept = reqs, info_of(reqs)
             self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised or req.logits_processors]
             self._by_length = [i for i, req in enumerate(reqs) if req.sampling_params.min_tokens]
             self._matchers = [req.grammar for req in reqs if req.grammar is not None]
@@ -84,8 +83,8 @@ class SamplingArrays:
         )
 
 
-def _info_of(reqs: Sequence[Req]) -> SamplingBatchInfo:
-    """Return the part that depends only on the requests; the arrays of a single step are empty."""
+def info_of(reqs: Sequence[Req]) -> SamplingBatchInfo:
+    """Return the part of a step's sampling that depends only on its requests; the arrays of a single step are empty."""
     params = [req.sampling_params for req in reqs]
     bias = [(i, token, value) for i, p in enumerate(params) if p.logit_bias for token, value in p.logit_bias.items()]
     num_logprobs = [-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]
@@ -134,3 +133,40 @@ def _floats(values: Sequence[float | None], *, left_out: float = 0.0) -> np.ndar
 
 def _ints(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64) if values else _NO_IDS
+
+
+def output_rows(reqs: Sequence[Req], num_logprobs: Sequence[int]) -> LogprobRows | None:
+    """Of requests that get a token; None where nothing is asked but the usual."""
+    if not any(req.asks_more_of_logprobs for req in reqs):
+        return None
+    return _rows(reqs, num_logprobs)
+
+
+def prompt_rows(found: Sequence[tuple[Req, int, int, int]]) -> PromptLogprobRows | None:
+    """found: a request, positions [first, last) of its prompt, and the batch token that the first of them follows."""
+    found = [(req, first, last, token) for req, first, last, token in found if last > first]
+    if not found:
+        return None
+    owners = [req for req, first, last, _ in found for _ in range(last - first)]
+    return PromptLogprobRows(
+        tokens=np.concatenate([np.arange(token, token + last - first) for _, first, last, token in found]),
+        targets=np.concatenate([req.origin_input_ids[first:last] for req, first, last, _ in found]),
+        rows=_rows(owners, [req.returns.prompt_logprobs or 0 for req in owners]),
+    )
+
+
+def _rows(owners: Sequence[Req], tops: Sequence[int]) -> LogprobRows:
+    returns = [req.returns for req in owners]
+    params = [req.sampling_params for req in owners]
+    asked = [options.token_ids_logprob for options in returns]
+    pairs = list(zip(returns, params, strict=True))
+    return LogprobRows(
+        tops=np.array(tops, dtype=np.int64),
+        temperatures=np.array(
+            [p.temperature if r.temp_scaled_logprobs and p.temperature is not None else 1 for r, p in pairs],
+            dtype=np.float32,
+        ),
+        top_ps=np.array([p.top_p if r.top_p_normalized_logprobs else 1 for r, p in pairs], dtype=np.float32),
+        asked_rows=np.repeat(np.arange(len(owners)), [len(ids) for ids in asked]),
+        asked_ids=np.array([token for ids in asked for token in ids], dtype=np.int64),
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +11,8 @@ import torch
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, PrefixSlots, SamplingBatchInfo
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
-from vlmserve.scheduler.logprob_rows import prompt_rows
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.sampling_info import SamplingArrays
+from vlmserve.scheduler.sampling_info import SamplingArrays, prompt_rows
 
 
 class ScheduledReq(NamedTuple):
@@ -182,26 +181,21 @@ class ScheduleBatch:
                 [*(self.kv.slots(*span) for span in spans), self.kv.req_pool.slots_at(rows[single:], places)]
             ),
             prefix_slots=self._unsent_prefixes(),
-            mm_embeds=_mm_embeds(spans),
-            input_embeds=_input_embeds(spans),
+            **_embeds(spans),
             **self._returned(ends - starts),
             **self._states(),
             kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
 
     def _states(self) -> dict[str, Any]:
-        """Return the part of the message for recurrent layers."""
         states = self.kv.states
         if states is None:
             return {}
         copies = states.take_copies()
         return {
-            "states": _ints([_state(part.req) for part in self.reqs]),
+            "states": np.array([part.req.state for part in self.reqs], dtype=np.int64),
             "state_copies": copies,
-            "state_snapshots": states.snapshots(
-                ((part.req, part.start, part.end) for part in self.reqs),
-                lambda req, place: self.kv.req_pool.slot(_req_pool_idx(req), place),
-            ),
+            "state_snapshots": states.snapshots(((part.req, part.start, part.end) for part in self.reqs), self.kv.slot),
         }
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:
@@ -225,8 +219,9 @@ class ScheduleBatch:
             if part.req.prefix_unsent:
                 part.req.prefix_unsent = False
                 if part.start:
+                    assert part.req.req_pool_idx is not None
                     slots = self.kv.slots(part.req, 0, part.start)
-                    found.append(PrefixSlots(req_pool_idx=_req_pool_idx(part.req), slots=slots))
+                    found.append(PrefixSlots(req_pool_idx=part.req.req_pool_idx, slots=slots))
         return tuple(found)
 
 
@@ -234,35 +229,13 @@ def _ints(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def _req_pool_idx(req: Req) -> int:
-    assert req.req_pool_idx is not None, req.rid
-    return req.req_pool_idx
-
-
-def _state(req: Req) -> int:
-    assert req.state is not None, req.rid
-    return req.state
-
-
-_Span: TypeAlias = tuple[Req, int, int]
-"""Tokens [start, end) of a request."""
-
-
-def _placed(spans: Sequence[_Span]) -> Iterator[tuple[Req, int, int, int]]:
-    """Add to each span the batch token that it begins at."""
-    at = 0
+def _embeds(spans: Iterable[tuple[Req, int, int]]) -> dict[str, Any]:
+    """Return the part of the message for tokens [start, end) of requests that take embeddings."""
+    vision, given, at = list[MMEmbeds](), list[MMEmbeds](), 0
     for req, start, end in spans:
-        yield req, start, end, at
+        vision += req.media.embeds(start, end, at=at)
+        if req.input_embeds is not None and start < req.prompt_len:
+            rows = torch.from_numpy(np.array(req.input_embeds.rows[start:end]))
+            given.append(MMEmbeds(token=at, embeds=rows))
         at += end - start
-
-
-def _mm_embeds(spans: Sequence[_Span]) -> tuple[MMEmbeds, ...]:
-    return tuple(part for req, start, end, at in _placed(spans) for part in req.media.embeds(start, end, at=at))
-
-
-def _input_embeds(spans: Sequence[_Span]) -> tuple[MMEmbeds, ...]:
-    return tuple(
-        MMEmbeds(token=at, embeds=torch.from_numpy(np.array(req.input_embeds.rows[start:end])))
-        for req, start, end, at in _placed(spans)
-        if req.input_embeds is not None and start < req.prompt_len
-    )
+    return {"mm_embeds": tuple(vision), "input_embeds": tuple(given)}

@@ -32,14 +32,14 @@ from vlmserve.ipc.messages import (
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
-from vlmserve.scheduler.drafts import Drafter
+from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.meter import SchedulerMeter, check_pools
 from vlmserve.scheduler.outputs import PartResult, error, part_results, refused, token_output
-from vlmserve.scheduler.policy import SchedulePolicy
+from vlmserve.scheduler.policy import make_policy
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
@@ -82,13 +82,10 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         kv: KVCacheManager,
         encoder: EncoderPool,
-        policy: SchedulePolicy,
-        new_token_ratio: NewTokenRatio,
         media_keys: MediaKeyTable,
-        sessions: Sessions,
         grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
-        drafter: Drafter | None = None,
+        drafter: NGramDrafter | None = None,
         encoder_order: FairOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -98,12 +95,15 @@ class Scheduler:
         self.due = Due()
         self.meter = SchedulerMeter()
         self.kv = kv
+        policy = make_policy(args.schedule_policy, match=kv.matched_len, path=kv.matched_path, seed=args.random_seed)
         self.waiting_queue = WaitingQueue(policy)
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
-        self.sessions = sessions
+        self.sessions = Sessions(
+            kv.prefix_cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=clock
+        )
         self.intake = Intake(
-            args,
+            args=args,
             max_req_len=max_req_len,
             eos_token_ids=eos_token_ids,
             kv=kv,
@@ -111,21 +111,21 @@ class Scheduler:
             policy=policy,
             media_keys=media_keys,
             grammars=grammars,
-            encoder_order=encoder_order,
+            encoder_order=encoder_order or FairOrder(),
             clock=clock,
         )
         self._reqs: dict[str, Req] = {}
-        self._ratio = new_token_ratio
+        self._ratio = NewTokenRatio(args.schedule_conservativeness)
         self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
         self._admission = PromptAdmission(
-            args,
+            args=args,
             kv=kv,
             queue=self.waiting_queue,
             running=self.running_batch,
-            sessions=sessions,
+            sessions=self.sessions,
             costs=self._costs,
             policy=policy,
-            ratio=new_token_ratio,
+            ratio=self._ratio,
             encoder_order=self.intake.encoder_order,
             retract=self._retract,
         )
@@ -162,7 +162,6 @@ class Scheduler:
             self._cut_off(req, FinishReason(type="abort"))
 
     def _cut_off(self, req: Req, reason: FinishReason) -> None:
-        """End a request early, and send its last output."""
         self._end(req, reason)
         self._aborted += 1
         self._send(BatchTokenOutput(outputs=(token_output(req, ()),)))
@@ -272,8 +271,7 @@ class Scheduler:
             self._draft(reqs, self._drafter)
         return reqs
 
-    def _draft(self, reqs: Sequence[Req], drafter: Drafter) -> None:
-        """Guess more tokens of each request, as far as there are slots for them."""
+    def _draft(self, reqs: Sequence[Req], drafter: NGramDrafter) -> None:
         for req in reqs:
             drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()
             if drafts and self.kv.extend(req, len(drafts)):
@@ -344,7 +342,6 @@ class Scheduler:
         return True
 
     def _fail_unencodable(self, failures: Mapping[bytes, str]) -> bool:
-        """End the requests that need a picture which could not be encoded. Returns whether there are any."""
         if not failures:
             return False
         found = [(req, key) for req in self._reqs.values() if (key := req.media.holds(failures.keys()))]
@@ -396,14 +393,12 @@ class Scheduler:
         return outputs
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
-        """Drop the wrong ones of a request's guesses, and the KV that was computed for them."""
         self.kv.truncate(req, req.kv_committed_len)
         self.meter.drafted(len(req.drafts), wrong)
         req.drafts = ()
         req.in_flight -= wrong
 
     def _take_tokens(self, req: Req, brought: PartResult) -> TokenOutput:
-        """Append the tokens that a step sampled for a request, and end it if it is complete."""
         reason = None if brought.tokens else FinishReason(type="length")
         for token in brought.tokens:  # only the last one can end it
             req.in_flight -= 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 
@@ -32,6 +33,7 @@ _REMEMBERED = 4096
 """So many counters of flows without requests are kept."""
 
 
+@dataclass(eq=False, slots=True)
 class _Flow:
     """The requests of one flow.
 
@@ -39,15 +41,12 @@ class _Flow:
     wherever they are. queued: the flow is in the heap of flows.
     """
 
-    __slots__ = ("counter", "in_progress", "name", "queued", "size", "waiting")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.counter = 0.0
-        self.in_progress: list[Req] = []
-        self.waiting: list[tuple[Key, int, Req]] = []
-        self.size = 0
-        self.queued = False
+    name: str
+    counter: float = 0.0
+    in_progress: list[Req] = field(default_factory=list)
+    waiting: list[tuple[Key, int, Req]] = field(default_factory=list)
+    size: int = 0
+    queued: bool = False
 
 
 class WaitingQueue:
@@ -94,8 +93,7 @@ class WaitingQueue:
         """Add a new request, whose flow is active until `leave`."""
         flow = self._flows.get(req.flow)
         if flow is None:
-            flow = self._flows[req.flow] = _Flow(req.flow)
-            flow.counter = self._counters.pop(req.flow, 0.0)
+            flow = self._flows[req.flow] = _Flow(req.flow, self._counters.pop(req.flow, 0.0))
         flow.size += 1
         self.add(req)
 
@@ -253,6 +251,5 @@ class WaitingQueue:
 
 
 def _turn_blocked(req: Req) -> tuple[int, int]:
-    """Return the order in which blocked requests become ready."""
     order = req.media.order if req.status is ReqStatus.WAITING_FOR_ENCODER else req.arrival
     return order, req.arrival

@@ -29,13 +29,14 @@ class FakeEngine:
         self.busy = True
         self.running = 2
         self.aborted: list[str] = []
+        self.drained = False
 
     def handle(self, message) -> None:
         self.aborted.append(message.rid)
         self.running -= 1
 
     def drain(self) -> None:
-        pass
+        self.drained = True
 
     def step(self) -> bool:
         self.steps += 1
@@ -69,7 +70,7 @@ def test_paused_there_are_no_steps(engine: FakeEngine, control: EngineControl) -
     paused = control.handle(PauseReq())
     assert (paused.paused, paused.num_running_reqs, paused.num_waiting_reqs) == (True, 2, 3)
     assert not control.step()
-    assert engine.steps == 1
+    assert (engine.steps, engine.drained) == (1, True), "what was in flight has come"
     assert refusal(control.handle(PauseReq())) == "generation is paused already"
     assert control.handle(GetServerInfoReq()).paused
     assert not control.handle(ContinueReq()).paused
@@ -92,7 +93,6 @@ def test_flushing_tells_how_much_and_who_is_there(control: EngineControl) -> Non
 def test_what_fails_is_told(engine: FakeEngine, control: EngineControl) -> None:
     engine.flush_cache = lambda: 1 // 0  # type: ignore[method-assign]
     assert "ZeroDivisionError" in refusal(control.handle(FlushCacheReq()), 500)
-    assert "no handler for a message of type int" in refusal(control.handle(1), 500)  # type: ignore[arg-type]
     assert control.handle(PauseReq()).paused
 
 

@@ -23,9 +23,8 @@ from vlmserve.engine.graph_planning import (
     GraphCost,
     GraphPlan,
     GraphTools,
-    affordable,
+    Pools,
     batch_sizes,
-    chosen_sizes,
     plan_graphs,
     wanted_sizes,
 )
@@ -91,9 +90,8 @@ def new_cache(model) -> Callable[..., KVCache]:
 
 def made(model, new_cache, machine: Machine, sizes: tuple[int, ...], room: int = 500 * MIB):
     builder = GraphBuilder(model=model, attn_backend=PagedBackend(), tools=machine.tools)
-    plan = builder.plan(sizes, kv_cache=new_cache(num_slots=16), max_context_len=32, room=room)
-    pool = ReqToTokenPool(sizes[-1], 32, CPU)
-    return plan, builder.capture(plan, kv_cache=new_cache(num_slots=64), req_to_token_pool=pool)
+    plan = builder.plan(sizes, Pools(new_cache(num_slots=16), ReqToTokenPool(0, 32, CPU)), room=room)
+    return plan, builder.capture(plan, Pools(new_cache(num_slots=64), ReqToTokenPool(sizes[-1], 32, CPU)))
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -112,11 +110,6 @@ def test_what_the_trial_shows_is_kept_free(model, new_cache, caplog) -> None:
     assert caplog.text.rstrip().endswith("they take 90 MiB")
 
 
-def test_a_single_size(model, new_cache) -> None:
-    plan, graphs = made(model, new_cache, Machine(), (3,))
-    assert (plan.sizes, plan.reserved, graphs.sizes) == ((3,), 30 * MIB, (3,))
-
-
 def test_little_memory_means_fewer_sizes_or_none(model, new_cache, caplog) -> None:
     plan, graphs = made(model, new_cache, Machine(), (1, 2, 4, 8), room=60 * MIB)
     assert (plan.sizes, plan.reserved, graphs.sizes) == ((1, 2), 50 * MIB, (1, 2))
@@ -130,21 +123,26 @@ def test_little_memory_means_fewer_sizes_or_none(model, new_cache, caplog) -> No
     assert "none is captured" in line
 
 
-def test_a_trial_that_fails(model, new_cache, caplog) -> None:
-    plan, graphs = made(model, new_cache, Machine(most=0), (1, 2))
-    assert (plan, graphs) == (GraphPlan(), None)
-    assert warnings_of(caplog) == [
-        "decode steps of 1, 2 requests are not all captured as CUDA graphs: CUDA out of memory."
-    ]
-
-
-def test_a_kernel_that_does_not_compile_while_capturing(model, new_cache, caplog) -> None:
-    """Triton's errors are no RuntimeErrors."""
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 3 GiB"), "CUDA out of memory."),
+        (Exception("out of resource: shared memory\nmore"), "out of resource: shared memory"),  # Triton's
+    ],
+    ids=["memory", "compiler"],
+)
+def test_a_trial_that_fails(model, new_cache, caplog, error: Exception, line: str) -> None:
     machine = Machine(most=0)
-    machine.error = Exception("out of resource: shared memory\nmore")
+    machine.error = error
     assert made(model, new_cache, machine, (1, 2)) == (GraphPlan(), None)
-    [line] = warnings_of(caplog)
-    assert line.endswith("not all captured as CUDA graphs: out of resource: shared memory")
+    assert warnings_of(caplog) == [f"decode steps of 1, 2 requests are not all captured as CUDA graphs: {line}"]
+
+
+@pytest.mark.parametrize("each", [0, MIB])
+def test_a_second_graph_that_seems_to_take_nothing(model, new_cache, each: int) -> None:
+    plan, _ = made(model, new_cache, Machine(each=each), (1, 2, 4, 8))
+    assert plan.reserved == 10 * MIB + each + 3 * 8 * MIB
+    assert made(model, new_cache, Machine(each=each), (3,))[0].sizes == (3,)
 
 
 def test_a_capture_that_fails_halfway(model, new_cache, caplog) -> None:
@@ -157,8 +155,8 @@ def test_a_capture_that_fails_halfway(model, new_cache, caplog) -> None:
 def test_more_than_was_kept_free_is_told(model, new_cache, caplog) -> None:
     machine = Machine()
     builder = GraphBuilder(model=model, attn_backend=PagedBackend(), tools=machine.tools)
-    plan, pool = GraphPlan(sizes=(1, 2), reserved=40 * MIB), ReqToTokenPool(2, 32, CPU)
-    builder.capture(plan, kv_cache=new_cache(num_slots=64), req_to_token_pool=pool)
+    pools = Pools(new_cache(num_slots=64), ReqToTokenPool(2, 32, CPU))
+    builder.capture(GraphPlan(sizes=(1, 2), reserved=40 * MIB), pools)
     [line] = warnings_of(caplog)
     assert line.startswith("the CUDA graphs take 50 MiB, and 40 MiB were kept free")
 
@@ -174,12 +172,6 @@ def test_the_rank_with_the_least_room_decides_for_all(caplog) -> None:
     assert asked == [4]
     [line] = warnings_of(caplog)
     assert "room for 1000 MiB here, and for less at another rank: only those of 1, 2 are captured" in line
-
-
-@pytest.mark.parametrize("each", [0, MIB])
-def test_a_second_graph_that_seems_to_take_nothing(model, new_cache, each: int) -> None:
-    plan, _ = made(model, new_cache, Machine(each=each), (1, 2, 4, 8))
-    assert plan.reserved == 10 * MIB + each + 3 * 8 * MIB
 
 
 def test_where_nothing_is_captured(caplog) -> None:
@@ -206,8 +198,6 @@ def test_where_nothing_is_captured(caplog) -> None:
         "decode steps are not captured as CUDA graphs: ranks are told in their midst how many rows come to their "
         "experts (--moe-a2a-backend)",
     ]
-    given = EngineArgs(model="m", cuda_graph_bs="4, 2,64", cuda_graph_max_bs=32)
-    assert wanted_sizes(given, PagedBackend(), CUDA, None, WHOLE) == (2, 4, 32)
 
 
 def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,23 +249,18 @@ def test_usual_sizes() -> None:
     [
         ({}, (1, 2, 4, 8, 10)),
         ({"max_running_requests": 4096}, batch_sizes(256)),
-        ({"max_running_requests": 4096, "most": 600}, batch_sizes(600)),
-        ({"most": 3}, (1, 2, 3)),
-        ({"given": (8, 3, 1, 3)}, (1, 3, 8)),
-        ({"given": (1, 64, 128)}, (1, 10)),
-        ({"given": (1, 64, 300), "max_running_requests": 512}, (1, 64, 300)),
-        ({"given": (1, 64, 128), "max_running_requests": 512, "most": 100}, (1, 64, 100)),
+        ({"max_running_requests": 4096, "cuda_graph_max_bs": 600}, batch_sizes(600)),
+        ({"cuda_graph_bs": "8, 3,1,64"}, (1, 3, 8, 10)),
+        ({"cuda_graph_bs": "1,64,300", "max_running_requests": 512}, (1, 64, 300)),
+        ({"cuda_graph_bs": "1,64,128", "max_running_requests": 512, "cuda_graph_max_bs": 100}, (1, 64, 100)),
     ],
     ids=str,
 )
 def test_chosen(settings: dict, sizes: tuple[int, ...]) -> None:
-    assert chosen_sizes(**{"max_running_requests": 10, "given": None, "most": None, **settings}) == sizes
+    args = EngineArgs(model="m", **{"max_running_requests": 10, **settings})
+    assert wanted_sizes(args, PagedBackend(), CUDA, None, WHOLE) == sizes
 
 
-def test_what_memory_affords() -> None:
-    sizes, cost = (1, 2, 4, 8), GraphCost(first=100, more=10)
-    assert [cost.of(count) for count in range(4)] == [0, 100, 110, 120]
-    assert affordable(sizes, cost, 130) == sizes
-    assert affordable(sizes, cost, 129) == (1, 2, 4)
-    assert affordable(sizes, cost, 100) == (1,)
-    assert affordable(sizes, cost, 99) == affordable(sizes, cost, -5) == ()
+@pytest.mark.parametrize(("room", "sizes"), [(130, (1, 2, 4, 8)), (129, (1, 2, 4)), (100, (1,)), (99, ()), (-5, ())])
+def test_what_memory_affords(room: int, sizes: tuple[int, ...]) -> None:
+    assert plan_graphs((1, 2, 4, 8), GraphCost(first=100, more=10), room).sizes == sizes

@@ -6,17 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from processors.inputs import MultimodalDataItem
-from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.prompts import item, request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
 from vlmserve.ipc.messages import AbortReq
-
-
-def item(content: bytes, each: int = 2) -> MultimodalDataItem:
-    """The same as a request's of that content has, with `each` rows a temporal patch."""
-    rows = each * len(content.split(b"-"))
-    (made,) = request("", [0] * (rows + 2), [(1, rows, content)]).mm_inputs.items
-    return made
 
 
 def clip(length: int, start: int = 0) -> bytes:
@@ -39,6 +31,7 @@ def test_what_is_encoded_ahead_of_time_is_there_for_a_request():
 @pytest.mark.parametrize("encoders", [0, 1, 2])
 @pytest.mark.parametrize("space", [0, 3, 1000])
 def test_alone_they_get_on_and_come_to_an_end(encoders, space):
+    """Clips longer than there is room for, and a picture larger than what may be under way."""
     rig = Rig(Knobs(encoders=encoders, space_rows=space))
     for number in range(3):
         rig.warm_up(f"w{number}", item(clip(20, number * 5)), item(b"big", 30))

@@ -16,7 +16,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.messages import EncodeReqInput, GetStatsReq
+from vlmserve.ipc.messages import EncodeReqInput, GetStatsReq, RequestsLost
 from vlmserve.ipc.replica_sums import sum_stats
 
 
@@ -37,6 +37,16 @@ def test_encoder_processes_start_as_the_server_does(tmp_path: Path, monkeypatch:
     with pytest.raises(StartedError) as caught:
         process.run_scheduler(args, channels, start, pytest.fail)
     assert caught.value.args == ("error", 7.5, 12.5, tmp_path / "shared")
+
+
+def test_a_lost_message_ends_its_requests_and_is_told_on() -> None:
+    rig, sent = Rig(), []
+    dispatch = process.message_dispatcher(rig.loop, sent.append)
+    dispatch(request("a", [1] * 6))
+    lost = RequestsLost(rids=("a", "never came"), message="unreadable")
+    dispatch(lost)
+    assert sent == [lost]
+    assert rig.finish["a"].type == "abort"
 
 
 def test_figures_of_groups_have_what_is_of_no_group() -> None:

@@ -10,12 +10,7 @@ import torch
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import model_loading
-from vlmserve.engine.kv_tiers import build_prefix_cache
 from vlmserve.memory import sizing
-from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.hiradix_cache import HiRadixCache
-from vlmserve.memory.prefix_cache import ChunkCache
-from vlmserve.memory.radix_cache import RadixCache
 from vlmserve_common.errors import EngineError
 
 GIB = 2**30
@@ -122,14 +117,6 @@ def test_a_gpus_memory(free: pytest.MonkeyPatch) -> None:
     assert _slots(device=gpu, mem_fraction_static=0.5) == (60 - 40) * 1024
     with pytest.raises(EngineError, match=r"60 GiB of memory are free on cuda:0, of which the weights take 30 GiB"):
         _slots(30 * GIB, device=gpu, mem_fraction_static=0.5)
-
-
-def test_settings_choose_the_prefix_cache():
-    device, host = TokenToKVPoolAllocator(64, 16), TokenToKVPoolAllocator(64, 16)
-    assert type(build_prefix_cache(EngineArgs(model="m"), device)) is RadixCache
-    assert type(build_prefix_cache(EngineArgs(model="m"), device, host)) is HiRadixCache
-    for tier in (None, host):
-        assert type(build_prefix_cache(EngineArgs(model="m", disable_radix_cache=True), device, tier)) is ChunkCache
 
 
 def test_the_hosts_slots(monkeypatch):

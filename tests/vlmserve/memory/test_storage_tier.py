@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from vlmserve.memory import kv_writeback
+from vlmserve.memory import kv_transfer
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_storage import KVStorage
-from vlmserve.memory.kv_transfer import HostKVPool, KVTransfer
-from vlmserve.memory.kv_writeback import KVWriteback
+from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.media_keys import MediaKeyTable
 
 PAGE = 2
+BYTES_PER_TOKEN = KVCache.bytes_per_token(2, 1, 4, torch.int8)
 CAT = (b"cat", "image", (1, 2, 2), 0.0)
 
 
@@ -26,10 +26,8 @@ class Engine:
         self.kv = KVCache(
             num_slots=34, num_layers=2, num_kv_heads=1, head_dim=4, dtype=torch.int8, device=torch.device("cpu")
         )
-        host = HostKVPool(num_slots=10, kv_cache=self.kv)
-        self.width = host.bytes_per_token
-        self.storage = KVStorage(folder, limit_bytes=disk_bytes, bytes_per_token=self.width, page_size=PAGE)
-        self.transfer = KVTransfer(self.kv, host, self.storage)
+        self.storage = KVStorage(folder, limit_bytes=disk_bytes, bytes_per_token=BYTES_PER_TOKEN, page_size=PAGE)
+        self.transfer = KVTransfer(self.kv, 10, self.storage)
         self.table = MediaKeyTable()
         for i in range(media_before):
             self.table.intern((bytes([i]), "image", (1, 2, 2), 0.0))
@@ -39,6 +37,7 @@ class Engine:
             TokenToKVPoolAllocator(8, PAGE),
             storage=self.storage,
             identity=self.table.identity,
+            transfer=self.transfer,
             **settings,
         )
 
@@ -61,10 +60,6 @@ class Engine:
 
     def step(self) -> None:
         self.transfer.run(self.cache.take_copy_jobs())
-
-    def end(self, timeout_s: float | None = None) -> int:
-        writeback = KVWriteback(self.cache, self.transfer, self.storage, bytes_per_token=self.width)
-        return writeback.close(timeout_s)
 
     def fetch(self, key: np.ndarray, namespace: bytes = b"tenant") -> int:
         """Tokens that come from the disk."""
@@ -134,13 +129,13 @@ def test_media_that_are_forgotten_stay_off_the_disk(tmp_path, forgotten):
 
 @pytest.mark.parametrize("piece", [2, 1000], ids="pieces of {} tokens at most".format)
 def test_at_the_end_all_that_is_cached_goes_to_disk(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr(kv_transfer, "STAGED_BYTES", piece * BYTES_PER_TOKEN)
     engine = Engine(tmp_path)
-    monkeypatch.setattr(kv_writeback, "STAGED_BYTES", piece * engine.width)
     keys = [engine.key(*[i] * 3, "cat", "cat", i) for i in range(1, 5)]
     parts = [engine.compute(key, seed=i) for i, key in enumerate(keys)]
     engine.cache.match_prefix(keys[3][:2], b"tenant")  # splits it
     engine.cache.evict(18)  # one goes to the disk, whose job waits, one stays on the host, two on the device
-    assert engine.end() == 0
+    assert engine.cache.close() == 0
 
     later = Engine(tmp_path)
     for key, before in zip(keys, parts, strict=True):
@@ -151,7 +146,7 @@ def test_at_the_end_all_that_is_cached_goes_to_disk(tmp_path, monkeypatch, piece
         for was, now in zip(before, later.read(match.indices), strict=True):
             assert torch.equal(was, now)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert later.end() == 0
+    assert later.cache.close() == 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == files
 
 
@@ -161,10 +156,10 @@ def test_what_was_used_last_is_written_as_far_as_the_disk_has_room(tmp_path):
     for seed, key in enumerate(keys):
         engine.compute(engine.key(*key), seed=seed)
     engine.cache.match_prefix(engine.key(*keys[0]), b"tenant")
-    assert engine.end() == 0
+    assert engine.cache.close() == 0
     later = Engine(tmp_path)
     assert [later.fetch(later.key(*key)) for key in keys] == [8, 0, 8]
-    later.end()
+    later.cache.close()
 
 
 def test_what_there_is_no_time_for_is_counted(tmp_path):
@@ -173,7 +168,7 @@ def test_what_there_is_no_time_for_is_counted(tmp_path):
     engine.compute(engine.key(5, 6), seed=1)
     go = threading.Event()
     engine.storage._writer.submit(go.wait)
-    assert engine.end(timeout_s=0.0) == 6
+    assert engine.cache.close(timeout_s=0.0) == 6
     go.set()
     assert list(tmp_path.iterdir()) == []
 
@@ -185,5 +180,5 @@ def test_what_is_not_worth_the_host_is_not_worth_the_disk_either(tmp_path):
         engine.compute(key, seed=seed)
     for _ in range(2):
         engine.cache.match_prefix(hit, b"tenant")
-    assert engine.end() == 0
+    assert engine.cache.close() == 0
     assert [Engine(tmp_path).fetch(key) for key in (hit, other)] == [2, 0]

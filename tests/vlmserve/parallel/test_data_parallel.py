@@ -23,8 +23,8 @@ from tests.vlmserve.parallel.sharing import name_of
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serving
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import replicas
-from vlmserve.engine.replicas import replica_args
+from vlmserve.engine import rank_processes as replicas
+from vlmserve.engine.rank_processes import replica_args
 from vlmserve_common.errors import EngineError
 
 PICTURES = ("shapes.png", "receipt.png")

@@ -7,9 +7,9 @@ from collections import deque
 from vlmserve.executor.device_queue import DeviceQueue
 
 
-class _Lazy:
+class Lazy:
     def __init__(self, owner: LazyQueue, run, args) -> None:
-        self._owner, self._run, self._args = owner, run, args
+        self.owner, self._run, self._args = owner, run, args
         self.done = None
 
     def compute(self) -> None:
@@ -17,18 +17,20 @@ class _Lazy:
 
     def result(self):
         while self.done is None:
-            self._owner.waiting.popleft().compute()
+            self.owner.waiting.popleft().compute()
         return self.done.result()
 
 
 class LazyQueue:
+    work = Lazy
+
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.least_reqs = depth
-        self.waiting: deque[_Lazy] = deque()
+        self.waiting: deque[Lazy] = deque()
 
-    def submit(self, run, *args) -> _Lazy:
-        work = _Lazy(self, run, args)
+    def submit(self, run, *args) -> Lazy:
+        work = self.work(self, run, args)
         self.waiting.append(work)
         return work
 

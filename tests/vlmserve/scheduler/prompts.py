@@ -41,6 +41,13 @@ def request(rid: str, ids: list[int], media: list[tuple[int, int, bytes]] = (), 
     )
 
 
+def item(content: bytes, each: int = 2) -> MultimodalDataItem:
+    """The same as a request's of that content has, with `each` rows a temporal patch."""
+    rows = each * len(content.split(b"-"))
+    (made,) = request("", [0] * (rows + 2), [(1, rows, content)]).mm_inputs.items
+    return made
+
+
 def prompt_of(message) -> list[tuple]:
     """[(what, position), ...], as the fake worker has it in its slots."""
     what = [("id", int(i)) for i in message.input_ids]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import strategies as st
 
 from processors.inputs import MultimodalDataItem
@@ -25,23 +26,25 @@ from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.media_keys import MediaKeyTable
-from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
+from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.scheduler.estimates import NewTokenRatio
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
-from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
+from vlmserve.scheduler.request_states import RequestStates
 from vlmserve.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """encoders: beside the loop; 0: in its process. warmup_patches: of media encoded ahead of time."""
+    """encoders: beside the loop; 0: in its process. warmup_patches: of media encoded ahead of time. snapshots: states
+    for these, of a model with recurrent layers."""
 
     pool: int = 256
     page: int = 4
     chunk: int | None = 16
+    prefill: int = 64
     mixed: bool = False
     radix: bool = True
     policy: str = "fcfs"
@@ -53,7 +56,9 @@ class Knobs:
     rows: int = 6
     context: int = 128
     conservativeness: float = 0.3
+    snapshots: int | None = None
     encoders: int = 0
+    max_patches: int = 64
     space_rows: int = 1000
     host_rows: int | None = None
     disk: bool = False
@@ -90,8 +95,9 @@ class Rig:
         self.outputs: dict[str, list[TokenOutput]] = defaultdict(list)
         self.warmed: dict[str, EncodeOutput] = {}
         self.disk = FakeDisk() if knobs.disk else None
-        self.backend = FakeBackend(knobs.encoders or 1, inline=not knobs.encoders)
-        self.pool = make_pool(self.backend, space_rows=knobs.space_rows, host_rows=knobs.host_rows, disk=self.disk)
+        self.backend = self.make_backend()
+        rows = {"space_rows": knobs.space_rows, "host_rows": knobs.host_rows}
+        self.pool = make_pool(self.backend, max_patches=knobs.max_patches, disk=self.disk, **rows)
         self.grammars = FakeGrammars()
         self.router = ReplicaRouter(groups, method="shortest_queue")
         placement = GroupPlacement(self.router) if groups > 1 else None
@@ -103,13 +109,29 @@ class Rig:
         self.groups = FakeGroups(self.workers)
         self.loop = EventLoop(
             schedulers,
-            worker=OneGroup(self.worker) if groups == 1 else self.groups,
-            device=LazyQueue(knobs.depth) if knobs.depth > 1 else DeviceQueue(),
+            worker=OneGroup(self.make_worker()) if groups == 1 else self.groups,
+            device=self.make_device(),
             encoder=self.pool,
             send=send,
             max_patches=knobs.warmup_patches,
             placement=placement,
         )
+
+    def make_backend(self) -> FakeBackend:
+        return FakeBackend(self.knobs.encoders or 1, inline=not self.knobs.encoders)
+
+    def make_worker(self):
+        return self.worker
+
+    def make_device(self):
+        return LazyQueue(self.knobs.depth) if self.knobs.depth > 1 else DeviceQueue()
+
+    def _states(self) -> RequestStates | None:
+        page, count = self.knobs.page, self.knobs.snapshots
+        if count is None:
+            return None
+        pool = RecurrentStates(self.knobs.rows + count, num_slots=self.knobs.pool + page, page_size=page)
+        return RequestStates(pool, unit=2 * page, interval=5 * page, snapshots=self.knobs.radix and count > 0)
 
     def _scheduler(self, send, order: FairOrder, has_grammars: bool) -> Scheduler:
         knobs = self.knobs
@@ -117,30 +139,31 @@ class Rig:
         if knobs.host_pages and knobs.radix:
             cache = HiRadixCache(allocator, TokenToKVPoolAllocator(knobs.host_pages * knobs.page, knobs.page))
         else:
-            cache = RadixCache(allocator) if knobs.radix else ChunkCache(knobs.page)
+            cache = RadixCache(allocator, shares=knobs.radix)
         max_req_len = min(knobs.context, knobs.pool - knobs.page)
-        kv = KVCacheManager(allocator, cache, ReqPoolAllocator(knobs.rows, max_req_len + knobs.page))
+        rows = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
+        kv = KVCacheManager(allocator, cache, rows, states=self._states())
         self.workers.append(fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page))
         return Scheduler(
             EngineArgs(
                 model="none",
                 max_running_requests=knobs.rows,
-                max_prefill_tokens=64,
+                max_prefill_tokens=knobs.prefill,
                 chunked_prefill_size=knobs.chunk or -1,
                 enable_mixed_chunk=knobs.mixed,
                 check_pools_when_idle=True,
                 page_size=knobs.page,
                 schedule_policy=knobs.policy,
+                schedule_conservativeness=knobs.conservativeness,
+                max_sessions=knobs.sessions,
+                session_timeout_s=100,
                 pp_size=knobs.stages,
             ),
             max_req_len=max_req_len,
             eos_token_ids=frozenset({fake.VOCAB + 1}),
             kv=kv,
             encoder=self.pool,
-            policy=make_policy(knobs.policy, match=kv.matched_len, path=kv.matched_path),
-            new_token_ratio=NewTokenRatio(knobs.conservativeness),
             media_keys=MediaKeyTable(),
-            sessions=Sessions(cache, max_sessions=knobs.sessions, timeout_s=100, clock=lambda: self.now),
             grammars=self.grammars if has_grammars else None,
             send=send,
             drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
@@ -177,7 +200,9 @@ class Rig:
     def step(self) -> bool:
         """Do one turn of the loop, which takes a second of the clock."""
         self.now += 1.0
-        return self.loop.step()
+        busy = self.loop.step()
+        self.check()
+        return busy
 
     def steps(self, count: int | None = None) -> None:
         """Do so many turns; None: until there is nothing to do without the encoders."""
@@ -225,6 +250,27 @@ class Rig:
         self.run()
         return aborted
 
+    def check(self) -> None:
+        """Check what holds after every turn: lengths, lists, and an owner for every slot and place."""
+        page, total = self.knobs.page, self.knobs.pool
+        for scheduler in self.loop.schedulers:
+            kv, queue, reqs = scheduler.kv, scheduler.waiting_queue, list(scheduler._reqs.values())
+            queue.check()
+            in_progress, running, queued = set(queue.in_progress), set(scheduler.running_batch.reqs), set(queue)
+            for req in reqs:
+                req.check()
+                assert (req in queued) == req.status.is_queued, req.rid
+                assert (req in in_progress) == (req.status is ReqStatus.PREFILLING), req.rid
+                assert (req in running) == (req.status is ReqStatus.DECODING), req.rid
+                assert (req.req_pool_idx is None) == req.status.is_queued, req.rid
+            assert len(queued) + len(in_progress) + len(running) == len(reqs)
+            places = sum(req.req_pool_idx is not None for req in reqs)
+            assert kv.req_pool.available_size() + places == self.knobs.rows
+            assert kv.states is None or kv.states.held == places
+            own = sum(-(-req.kv_allocated_len // page) * page - req.protected_len for req in reqs)
+            cached = kv.prefix_cache.evictable_size() + kv.prefix_cache.protected_size()
+            assert kv.allocator.available_size() + cached + own == total
+
     def check_answers(self, *messages) -> None:
         """Check that each message has the answer that it would have alone."""
         for message in messages:
@@ -238,7 +284,9 @@ class Rig:
             assert one.kv_free_tokens + one.kv_cached_tokens == self.knobs.pool
             assert one.req_pool_free == self.knobs.rows
         self.loop.flush_cache()
-        assert all(one.kv.allocator.available_size() == self.knobs.pool for one in self.loop.schedulers)
+        for kv in (one.kv for one in self.loop.schedulers):
+            assert kv.allocator.available_size() == self.knobs.pool
+            assert kv.states is None or not kv.states.pool.resumable(np.arange(self.knobs.pool))
         while self.encode():  # what nobody waits for any more
             self.step()
         assert self.pool.stats().queued == self.pool.stats().under_way == 0
@@ -249,6 +297,33 @@ GAPS = st.lists(st.integers(0, 4), min_size=10, max_size=10)
 ABORTS = st.lists(
     st.tuples(st.integers(0, 9), st.integers(0, 20), st.booleans()), max_size=3, unique_by=lambda abort: abort[0]
 )
+
+
+@st.composite
+def knobs(draw) -> Knobs:
+    """Any engine. Pools are small, so requests are retracted and prefixes evicted often, and encoders lag behind."""
+    page = draw(st.sampled_from([1, 4, 16]))
+    snapshots = draw(st.sampled_from([None, None, 0, 3, 20]))
+    only_without_states = st.just(0) if snapshots is not None else st.sampled_from([0, 4, 40])
+    return Knobs(
+        page=page,
+        pool=max(draw(st.integers(6, 40)) * page, 96 // page * page),
+        chunk=draw(st.sampled_from([None, 5, 16, 64])),
+        mixed=draw(st.booleans()),
+        radix=draw(st.booleans()),
+        policy=draw(st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"])),
+        depth=draw(st.sampled_from([1, 2, 2, 3])),
+        stages=draw(st.sampled_from([1, 1, 2, 3])),
+        drafts=draw(only_without_states) and draw(st.sampled_from([0, 1, 5])),
+        host_pages=draw(only_without_states),
+        snapshots=snapshots,
+        rows=draw(st.integers(1, 6)),
+        conservativeness=draw(st.sampled_from([0.001, 1.0])),
+        encoders=draw(st.integers(0, 2)),
+        space_rows=draw(st.sampled_from([0, 3, 10, 1000])),
+        host_rows=draw(st.sampled_from([None, 0, 5, 1000])),
+        disk=draw(st.booleans()),
+    )
 
 
 @st.composite

@@ -1,80 +1,50 @@
-"""Who waits for whose prefix."""
+"""Who waits for whose prefix: tokens that several requests share are computed once, if there are many of them."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from tests.vlmserve.scheduler.reqs import make_req
-from vlmserve.scheduler.admission import PrefixLeaders
-from vlmserve.scheduler.req import Req
+from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.rig import Knobs, Rig
+
+KNOBS = Knobs(page=1, chunk=64, prefill=256, context=300, pool=1024)
 
 
-class Cached:
-    """How much of each request is cached, by arrival; 0 if not said."""
-
-    def __init__(self, **tokens: int) -> None:
-        self.tokens = tokens
-
-    def leaders(self, page_size: int = 1) -> PrefixLeaders:
-        return PrefixLeaders(
-            lambda req: self.tokens.get(req.rid, 0),
-            lambda req: req.radix_key(req.fill_len - 1),
-            page_size=page_size,
-        )
+def computed(*prompts: list[int], knobs: Knobs = KNOBS, gap: int = 0) -> int:
+    """Prompt tokens that are computed for all of these, which come so many turns apart."""
+    rig = Rig(knobs)
+    messages = [request(f"r{number}", prompt, new=2) for number, prompt in enumerate(prompts)]
+    rig.play(messages, [gap] * len(messages))
+    rig.check_answers(*messages)
+    return rig.loop.stats().steps.prompt_tokens_computed_total
 
 
-def waiting(leaders: PrefixLeaders, reqs: list[Req]) -> list[int]:
-    return [req.arrival for req in reqs if leaders.follow(req)]
+def prompt(shared: int, own: int, length: int = 60) -> list[int]:
+    return [at % 40 for at in range(shared)] + [own] * (length - shared)
 
 
-def test_one_of_several_with_a_new_common_prefix_leads():
-    reqs = [make_req(i, prompt=range(100)) for i in range(4)]
-    reqs[1] = make_req(1, prompt=range(1, 101))
-    assert waiting(Cached().leaders(), reqs) == [2, 3]
-    assert waiting(Cached(r0=96, r1=96, r2=96, r3=96).leaders(), reqs) == [], "what is left is short"
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize(("length", "rest"), [(60, 1), (200, 8)])
+def test_one_of_several_with_a_new_common_prefix_leads(length, rest, gap):
+    """Others find it but for its last token, or for a last chunk that is too short to wait for."""
+    assert computed(*[prompt(length, 0, length)] * 4, gap=gap) == length + 3 * rest
 
 
-@pytest.mark.parametrize(("shared", "page_size", "waits"), [(31, 1, []), (32, 1, [1]), (63, 64, []), (64, 64, [1])])
-def test_a_short_common_prefix_is_computed_twice(shared, page_size, waits):
-    reqs = [make_req(0, prompt=range(200)), make_req(1, prompt=[*range(shared), *[999] * 100])]
-    assert waiting(Cached().leaders(page_size), reqs) == waits
-    same = [make_req(i, prompt=range(shared + 1)) for i in range(2)]
-    assert waiting(Cached().leaders(page_size), same) == waits
+@pytest.mark.parametrize(
+    ("shared", "page", "together"), [(31, 1, True), (32, 1, False), (63, 64, True), (64, 64, False)]
+)
+def test_a_short_common_prefix_is_computed_twice(shared, page, together):
+    knobs = Knobs(page=page, chunk=256, prefill=256, context=300, pool=1024)
+    found = computed(prompt(shared, 41, 100), prompt(shared, 42, 100), knobs=knobs)
+    assert found == (200 if together else 200 - shared)
 
 
-def test_only_what_is_not_cached_counts_and_all_before_it_must_be_equal():
-    prompts = [range(100), [700, *range(1, 100)], range(100)]
-    reqs = [make_req(i, prompt=prompt) for i, prompt in enumerate(prompts)]
-    # 0 and 1 differ in the cached part only; 2 is like 0, with more cached
-    assert waiting(Cached(r0=40, r1=40, r2=50).leaders(), reqs) == []
-    assert waiting(Cached(r0=40, r1=40, r2=40).leaders(), reqs) == [2]
-    # inside a picture all tokens are alike: the same next tokens, but from different offsets on
-    alike = [make_req(i, prompt=[7] * 100) for i in range(2)]
-    assert waiting(Cached(r0=40, r1=50).leaders(), alike) == []
-    assert waiting(Cached(r0=40, r1=40).leaders(), alike) == [1]
-
-
-def test_a_prompt_in_progress_leads_from_what_others_find_of_it():
-    def began(committed: int, scheduled: int) -> Req:
-        req = make_req(0, prompt=range(200))
-        req.req_pool_idx, req.kv_len, req.kv_allocated_len, req.kv_committed_len = 0, scheduled, scheduled, committed
-        return req
-
-    same = make_req(1, prompt=range(200))
-    for committed, page_size, found in ((0, 1, 0), (64, 1, 64), (70, 16, 64), (64, 16, 64)):
-        leaders = Cached(r1=found).leaders(page_size)
-        leaders.lead(began(committed, 100))
-        assert leaders.follow(same), (committed, page_size)
-    leaders = Cached(r1=10).leaders()
-    leaders.lead(began(64, 100))
-    assert not leaders.follow(same), "it finds less than the leader had: an eviction, or another page"
-
-
-def test_the_key_of_a_leader_in_its_answer_ends_with_its_prompt():
-    req = make_req(0, prompt=range(100))
-    req.output_ids = [5, 6]
-    leaders = Cached().leaders()
-    leaders.lead(req)
-    assert not np.array_equal(req.radix_key(102), req.radix_key(100))
-    assert leaders.follow(make_req(1, prompt=range(100)))
+def test_prompts_that_are_alike_behind_different_prefixes_do_not_wait():
+    rig = Rig(KNOBS)
+    for number in range(2):
+        rig.run(request(f"cached{number}", [number] * 20, new=1))
+    messages = [request(f"r{number}", [number] * 20 + [5] * 40) for number in range(2)]
+    rig.worker.batches.clear()
+    rig.run(*messages)
+    assert len(rig.worker.batches[0].req_pool_indices) == 2
+    rig.check_answers(*messages)

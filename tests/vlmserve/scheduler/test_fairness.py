@@ -12,11 +12,13 @@ from itertools import pairwise
 import pytest
 
 from tests.vlmserve.scheduler.prompts import request
-from tests.vlmserve.scheduler.simulator import Arrival, Costs, Setup, Simulation
+from tests.vlmserve.scheduler.rig import Knobs
+from tests.vlmserve.scheduler.simulator import Arrival, Costs, Simulation
 from vlmserve.scheduler.policy import AGEING, HEAD
 
 MOST_PROMPT, MOST_NEW = 40, 60
 REQUESTS = 80
+SMALL = Knobs(pool=512, rows=6, context=160, chunk=64, prefill=256, depth=2, conservativeness=1.0, max_patches=256)
 DEPTHS = pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 
 
@@ -24,8 +26,8 @@ class Watched(Simulation):
     """began: requests in the order in which their prompts were. gaps: while all clients had requests waiting, between
     the tokens that the most and the least served of them were given."""
 
-    def __init__(self, setup: Setup, arrivals: list[Arrival]) -> None:
-        super().__init__(setup, arrivals)
+    def __init__(self, knobs: Knobs, arrivals: list[Arrival]) -> None:
+        super().__init__(knobs, arrivals)
         self.began: list[int] = []
         self.service: Counter[str] = Counter()
         self.gaps: list[float] = []
@@ -74,7 +76,7 @@ def test_nobody_is_overtaken_by_more_than_the_policy_says(policy, bound, depth):
         at += rng.choice([0.0, 0.02, 0.2])
         message = text(f"r{number}", rng, prompt=rng.randint(1, MOST_PROMPT), new=rng.randint(1, MOST_NEW))
         arrivals.append(Arrival(at_s=at, message=message))
-    simulation = Watched(Setup(policy=policy, depth=depth, pool=256, rows=6), arrivals)
+    simulation = Watched(replace(SMALL, policy=policy, depth=depth, pool=256), arrivals)
     simulation.run()
     assert sorted(simulation.began) == list(range(REQUESTS))
     overtaken = [sum(other > arrival for other in simulation.began[:at]) for at, arrival in enumerate(simulation.began)]
@@ -92,10 +94,9 @@ def test_clients_that_always_have_requests_are_served_alike(depth):
         for client, (count, prompt, new) in shapes.items()
         for i in range(count)
     ]
-    setup = Setup(depth=depth, rows=6, pool=512)
-    simulation = Watched(setup, arrivals)
+    simulation = Watched(replace(SMALL, depth=depth), arrivals)
     simulation.run()
-    bound = setup.rows * (MOST_PROMPT + 2 * MOST_NEW)
+    bound = SMALL.rows * (MOST_PROMPT + 2 * MOST_NEW)
     assert len(simulation.gaps) > 100
     assert max(simulation.gaps) <= bound
     assert bound < min(simulation.service.values()) / 3, "that is little of what each was given"
@@ -109,9 +110,9 @@ def test_a_single_request_does_not_wait_for_a_hundred_of_another_client(rows, de
     rng = random.Random(7)
     arrivals = [Arrival(at_s=0.0, message=text(f"many{i}", rng, prompt=30, new=60, client="many")) for i in range(100)]
     one = Arrival(at_s=0.3, message=text("one", rng, prompt=30, new=5, client="one"))
-    simulation = Simulation(Setup(rows=rows, depth=depth, pool=2048, mixed=True), [*arrivals, one])
+    simulation = Simulation(replace(SMALL, rows=rows, depth=depth, pool=2048, mixed=True), [*arrivals, one])
     while "one" not in simulation.finish:
-        assert simulation.turn()
+        assert simulation.step()
     assert len(simulation.finish) < 50, "the others go on"
     assert simulation.first_turn["one"] - simulation.arrived_turn["one"] <= 8
 
@@ -121,10 +122,9 @@ def test_tokens_of_an_answer_go_on_beside_many_prompts():
     rng = random.Random(11)
     first = text("first", rng, prompt=30, new=60)
     prompts = [Arrival(at_s=0.05, message=text(f"p{i}", rng, prompt=120, new=1, client=f"c{i % 5}")) for i in range(40)]
-    setup = Setup(rows=8, pool=2048)
-    simulation = Simulation(setup, [Arrival(at_s=0.0, message=first), *prompts])
+    simulation = Simulation(replace(SMALL, rows=8, pool=2048), [Arrival(at_s=0.0, message=first), *prompts])
     came: list[int] = []
-    while simulation.turn():
+    while simulation.step():
         if len(simulation.tokens["first"]) > len(came):
             came.append(simulation.turns)
     assert len(came) == 60
@@ -158,7 +158,7 @@ def first_tokens_s(others: list[Arrival], depth: int) -> list[float]:
     rng = random.Random(8)
     texts = [text(f"text{i}", rng, prompt=30, new=4, client="text") for i in range(10)]
     arrivals = [Arrival(at_s=0.5 + 0.37 * i, message=message) for i, message in enumerate(texts)]
-    setup = Setup(
+    knobs = Knobs(
         context=1200,
         pool=32768,
         page=16,
@@ -168,13 +168,11 @@ def first_tokens_s(others: list[Arrival], depth: int) -> list[float]:
         space_rows=40_000,
         max_patches=8192,
         depth=depth,
-        costs=COSTS,
-        check=False,
         mixed=True,
     )
-    simulation = Simulation(setup, [*others, *arrivals])
+    simulation = Simulation(knobs, [*others, *arrivals], costs=COSTS, check_turns=False)
     while not all(message.rid in simulation.first_s for message in texts):
-        simulation.turn()
+        simulation.step()
     return [simulation.ttft_s(message.rid) for message in texts]
 
 

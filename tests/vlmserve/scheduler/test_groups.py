@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler.fake_grammars import ENDS
 from tests.vlmserve.scheduler.prompts import expected, request
-from tests.vlmserve.scheduler.rig import ABORTS, GAPS, Knobs, Rig, requests
+from tests.vlmserve.scheduler.rig import ABORTS, GAPS, Knobs, Rig, knobs, requests
 from vlmserve.ipc.messages import AbortReq
 
 
@@ -18,26 +18,13 @@ from vlmserve.ipc.messages import AbortReq
 @given(
     messages=requests(grammars=("3", ENDS)),
     groups=st.integers(2, 3),
-    page=st.sampled_from([1, 4]),
-    pages=st.integers(6, 40),
-    chunk=st.sampled_from([None, 5, 16]),
-    mixed=st.booleans(),
-    depth=st.sampled_from([1, 2, 2, 3]),
-    rows=st.integers(1, 6),
+    knobs=knobs(),
     gaps=GAPS,
     aborts=ABORTS,
-    encoders=st.integers(0, 2),
-    space=st.sampled_from([0, 3, 10, 1000]),
     finish_every=st.integers(1, 4),
 )
-def test_answers_do_not_depend_on_the_groups(
-    messages, groups, page, pages, chunk, mixed, depth, rows, gaps, aborts, encoders, space, finish_every
-):
-    """Small pools make retraction common, some groups have nothing to do, grammars are sampled late."""
-    pool = max(pages * page, 96 // page * page)
-    knobs = Knobs(
-        pool=pool, page=page, chunk=chunk, mixed=mixed, depth=depth, rows=rows, encoders=encoders, space_rows=space
-    )
+def test_answers_do_not_depend_on_the_groups(messages, groups, knobs, gaps, aborts, finish_every):
+    """Some groups have nothing to do, grammars are sampled late."""
     rig = Rig(knobs, groups=groups)
     aborted = rig.play(messages, gaps, aborts, finish_every)
     for message in messages:

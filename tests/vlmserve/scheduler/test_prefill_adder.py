@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.ipc.messages import FinishReason
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
-from vlmserve.memory.prefix_cache import ChunkCache
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
@@ -38,7 +37,7 @@ class Rig:
 
     def __post_init__(self) -> None:
         allocator = TokenToKVPoolAllocator(self.pool, self.page)
-        cache = RadixCache(allocator) if self.radix else ChunkCache(allocator.page_size)
+        cache = RadixCache(allocator, shares=self.radix)
         self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(self.rows, self.pool + self.page))
         self.running: list[Req] = []
 
@@ -88,11 +87,8 @@ def test_prompt_tokens_of_a_step_are_bounded_and_prompts_stay_whole():
     assert adder.add_one_req(text(2, 8, 2)) is CONTINUE, "what fits still goes"
     assert adder.add_one_req(text(3, 1, 2)) is OTHER
     assert [req.arrival for req in adder.can_run] == [0, 2]
-
-
-def test_a_prompt_larger_than_a_step_goes_alone_where_prompts_stay_whole():
     adder = Rig().adder(prefill=20)
-    assert adder.add_one_req(text(0, 50, 2)) is CONTINUE
+    assert adder.add_one_req(text(0, 50, 2)) is CONTINUE, "a larger one goes alone"
     assert adder.add_one_req(text(1, 1, 2)) is OTHER
 
 
@@ -157,23 +153,13 @@ def test_slots_are_kept_for_what_running_requests_are_expected_to_use(ratio, adm
 
 
 def test_what_is_kept_for_a_newcomer_counts_for_those_after_it():
-    rig = Rig(pool=100)
-    adder = rig.adder()
+    adder = Rig(pool=2 * CLIP_MAX_NEW_TOKENS + 100).adder()
+    added = [adder.add_one_req(text(at, 10, 100 * CLIP_MAX_NEW_TOKENS)) for at in range(3)]
+    assert added == [CONTINUE, CONTINUE, NO_TOKEN], "long outputs are clipped"
+    adder = Rig(pool=100).adder()
     assert adder.add_one_req(text(0, 10, 40)) is CONTINUE
     assert adder.add_one_req(text(1, 10, 40)) is NO_TOKEN
     assert adder.add_one_req(text(2, 10, 30)) is CONTINUE
-
-
-def test_long_outputs_are_clipped():
-    rig = Rig(pool=2 * CLIP_MAX_NEW_TOKENS + 100)
-    adder = rig.adder()
-    assert adder.add_one_req(text(0, 10, 100 * CLIP_MAX_NEW_TOKENS)) is CONTINUE
-    assert adder.add_one_req(text(1, 10, 100 * CLIP_MAX_NEW_TOKENS)) is CONTINUE
-    assert adder.add_one_req(text(2, 10, 100 * CLIP_MAX_NEW_TOKENS)) is NO_TOKEN
-
-
-def test_a_request_alone_is_admitted_whatever_is_expected_of_it():
-    assert Rig(pool=64).adder().add_one_req(text(0, 10, 54)) is CONTINUE
 
 
 def test_those_that_use_all_of_their_output_are_let_in_where_others_end_in_time():

@@ -9,7 +9,6 @@ from processors.inputs import MultimodalInputs
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.req import Req
-from vlmserve.scheduler.req_life import ReqStatus
 
 PROMPT = np.arange(100, 105)
 ANSWER = [7, 8, 9]
@@ -34,24 +33,6 @@ def test_a_part_is_that_of_the_whole(with_media):
         for end in range(start + 1, len(ids) + 1):
             assert req.fill_ids(start, end).tolist() == ids[start:end]
             assert req.positions(start, end).tolist() == places[:, start:end].tolist()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (ReqStatus.WAITING, ReqStatus.DECODING),  # its prompt has to be computed before
-        (ReqStatus.WAITING_FOR_ENCODER, ReqStatus.RETRACTED),  # it has nothing to give back
-        (ReqStatus.DECODING, ReqStatus.WAITING),
-        (ReqStatus.RETRACTED, ReqStatus.DECODING),
-        *((ReqStatus.FINISHED, status) for status in ReqStatus),
-    ],
-)
-def test_moves_that_would_be_errors(before, after):
-    req = make_req(0)
-    req.status = before
-    with pytest.raises(AssertionError, match="r0"):
-        req.move_to(after)
-    assert req.status is before
 
 
 def test_a_request_ends_once():

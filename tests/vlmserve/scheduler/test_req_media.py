@@ -34,9 +34,6 @@ def media(*items: MultimodalDataItem) -> MultimodalInputs:
     ("items", "spans"),
     [
         ([], []),
-        ([item(["a"], (3, 9))], [(3, 9, "a", 0)]),
-        # a range holds several temporal patches, or each has one, or ranges part them anywhere
-        ([item(["a", "b", "c"], (2, 14))], [(2, 6, "a", 0), (6, 10, "b", 0), (10, 14, "c", 0)]),
         ([item(["a", "b"], (2, 5), (9, 12))], [(2, 5, "a", 0), (9, 12, "b", 0)]),
         (
             [item(["a", "b"], (0, 1), (3, 6), (8, 10))],
@@ -147,23 +144,6 @@ def test_how_far_a_prompt_is_ready():
     assert (rig.media.ready_until(), rig.media.first_unready()) == (9, rig.keys["c"])
     rig.encode()
     assert (rig.media.ready_until(), rig.media.first_unready()) == (None, None)
-
-
-def test_whether_tokens_before_an_end_take_embeds(rig):
-    assert [rig.media.needs_embeds(0, end) for end in (0, 2, 3, 99)] == [False, False, True, True]
-    rig.media.hold_from(5)
-    assert [rig.media.needs_embeds(0, end) for end in (7, 8)] == [False, True]
-    rig.media.hold_from(15)
-    assert not rig.media.needs_embeds(0, 99)
-
-
-def test_which_of_some_keys_is_held(rig):
-    a, b, c = (rig.keys[name] for name in "abc")
-    assert rig.media.holds({b, c}) == b
-    assert rig.media.holds({b"other"}) is None
-    rig.media.hold_from(9)
-    assert rig.media.holds({b}) is None
-    assert rig.media.holds({a: "why", c: "why"}) == c
 
 
 def test_older_requests_and_earlier_parts_of_one_go_first():

@@ -10,33 +10,10 @@ from hypothesis import strategies as st
 from tests.vision.fake_backend import ROW_BYTES
 from tests.vlmserve.scheduler.fake_grammars import BAD, ENDS, LENGTH, spec
 from tests.vlmserve.scheduler.prompts import expected, request
-from tests.vlmserve.scheduler.rig import ABORTS, GAPS, Knobs, Rig, requests
+from tests.vlmserve.scheduler.rig import ABORTS, GAPS, Knobs, Rig, knobs, requests
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.ipc.messages import AbortReq
 from vlmserve_common.errors import EngineError
-
-
-@st.composite
-def knobs(draw) -> Knobs:
-    page = draw(st.sampled_from([1, 4, 16]))
-    return Knobs(
-        page=page,
-        pool=max(draw(st.integers(6, 40)) * page, 96 // page * page),
-        chunk=draw(st.sampled_from([None, 5, 16, 64])),
-        mixed=draw(st.booleans()),
-        radix=draw(st.booleans()),
-        policy=draw(st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"])),
-        depth=draw(st.sampled_from([1, 2, 2, 3])),
-        stages=draw(st.sampled_from([1, 1, 2, 3])),
-        drafts=draw(st.sampled_from([0, 0, 1, 5])),
-        host_pages=draw(st.sampled_from([0, 4, 40])),
-        rows=draw(st.integers(1, 6)),
-        conservativeness=draw(st.sampled_from([0.0, 1.0])),
-        encoders=draw(st.integers(0, 2)),
-        space_rows=draw(st.sampled_from([0, 3, 10, 1000])),
-        host_rows=draw(st.sampled_from([None, 0, 5, 1000])),
-        disk=draw(st.booleans()),
-    )
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,14 +56,6 @@ def test_answers_do_not_depend_on_the_schedule(messages, knobs, gaps, aborts, fi
             assert rig.finish[message.rid].type == ("stop" if over else "length")
     rig.check_nothing_is_left()
     assert rig.pool.cache.device.bytes <= knobs.space_rows * ROW_BYTES
-
-
-def test_a_full_cache_retracts_and_the_answers_stay():
-    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.0))
-    messages = [request(f"r{i}", [i] * 6, new=40) for i in range(5)]
-    rig.run(*messages)
-    assert rig.loop.stats().retracted_total > 0
-    rig.check_answers(*messages)
 
 
 def test_grammars_that_take_long_hold_nobody_up():
@@ -153,6 +122,15 @@ def test_sessions_give_way_when_slots_are_short():
     rig.check_answers(large)
     assert len(rig.scheduler.sessions) == 0
     rig.loop.check_pools()
+
+
+def test_a_hybrid_model_goes_on_from_the_last_state_that_was_kept():
+    rig = Rig(Knobs(chunk=None, snapshots=4))
+    rig.run(request("a", [1] * 30))
+    again = request("b", [1] * 30)
+    rig.run(again)
+    rig.check_answers(again)
+    assert (rig.cached["b"], rig.worker.resumed) == (24, 1), "whole units of eight tokens"
 
 
 def test_pictures_that_differ_share_nothing_from_there_on():
@@ -233,14 +211,8 @@ def test_others_go_on_while_a_picture_is_encoded():
 
 
 def test_a_prompt_in_progress_that_waits_for_its_second_picture_lets_others_pass():
-    rig = Rig(Knobs(encoders=1, chunk=16, page=4))
+    rig = Rig(Knobs(encoders=1, chunk=16, page=4, space_rows=12))  # one at a time
     two = request("two", [1] * 60, [(3, 12, b"one"), (30, 12, b"two")])
-    rig.handle(two)
-    rig.step()
-    rig.backend.finish()  # both go in one batch: start anew with one at a time
-    rig.run()
-    rig.loop.flush_cache()
-    rig = Rig(Knobs(encoders=1, chunk=16, page=4, space_rows=12))
     rig.handle(two)
     rig.step()
     rig.backend.finish()
@@ -266,31 +238,20 @@ def test_a_clip_larger_than_the_space_is_encoded_bit_by_bit():
     assert len(rig.backend.encoded()) == 10
 
 
-def test_a_picture_larger_than_the_space_goes_alone():
-    rig = Rig(Knobs(chunk=64, space_rows=8))
-    messages = [request("large", [1] * 40, [(3, 30, b"large")]), request("small", [2] * 9, [(1, 4, b"small")])]
-    rig.run(*messages)
-    rig.check_answers(*messages)
-
-
-def test_a_cached_prefix_needs_no_rows():
-    rig = Rig(Knobs(page=1, space_rows=0))
-    first = request("first", [1] * 30, [(3, 12, b"seen")])
-    rig.run(first)
-    again = request("again", [1] * 30 + [2], [(3, 12, b"seen")])
-    rig.run(again)
-    rig.check_answers(again)
-    assert len(rig.backend.batches) == 1
-
-
-def test_nobody_waits_for_the_disk_to_write():
-    """Others hold all room, and only what is written is under way: the picture comes all the same."""
+def rig_without_room() -> tuple[Rig, list[bytes]]:
+    """Others hold all room of the encoder, under these keys."""
     rig = Rig(Knobs(space_rows=2, disk=True))
     others = request("others", [1] * 9, [(1, 2, b"others")]).mm_inputs.items[0]
     keys = rig.pool.submit(temporal_patches(others), order=-1)
     while not rig.pool.is_ready(keys[0]):
-        rig.pool.advance()
-        rig.disk.finish_load() if rig.disk.loads else None
+        if not rig.pool.advance():
+            rig.disk.finish_load()
+    return rig, keys
+
+
+def test_nobody_waits_for_the_disk_to_write():
+    """Only what is written is under way: the picture comes all the same."""
+    rig, keys = rig_without_room()
     picture = request("picture", [1] * 20, [(3, 2, b"pic")])
     rig.handle(picture)
     rig.steps()
@@ -312,17 +273,6 @@ def test_text_before_a_picture_waits_with_it_unless_there_is_much_of_it():
     rig.step()
     assert [int(n) for n in rig.worker.batches[0].seq_lens] == [300]
     rig.run()
-
-
-def test_prompt_and_decode_steps_alternate_so_nobody_waits_long():
-    rig = Rig(Knobs(chunk=8, rows=4))
-    rig.handle(request("short", [1, 2], new=20))
-    rig.step()
-    rig.handle(request("long", [3] * 80, new=2))
-    for _ in range(10):
-        rig.step()
-    modes = [batch.forward_mode for batch in rig.worker.batches[1:]]
-    assert modes[:8] == [2, 1] * 4, modes
 
 
 def test_mixed_chunks_decode_and_prefill_in_one_step():
@@ -363,19 +313,6 @@ def test_an_urgent_request_gets_its_place_before_a_long_prompt_has_come_to_its_e
     rig.run()
 
 
-def test_a_failing_step_ends_its_own_requests_only():
-    rig = Rig(Knobs(chunk=None, rows=2))
-    messages = [request(f"r{i}", [i] * 9) for i in range(4)]
-    rig.handle(*messages)
-    rig.worker.fail_at = 3
-    rig.run()
-    failed = [rid for rid, reason in rig.finish.items() if reason.type == "error"]
-    assert failed == ["r0", "r1"]
-    for message in messages[2:]:
-        assert rig.tokens[message.rid] == expected(message)
-    rig.loop.check_pools()
-
-
 def test_a_leak_is_noticed_when_idle():
     rig = Rig()
     rig.kv.allocator.alloc_extend(0, 4, -1)
@@ -383,24 +320,9 @@ def test_a_leak_is_noticed_when_idle():
         rig.step()
 
 
-def test_stop_tokens_end_an_answer():
-    message = request("a", [1, 2, 3], new=10)
-    stop = expected(message)[3]
-    cut = expected(message).index(stop) + 1
-    rig = Rig()
-    rig.run(request("a", [1, 2, 3], new=10, stop_token_ids=(stop,)))
-    assert rig.tokens["a"] == expected(message)[:cut]
-    assert rig.finish["a"].matched == stop
-
-
 def test_an_abort_of_who_waits_most_urgently():
     """Nobody gets on without a picture, and before it is begun with its request is gone."""
-    rig = Rig(Knobs(space_rows=2, disk=True))
-    others = request("others", [1] * 9, [(1, 2, b"others")]).mm_inputs.items[0]
-    keys = rig.pool.submit(temporal_patches(others), order=-1)
-    while not rig.pool.is_ready(keys[0]):
-        rig.pool.advance()
-        rig.disk.finish_load() if rig.disk.loads else rig.backend.work(1.0)
+    rig, keys = rig_without_room()
     pictures = [request(name, [number] * 20, [(3, 2, name.encode())]) for number, name in enumerate(("one", "two"))]
     for picture in pictures:
         rig.handle(picture)
@@ -412,3 +334,28 @@ def test_an_abort_of_who_waits_most_urgently():
     assert rig.tokens["two"] == expected(pictures[1])
     rig.pool.release(keys, order=-1)
     rig.run()
+
+
+def test_decoding_requests_take_turns_in_as_many_groups_as_a_pipeline_has_stages():
+    """Nobody is in a step before the token of his last one is there, and no step waits for another one's tokens."""
+    rig = Rig(Knobs(depth=4, stages=3, rows=6))
+    messages = [request(f"r{i}", [3 + i, 5], new=12) for i in range(6)]
+    rig.handle(*messages)
+    scheduler, most = rig.scheduler, 0
+    decide = scheduler.get_next_batch_to_run
+
+    def watched(in_flight, **options):
+        nonlocal most
+        most = max(most, len(in_flight))
+        batch = decide(in_flight, **options)
+        for part in () if batch is None else batch.decoding:
+            assert not any(part.req is other.req for one in in_flight for other in one.reqs)
+        return batch
+
+    scheduler.get_next_batch_to_run = watched
+    rig.run()
+    rig.check_answers(*messages)
+    decoding = [len(batch.req_pool_indices) for batch in rig.worker.batches if len(batch.prefix_slots) == 0]
+    assert most == 3
+    assert all((batch.input_ids >= 0).all() for batch in rig.worker.batches)
+    assert set(decoding[3:-3]) == {2}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.prompts import expected, prompt_of, request
-from tests.vlmserve.scheduler.rig import GAPS, Knobs, Rig, requests
+from tests.vlmserve.scheduler.rig import GAPS, Knobs, Rig, knobs, requests
 from vlmserve.ipc.messages import InputEmbeds, ReturnOptions
 
 ASKED = (3, 11)
@@ -71,33 +71,9 @@ def check(rig: Rig, message) -> None:
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    messages=scored_requests(),
-    page=st.sampled_from([1, 4, 16]),
-    pages=st.integers(6, 40),
-    chunk=st.sampled_from([None, 5, 16, 64]),
-    mixed=st.booleans(),
-    radix=st.booleans(),
-    depth=st.sampled_from([1, 2, 3]),
-    drafts=st.sampled_from([0, 3]),
-    rows=st.integers(1, 6),
-    gaps=GAPS,
-)
-def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixed, radix, depth, drafts, rows, gaps):
-    pool = max(pages * page, 96 // page * page)
-    rig = Rig(
-        Knobs(
-            pool=pool,
-            page=page,
-            chunk=chunk,
-            mixed=mixed,
-            radix=radix,
-            depth=depth,
-            drafts=drafts,
-            rows=rows,
-            conservativeness=0.0,
-        )
-    )
+@given(messages=scored_requests(), knobs=knobs(), gaps=GAPS)
+def test_scores_do_not_depend_on_the_schedule(messages, knobs, gaps):
+    rig = Rig(knobs)
     rig.play(messages, gaps)
     for message in messages:
         check(rig, message)
@@ -106,7 +82,7 @@ def test_scores_do_not_depend_on_the_schedule(messages, page, pages, chunk, mixe
 
 def test_retracted_scores_are_asked_for_once():
     """Its KV is computed again where it must be, and what was known of its prompt stays known."""
-    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.0))
+    rig = Rig(Knobs(pool=64, page=4, chunk=None, rows=6, context=64, conservativeness=0.001))
     messages = [request(f"r{i}", [i] * 6, new=40) for i in range(5)]
     messages = [replace(message, returns=ReturnOptions(prompt_logprobs=1)) for message in messages]
     rig.run(*messages)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.vlmserve.scheduler.prompts import expected, request
-from tests.vlmserve.scheduler.simulator import Arrival, Setup, Simulation
+from tests.vlmserve.scheduler.rig import Knobs
+from tests.vlmserve.scheduler.simulator import Arrival, Simulation
 from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority")
@@ -54,28 +55,30 @@ def simulate(seed: int, count: int, *, recurrent: bool = False) -> Counter[str]:
     rng = random.Random(seed)
     policy = POLICIES[seed % len(POLICIES)]
     page = rng.choice([1, 4, 16])
-    setup = Setup(
+    knobs = Knobs(
         policy=policy,
         page=page,
         pool=rng.choice([192, 384, 1024]) // page * page,
         rows=rng.choice([3, 8, 24]),
+        context=160,
         depth=rng.choice([1, 2, 2]),
         mixed=rng.random() < 0.4,
         radix=rng.random() < 0.8,
-        chunk=rng.choice([-1, 20, 64]),
+        chunk=rng.choice([None, 20, 64]),
         prefill=rng.choice([48, 256]),
         conservativeness=rng.choice([0.1, 1.0]),
         space_rows=rng.choice([6, 40, 1000]),
         max_patches=rng.choice([16, 256]),
     )
     arrivals = mixed_traffic(rng, count, policy=policy, rate=rng.choice([20, 100, 1000]))
-    if recurrent:
-        setup = replace(setup, snapshots=rng.choice([0, 1, 3, 20, 200]))
-    simulation = Simulation(setup, arrivals).run()
-    aborts = {arrival.message.rid: arrival.message for arrival in arrivals if isinstance(arrival.message, AbortReq)}
+    knobs = replace(knobs, snapshots=rng.choice([0, 1, 3, 20, 200]) if recurrent else None)
+    simulation = Simulation(knobs, arrivals)
+    simulation.run(limit=10**6)
+    simulation.check_nothing_is_left()
+    messages = [arrival.message for arrival in arrivals]
+    aborts = {message.rid: message for message in messages if isinstance(message, AbortReq)}
     ends: Counter[str] = Counter()
-    for arrival in arrivals:
-        message = arrival.message
+    for message in messages:
         if isinstance(message, AbortReq):
             continue
         got, want = simulation.tokens[message.rid], expected(message)

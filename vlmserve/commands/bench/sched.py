@@ -33,9 +33,7 @@ from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.req_to_token import ReqPoolAllocator
-from vlmserve.scheduler.estimates import NewTokenRatio
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
-from vlmserve.scheduler.policy import make_policy
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -127,14 +125,12 @@ class SchedulerSubject:
                 schedule_policy=load.policy,  # type: ignore[arg-type]
                 max_decode_slowdown=0,
                 max_step_s=0,
+                max_sessions=0,
             ),
             max_req_len=PROMPT_TOKENS + _MOST_NEW,
             eos_token_ids=frozenset({0}),
             kv=self.kv,
             encoder=encoder,
-            sessions=Sessions(self.kv.prefix_cache, max_sessions=0, timeout_s=1, clock=time.monotonic),
-            policy=make_policy(load.policy, match=self.kv.matched_len, path=self.kv.matched_path),
-            new_token_ratio=NewTokenRatio(1.0),
             media_keys=MediaKeyTable(),
             send=self._take,
         )

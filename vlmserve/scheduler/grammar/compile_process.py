@@ -81,7 +81,6 @@ class CompileProcess:
             self._process.kill()
 
     def _started(self) -> Connection:
-        """Return the pipe to a process that is ready. Raises EngineError if it cannot start."""
         if self._pipe is not None:
             return self._pipe
         from xgrammar import TokenizerInfo

@@ -151,7 +151,6 @@ def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
 
 
 def _plain(message: str) -> str:
-    """Return xgrammar's message without places in its own source."""
     text = _WHERE_IN_SOURCE.sub("", message).strip()
     text = re.sub(r"Check failed: .* is false: ", "", text)
     return text if len(text) <= 500 else f"{text[:500]}..."

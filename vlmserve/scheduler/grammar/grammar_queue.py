@@ -7,26 +7,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.scheduler.grammar.compile_process import CompileProcess
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve_common.errors import BadRequestError
 
 _REFUSED_BYTES = 1024
 """The size that a refused grammar counts in the cache, besides its text."""
-
-
-class GrammarCompiler(Protocol):
-    """A compiler, used by one thread."""
-
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile a grammar. Raises BadRequestError, whose message goes on from the field's name."""
-        ...
-
-    def close(self) -> None:
-        """End the compiler, from another thread."""
-        ...
 
 
 @dataclass(slots=True)
@@ -42,13 +30,13 @@ class GrammarQueue:
     grammars and refused texts; the least recently used go first. A refused grammar is not tried again.
     """
 
-    def __init__(self, make: Callable[[], GrammarCompiler], *, cache_bytes: int, workers: int = 2) -> None:
+    def __init__(self, make: Callable[[], CompileProcess], *, cache_bytes: int, workers: int = 2) -> None:
         self._make = make
         self._cache_bytes = cache_bytes
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._own = threading.local()
-        self._compilers: list[GrammarCompiler] = []
+        self._compilers: list[CompileProcess] = []
 
     def get(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """Return the future of a compiled grammar (or its BadRequestError), one for all requests with this grammar.
@@ -97,7 +85,6 @@ class GrammarQueue:
 
 
 def _is_accident(future: Future[CompiledGrammar]) -> bool:
-    """Return whether compiling failed for a reason other than the grammar."""
     return future.cancelled() or not isinstance(future.exception(), BadRequestError | type(None))
 
 
