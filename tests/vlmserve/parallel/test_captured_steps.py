@@ -251,7 +251,7 @@ def overwritten_first(part: GroupPart, steps: Sequence[SampleOrder | None]) -> I
     """As if the others had replayed once more before any step is sampled."""
     graphs = part._runner._graphs
     assert graphs is not None
-    graphs._buffers.hidden.fill_(torch.nan)
+    graphs.hidden.fill_(torch.nan)
     return sampled_logits(part, steps)
 
 
