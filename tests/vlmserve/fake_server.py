@@ -34,7 +34,6 @@ from vlmserve.ipc.messages import (
     FinishReason,
     SamplingParams,
     SchedulerInput,
-    SchedulerStats,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
@@ -105,7 +104,7 @@ def _tokens(message: TokenizedGenerateReqInput) -> BatchTokenOutput:
 
 def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
-    sender = Sender(channels.api, (BatchTextOutput, SchedulerStats))
+    sender = Sender(channels.api, (BatchTextOutput,))
     ready()
     while True:
         batch = receiver.recv()

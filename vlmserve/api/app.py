@@ -114,7 +114,7 @@ class ServerApi:
     @operation("GET", "/metrics", "getMetrics", "Server", answer="text/plain")
     async def show_metrics(self) -> Response:
         """Return figures for Prometheus."""
-        stats = await self._served.manager.scheduler_stats(_STATS_TIMEOUT_S)
+        stats = await self._operators.scheduler_stats(_STATS_TIMEOUT_S)
         return Response(self._metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
 
 

@@ -39,7 +39,6 @@ from vlmserve.ipc.control_messages import (
     StopProfileReq,
 )
 from vlmserve.ipc.messages import SchedulerStats
-from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.version import __version__
 
@@ -164,7 +163,6 @@ class ControlApi:
         settings = asdict(self._settings)
         settings |= settings.pop("engine")
         settings |= {name: "set" for name in _SECRETS if settings[name] is not None}
-        replicas = replicas_of(info.stats)
         state: ServerState = {
             "version": __version__,
             "model": self._model_name,
@@ -178,8 +176,8 @@ class ControlApi:
             "scheduler": _figures(info.stats),
             "settings": dict(sorted(settings.items())),
         }
-        if replicas:
-            state["replicas"] = [_figures(stats) for stats in replicas]
+        if info.stats.replicas:
+            state["replicas"] = [_figures(stats) for stats in info.stats.replicas]
         return state
 
     @operation(
@@ -245,6 +243,13 @@ class ControlApi:
         await self._ask(AbortRequestsReq(rids=rids), AbortRequestsResult)
         return {"aborted": [one.request_id for one in ended]}
 
+    async def scheduler_stats(self, timeout_s: float) -> SchedulerStats | None:
+        """Return the figures of all replicas together, or None if one is gone or too busy to tell in time."""
+        try:
+            return (await self._ask(GetServerInfoReq(), ServerInfo, timeout_s)).stats
+        except (BadRequestError, EngineUnavailableError):
+            return None
+
     async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
         result = await self._ask(question, PauseResult)
         self.paused = result.paused
@@ -254,18 +259,18 @@ class ControlApi:
         """Read a small JSON object. An empty body stands for an empty object."""
         return await read_body(request, model, self._settings, if_empty=b"{}")  # type: ignore[type-var]
 
-    async def _ask(self, question: ControlRequest, kind: type[_T]) -> _T:
+    async def _ask(self, question: ControlRequest, kind: type[_T], timeout_s: float | None = None) -> _T:
         """Return the engine's result. Raises BadRequestError with the engine's reason, or EngineUnavailableError if the
         engine does not answer."""
-        reason = self._manager.unavailable
+        reason, timeout_s = self._manager.unavailable, timeout_s or ANSWER_S
         if reason is not None:
             raise EngineUnavailableError(reason)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(timeout_s):
                 result = await self._send(question)
         except TimeoutError:
             raise EngineUnavailableError(
-                f"the engine is still at a step after {ANSWER_S:g} s: what was asked for comes after it"
+                f"the engine is still at a step after {timeout_s:g} s: what was asked for comes after it"
             ) from None
         if isinstance(result, ControlRefused):
             raise BadRequestError(result.message, status=result.status)
@@ -275,4 +280,4 @@ class ControlApi:
 
 def _figures(stats: SchedulerStats) -> dict[str, Any]:
     """Return the figures, without those of the encoder and of single replicas."""
-    return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replica", "replicas")}
+    return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replicas")}

@@ -93,7 +93,6 @@ def make_frontend(
             prepare=prepare,
             max_pending=engine.dp_size * (engine.max_running_requests + engine.max_queued_requests),
             request_timeout_s=settings.request_timeout_s,
-            num_replicas=engine.dp_size,
         )
         tracer = None
         if settings.otlp_traces_endpoint is not None:

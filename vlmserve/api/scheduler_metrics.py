@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats
-from vlmserve.ipc.replica_sums import replicas_of
 
 PREFIX = "vlmserve:"
 # name -> its meaning, and its place in `SchedulerStats`
@@ -108,7 +107,7 @@ class SchedulerCollector(Collector):
         whole = [(labels, stats)]
         encoder = {"device": stats.encoder.device, "host": stats.encoder.host, "disk": stats.encoder.disk}
         tiers = [((*labels, name), tier) for name, tier in encoder.items() if tier is not None]
-        replicas = [((*labels, str(one.replica)), one) for one in replicas_of(stats)]
+        replicas = [((*labels, str(number)), one) for number, one in enumerate(stats.replicas)]
         yield from _families(_GAUGES, _COUNTERS, whole)
         yield from _families(_TIER_GAUGES, _TIER_COUNTERS, tiers, "tier")
         if replicas:

@@ -317,7 +317,7 @@ class EventLoop:
         first = replace(first, encoder=encoder, experts=self._expert_stats(), num_warmups=len(self._warmups))
         none = TierStats()
         nothing = PoolStats(host=None if encoder.host is None else none, disk=None if encoder.disk is None else none)
-        return sum_stats([first, *(replace(one, replica=at, encoder=nothing) for at, one in enumerate(others, 1))])
+        return sum_stats([first, *(replace(one, encoder=nothing) for one in others)])
 
     # ------------------------------------------------------------ the end
 

@@ -56,6 +56,7 @@ class ControlClient:
         self._waiting: dict[bytes, asyncio.Future[Any]] = {}
         self._loop = asyncio.get_running_loop()
         self._socket = zmq.Socket(zmq.Context.instance(), zmq.DEALER)
+        self._socket.set(zmq.SNDHWM, 0)  # however long an engine does not answer
         self._socket.set(zmq.LINGER, 0)
         self._socket.connect(address)
         self._fd = int(self._socket.get(zmq.FD))

@@ -17,7 +17,6 @@ from vlmserve.ipc.messages import (
     BatchTokenizedGenerateReqInput,
     EncodeOutput,
     EncodeReqInput,
-    GetStatsReq,
     PreparedMessage,
     RequestsLost,
     SchedulerInput,
@@ -46,7 +45,7 @@ def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStac
 
 class Engines:
     """The engine, or all replicas, seen from the API process. `router` chooses a replica for each request; later
-    messages about it follow. Others go to all replicas. Call `came` for each message taken from an engine."""
+    messages about it follow. Call `came` for each message taken from an engine."""
 
     def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: ReplicaRouter) -> None:
         self._senders = senders
@@ -65,9 +64,6 @@ class Engines:
                 self._router.end(message.rid)
                 if replica is not None:
                     self._senders[replica].send(message)
-            case GetStatsReq():
-                for sender in self._senders:
-                    sender.send(message)
             case _:
                 for part in parts_of(message):
                     self._senders[self._router.place(demand_of(part))].send(part)

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
 
 from vlmserve.ipc.control_messages import ControlRefused, ControlResult, PauseResult, ProfileResult, ServerInfo
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SummedStats(SchedulerStats):
-    """Figures of all `replicas` together."""
-
-    replicas: tuple[SchedulerStats, ...] = ()
-
-
-def replicas_of(stats: SchedulerStats) -> tuple[SchedulerStats, ...]:
-    """Return the figures that were summed; an empty tuple for a single engine."""
-    return stats.replicas if isinstance(stats, SummedStats) else ()
 
 
 def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -36,8 +23,7 @@ def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
         encoder = dataclasses.replace(encoder, disk=dataclasses.replace(encoder.disk, **most))
     uneven = {name: max(getattr(one.experts, name) for one in stats) for name in ("imbalance", "imbalance_after")}
     experts = dataclasses.replace(whole.experts, **uneven)
-    sums = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
-    return SummedStats(**{**sums, "encoder": encoder, "experts": experts, "replica": 0}, replicas=tuple(stats))
+    return dataclasses.replace(whole, encoder=encoder, experts=experts, replicas=tuple(stats))
 
 
 def sum_results(results: Sequence[ControlResult]) -> ControlResult:

@@ -38,7 +38,6 @@ from vlmserve.ipc.messages import (
     EncodeReqInput,
     ExpertStats,
     FinishReason,
-    GetStatsReq,
     SchedulerInput,
     SchedulerStats,
     StageTimes,
@@ -126,8 +125,6 @@ class FakeScheduler:
                 if not message.finished:
                     self._deliver(self._output(message.rid, (), FinishReason(type="abort"), 1, 0))
             self._note(self.aborts, message)
-        elif isinstance(message, GetStatsReq) and self.answers_stats:
-            loop.call_soon(self.frontend.handle, make_stats(num_running_reqs=len(self._tasks)))
 
     # what operators ask: the real control of a fake engine
 
@@ -147,6 +144,8 @@ class FakeScheduler:
         return 32
 
     async def ask(self, question: ControlRequest) -> ControlResult:
+        if not self.answers_stats:
+            await asyncio.Event().wait()
         return self.control.handle(question)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -308,6 +307,7 @@ def write_checkpoint_folder(folder: Path) -> Path:
 def make_stats(**fields: int) -> SchedulerStats:
     zero = {
         **dict.fromkeys(SchedulerStats.__dataclass_fields__, 0),
+        "replicas": (),
         "encoder": PoolStats(disk=TierStats(hits=3)),
         "steps": StepStats(),
         "experts": ExpertStats(),

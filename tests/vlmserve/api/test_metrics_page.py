@@ -39,7 +39,7 @@ def test_the_page_has_every_metric_with_its_type_and_labels(client: TestClient, 
     served.scheduler.encodes_pictures = True
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert client.post("/v1/chat/completions", json={}).status_code == 400
-    replicated = observed([0.0]).render(sum_stats([replace(stats(), replica=n) for n in range(2)]))
+    replicated = observed([0.0]).render(sum_stats([stats(), stats()]))
     shown = families(client.get("/metrics").text)
     shown |= {name: own for name, own in families(replicated.decode()).items() if "replica" in own[1]}
     assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROWS} == shown
@@ -115,7 +115,7 @@ def test_figures_of_answers() -> None:
 
 
 def test_figures_of_replicas() -> None:
-    whole = sum_stats([replace(stats(generated=10 * n), replica=n) for n in range(2)])
+    whole = sum_stats([stats(generated=10 * n) for n in range(2)])
     found = values(observed([0.0]), whole)
     assert found["vlmserve:num_requests_running"] == 6
     for replica in "01":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +23,6 @@ from vlmserve.ipc.messages import (
     EncodeOutput,
     EncodeReqInput,
     FinishReason,
-    GetStatsReq,
     RequestsLost,
     SamplingParams,
     SchedulerInput,
@@ -96,10 +96,11 @@ def test_what_is_about_a_request_follows_it(replicas: Replicated):
         engines.send(EncodeReqInput(rid="ahead", items=()))
         engines.came(EncodeOutput(rid="ahead", items=()))
         engines.send(AbortReq(rid="ahead"))
-        engines.send(GetStatsReq())
+        for replica in range(2):
+            engines.send(replace(ask("end", 1), data_parallel_rank=replica))
         assert [replicas.got(0).rid for _ in range(3)] == ["a", "a", "ahead"]
         assert [replicas.got(1).rid for _ in range(2)] == ["b", "b"]
-        assert [replicas.got(n) for n in range(2)] == [GetStatsReq()] * 2, "and nothing before it"
+        assert [replicas.got(n).rid for n in range(2)] == ["end", "end"], "and nothing before it"
 
     replicas.run(scenario)
     assert replicas.shared.outstanding() == 0

@@ -33,13 +33,14 @@ from vlmserve.ipc.control_messages import (
     ControlResult,
     FlushCacheReq,
     FlushCacheResult,
+    GetServerInfoReq,
     PauseReq,
+    ServerInfo,
 )
 from vlmserve.ipc.messages import (
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
     BatchTokenOutput,
-    GetStatsReq,
     RequestsLost,
     SchedulerInput,
     SchedulerOutput,
@@ -52,6 +53,7 @@ from vlmserve_common.process.wake_up import WakeUp
 logger = logging.getLogger(__name__)
 
 _STOP = object()
+_STATS_S = 1.0
 
 
 class AsyncLLM:
@@ -130,8 +132,13 @@ class AsyncLLM:
 
     async def stats(self) -> SchedulerStats | None:
         """Return the scheduler's figures. None if the engine has failed, or does not answer within a second."""
-        self._loop = asyncio.get_running_loop()
-        return await self._manager.scheduler_stats()
+        try:
+            async with asyncio.timeout(_STATS_S):
+                info = await self._control_engine(GetServerInfoReq())
+        except (TimeoutError, EngineError):
+            return None
+        assert isinstance(info, ServerInfo)
+        return info.stats
 
     async def abort(self, request_id: str | None = None) -> list[str]:
         """End a request by its `request_id`, or all requests; return the ids of the ended ones.
@@ -223,8 +230,6 @@ class AsyncLLM:
                 elif isinstance(message, BatchTokenizedGenerateReqInput):
                     for request in message.requests:
                         engine.handle(request)
-                elif isinstance(message, GetStatsReq):
-                    self._tell(self._manager.handle, engine.stats())
                 elif not isinstance(message, RequestsLost):  # which only processes can lose
                     engine.handle(message)  # type: ignore[arg-type]
         return True
