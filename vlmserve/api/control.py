@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar
 
 from fastapi import Request
 from pydantic import Field, model_validator
@@ -22,17 +22,15 @@ from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
-    AbortRequestsResult,
     Activity,
     ContinueReq,
     ControlRefused,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
     GetServerInfoReq,
     PauseReq,
-    PauseResult,
     ProfileResult,
     ServerInfo,
     StartProfileReq,
@@ -145,16 +143,16 @@ class ControlApi:
     )
     async def flush_cache(self) -> Response:
         """Forget the cached prefixes that no request uses. The answer is 409 while there are requests."""
-        result = await self._ask(FlushCacheReq(), FlushCacheResult)
+        result = await self._ask(FlushCacheReq(), EngineState)
         there = result.num_running_reqs + result.num_waiting_reqs
         if not there:
-            return JSONResponse({"flushed_tokens": result.tokens})
+            return JSONResponse({"flushed_tokens": result.flushed})
         message = (
             f"{result.num_running_reqs} requests are running and {result.num_waiting_reqs} waiting: what they use "
-            f"stays cached, the other {result.tokens} tokens were forgotten"
+            f"stays cached, the other {result.flushed} tokens were forgotten"
         )
         body = error_body(409, message, code="requests_running")
-        return JSONResponse(body | asdict(result), 409)
+        return JSONResponse(body | {"tokens": result.flushed} | _counts(result), 409)
 
     @operation(*("GET", "/server_info", "getServerInfo", "Operators"), answer=ServerState, errors=ENGINE_ERRORS)
     async def server_info(self) -> ServerState:
@@ -240,7 +238,7 @@ class ControlApi:
                 f"there is no request {body.rid!r}: it has ended, or never came", param="rid", status=404
             )
         rids = tuple(rid for one in ended for rid in one.rids)
-        await self._ask(AbortRequestsReq(rids=rids), AbortRequestsResult)
+        await self._ask(AbortRequestsReq(rids=rids), EngineState)
         return {"aborted": [one.request_id for one in ended]}
 
     async def scheduler_stats(self, timeout_s: float) -> SchedulerStats | None:
@@ -251,9 +249,9 @@ class ControlApi:
             return None
 
     async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
-        result = await self._ask(question, PauseResult)
+        result = await self._ask(question, EngineState)
         self.paused = result.paused
-        return cast("PauseState", asdict(result))
+        return {"paused": result.paused, **_counts(result)}
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
         """Read a small JSON object. An empty body stands for an empty object."""
@@ -276,6 +274,10 @@ class ControlApi:
             raise BadRequestError(result.message, status=result.status)
         assert isinstance(result, kind), result
         return result
+
+
+def _counts(state: EngineState) -> dict[str, int]:
+    return {"num_running_reqs": state.num_running_reqs, "num_waiting_reqs": state.num_waiting_reqs}
 
 
 def _figures(stats: SchedulerStats) -> dict[str, Any]:

@@ -10,16 +10,14 @@ from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
-    AbortRequestsResult,
     ContinueReq,
     ControlRefused,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
     GetServerInfoReq,
     PauseReq,
-    PauseResult,
     ProfileResult,
     ServerInfo,
     StartProfileReq,
@@ -70,7 +68,7 @@ class EngineControl:
     def _answer(self, message: ControlRequest) -> ControlResult:
         match message:
             case FlushCacheReq():
-                return FlushCacheResult(tokens=self._engine.flush_cache(), **self._counts())
+                return self._state(flushed=self._engine.flush_cache())
             case GetServerInfoReq():
                 return ServerInfo(
                     stats=self._engine.stats(),
@@ -90,24 +88,25 @@ class EngineControl:
             case AbortRequestsReq():
                 for rid in message.rids:
                     self._engine.handle(AbortReq(rid=rid))
-                return AbortRequestsResult(**self._counts())
+                return self._state()
         assert_never(message)
 
-    def _counts(self) -> dict[str, int]:
+    def _state(self, flushed: int = 0) -> EngineState:
         stats = self._engine.stats()
-        return {"num_running_reqs": stats.num_running_reqs, "num_waiting_reqs": stats.num_waiting_reqs}
+        return EngineState(
+            paused=self.paused,
+            num_running_reqs=stats.num_running_reqs,
+            num_waiting_reqs=stats.num_waiting_reqs,
+            flushed=flushed,
+        )
 
-    def _set_paused(self, paused: bool) -> PauseResult:
+    def _set_paused(self, paused: bool) -> EngineState:
         if paused == self.paused:
             raise _RefusedError("generation is paused already" if paused else "generation is not paused")
         self.paused = paused
-        counts = self._counts()
-        log.info(
-            "generation %s: %d requests running, %d waiting",
-            "is paused" if paused else "goes on",
-            *counts.values(),
-        )
-        return PauseResult(paused=paused, **counts)
+        state, what = self._state(), "is paused" if paused else "goes on"
+        log.info("generation %s: %d requests running, %d waiting", what, state.num_running_reqs, state.num_waiting_reqs)
+        return state
 
     def _start_profile(self, message: StartProfileReq) -> ProfileResult:
         if self._profiler.recording:

@@ -20,15 +20,6 @@ class FlushCacheReq:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlushCacheResult:
-    """The number of cached tokens forgotten, and the requests that are left."""
-
-    tokens: int
-    num_running_reqs: int
-    num_waiting_reqs: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GetServerInfoReq:
     """Ask for a `ServerInfo`."""
 
@@ -55,12 +46,13 @@ class ContinueReq:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PauseResult:
-    """The state that a `PauseReq` or `ContinueReq` led to."""
+class EngineState:
+    """The state that a question led to. flushed: the cached tokens that a `FlushCacheReq` made the engine forget."""
 
     paused: bool
     num_running_reqs: int
     num_waiting_reqs: int
+    flushed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +86,6 @@ class AbortRequestsReq:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AbortRequestsResult:
-    """The requests that are left after an `AbortRequestsReq`."""
-
-    num_running_reqs: int
-    num_waiting_reqs: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ControlRefused:
     """The reason why there is no result. status: as in HTTP; 409 if the engine is not in the state for the question."""
 
@@ -112,6 +96,4 @@ class ControlRefused:
 ControlRequest: TypeAlias = (
     FlushCacheReq | GetServerInfoReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | AbortRequestsReq
 )
-ControlResult: TypeAlias = (
-    FlushCacheResult | ServerInfo | PauseResult | ProfileResult | AbortRequestsResult | ControlRefused
-)
+ControlResult: TypeAlias = EngineState | ServerInfo | ProfileResult | ControlRefused

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any, cast
 
-from vlmserve.ipc.control_messages import ControlRefused, ControlResult, PauseResult, ProfileResult, ServerInfo
+from vlmserve.ipc.control_messages import ControlRefused, ControlResult, EngineState, ProfileResult, ServerInfo
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats
 
 
@@ -42,11 +42,9 @@ def sum_results(results: Sequence[ControlResult]) -> ControlResult:
             paused=any(info.paused for info in same),
             profiling=any(info.profiling for info in same),
         )
-    if isinstance(first, PauseResult):
+    if isinstance(first, EngineState):
         return dataclasses.replace(reduce(_sum, same), paused=first.paused)
-    if isinstance(first, ProfileResult):
-        return ProfileResult(path=", ".join(one.path for one in same), steps=max(one.steps for one in same))
-    return cast(ControlResult, reduce(_sum, same))
+    return ProfileResult(path=", ".join(one.path for one in same), steps=max(one.steps for one in same))
 
 
 def _sum(one: Any, other: Any) -> Any:

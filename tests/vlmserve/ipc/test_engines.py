@@ -14,7 +14,7 @@ import pytest
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.control import ControlServer
-from vlmserve.ipc.control_messages import ControlResult, FlushCacheReq, FlushCacheResult
+from vlmserve.ipc.control_messages import ControlResult, EngineState, FlushCacheReq
 from vlmserve.ipc.engines import Engines, connect
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -138,7 +138,7 @@ def test_operators_reach_all(replicas: Replicated):
     servers = [ControlServer(own.control) for own in replicas.channels]
 
     def flush(tokens: int) -> ControlResult:
-        return FlushCacheResult(tokens=tokens, num_running_reqs=0, num_waiting_reqs=0)
+        return EngineState(paused=False, flushed=tokens, num_running_reqs=0, num_waiting_reqs=0)
 
     async def scenario(engines: Engines) -> None:
         engines.send(ask("a", 1, data_parallel_rank=1))

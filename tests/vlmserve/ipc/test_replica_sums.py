@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.vlmserve.api.fake_engine import make_stats
 from vision.cache.stats import PoolStats, TierStats
-from vlmserve.ipc.control_messages import ControlRefused, FlushCacheResult, PauseResult, ProfileResult, ServerInfo
+from vlmserve.ipc.control_messages import ControlRefused, EngineState, ProfileResult, ServerInfo
 from vlmserve.ipc.messages import HistogramStats, StepStats
 from vlmserve.ipc.replica_sums import sum_results, sum_stats
 
@@ -30,10 +30,8 @@ def test_figures():
 
 
 def test_answers():
-    flushed = [FlushCacheResult(tokens=n, num_running_reqs=1, num_waiting_reqs=0) for n in (3, 4)]
-    assert sum_results(flushed) == FlushCacheResult(tokens=7, num_running_reqs=2, num_waiting_reqs=0)
-    paused = [PauseResult(paused=True, num_running_reqs=n, num_waiting_reqs=1) for n in (3, 4)]
-    assert sum_results(paused) == PauseResult(paused=True, num_running_reqs=7, num_waiting_reqs=2)
+    states = [EngineState(paused=True, num_running_reqs=n, num_waiting_reqs=1, flushed=n + 1) for n in (3, 4)]
+    assert sum_results(states) == EngineState(paused=True, num_running_reqs=7, num_waiting_reqs=2, flushed=9)
     profiles = [ProfileResult(path=path, steps=n) for path, n in (("a", 3), ("b", 5))]
     assert sum_results(profiles) == ProfileResult(path="a, b", steps=5)
     infos = [
@@ -46,7 +44,7 @@ def test_answers():
 
 
 def test_a_refusal_counts_for_all():
-    done = FlushCacheResult(tokens=3, num_running_reqs=0, num_waiting_reqs=0)
+    done = EngineState(paused=False, flushed=3, num_running_reqs=0, num_waiting_reqs=0)
     refused = ControlRefused(message="no", status=409)
     assert sum_results([done, refused]) == ControlRefused(message="replica 1: no", status=409)
     assert sum_results([refused, refused]) == refused

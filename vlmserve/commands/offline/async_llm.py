@@ -31,8 +31,8 @@ from vlmserve.ipc.control_messages import (
     ControlRefused,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
     GetServerInfoReq,
     PauseReq,
     ServerInfo,
@@ -152,8 +152,8 @@ class AsyncLLM:
     async def flush_cache(self) -> int:
         """Forget the cached prefixes that no request uses; return how many tokens these had."""
         result = await self._control_engine(FlushCacheReq())
-        assert isinstance(result, FlushCacheResult)
-        return result.tokens
+        assert isinstance(result, EngineState)
+        return result.flushed
 
     async def pause(self) -> None:
         """Begin no further step until `resume`; requests wait. Raises EngineError if the engine is paused already."""
