@@ -19,8 +19,7 @@ from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import EventStream, while_connected
+from vlmserve.api.served_model import EventStream, ServedModel, while_connected
 from vlmserve.api.tracing import asked_of
 from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
 from vlmserve.frontend.openai.convert import to_generate_request, tool_use

@@ -18,8 +18,7 @@ from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import EventStream, while_connected
+from vlmserve.api.served_model import EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.answers import AnswerHead
 from vlmserve.frontend.openai.completion_answers import CompletionWriter
 from vlmserve.frontend.openai.completion_protocol import CompletionRequest

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar
+from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar, cast
 
 from fastapi import Request
 from pydantic import Field, model_validator
@@ -251,7 +251,7 @@ class ControlApi:
     async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
         result = await self._ask(question, EngineState)
         self.paused = result.paused
-        return {"paused": result.paused, **_counts(result)}
+        return cast("PauseState", {"paused": result.paused} | _counts(result))
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
         """Read a small JSON object. An empty body stands for an empty object."""

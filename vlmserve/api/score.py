@@ -17,8 +17,7 @@ from vlmserve.api.auth import Caller, caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import while_connected
+from vlmserve.api.served_model import ServedModel, while_connected
 from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.openai.answers import finite
 from vlmserve.frontend.openai.convert import named

@@ -11,12 +11,10 @@ from functools import partial
 from typing import Any, NoReturn, get_args
 
 from vision.encoder_pool import EncoderPool
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.engine.build import build_loop, build_runner
-from vlmserve.engine.control import EngineControl
+from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.engine.loop import EventLoop
-from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.rank_processes import (
     LAST_WORDS_S,
     follow,

@@ -22,11 +22,10 @@ from tokenizers import Tokenizer
 
 from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vision.cache.stats import PoolStats, TierStats
-from vlmserve.api.frontend import ApiFrontend, make_frontend
+from vlmserve.api.app import ApiFrontend, make_frontend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.engine.control import EngineControl
-from vlmserve.engine.profiling import Profiler
+from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager
 from vlmserve.ipc.control_messages import ControlRequest, ControlResult
 from vlmserve.ipc.messages import (

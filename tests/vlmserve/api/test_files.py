@@ -263,13 +263,11 @@ def test_a_slow_upload_may_take_longer_than_the_limit(serve, store):
 
 def test_memory_holds_a_part_of_an_upload_only(serve, store, monkeypatch):
     """What is handed to the form at a time is bounded, however the file comes."""
-    from vlmserve.api import upload_form
+    from vlmserve.api import files
 
     sizes = []
-    feed = upload_form.UploadForm.feed
-    monkeypatch.setattr(
-        upload_form.UploadForm, "feed", lambda self, data: (sizes.append(len(data)), feed(self, data))[1]
-    )
+    feed = files.UploadForm.feed
+    monkeypatch.setattr(files.UploadForm, "feed", lambda self, data: (sizes.append(len(data)), feed(self, data))[1])
     served, _ = serve(file_store_dir=str(store))
     with real_server(served.app) as port:
         with official_client(port) as ai:

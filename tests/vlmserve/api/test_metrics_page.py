@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, Served, make_stats, png_url
 from tests.vlmserve.server_process import ROOT
-from vlmserve.api.metric_aliases import ALIASES
-from vlmserve.api.metrics import ServerMetrics
+from vlmserve.api.metrics import ALIASES, ServerMetrics
 from vlmserve.frontend.request_stats import MediaTotals, RequestStats, Timings
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
 from vlmserve.ipc.replica_sums import sum_stats

@@ -12,8 +12,7 @@ from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Rig
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.messages import EncodeReqInput, RequestsLost

@@ -12,8 +12,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.auth import caller_of, owner_of
-from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.record import Batch, BatchList, BatchObject
+from vlmserve.api.batches.journal import Batch, BatchJournal, BatchList, BatchObject
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
 from vlmserve.api.file_store import FileStore

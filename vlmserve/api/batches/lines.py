@@ -9,8 +9,7 @@ from typing import Any, BinaryIO
 
 import pydantic_core
 
-from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.record import Batch, BatchUsage
+from vlmserve.api.batches.journal import Batch, BatchJournal, BatchUsage
 from vlmserve.api.body import check_values
 from vlmserve.api.errors import shortened
 from vlmserve.api.file_store import FileStore

@@ -19,9 +19,8 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 from pydantic import BaseModel
 
 from vlmserve.api.auth import Caller
-from vlmserve.api.batches.journal import BatchJournal
+from vlmserve.api.batches.journal import Batch, BatchJournal
 from vlmserve.api.batches.lines import Line, add_up, count_lines, read_lines, write_file
-from vlmserve.api.batches.record import Batch
 from vlmserve.api.body import checked_within
 from vlmserve.api.chat import whole_chat
 from vlmserve.api.completions import whole_completion

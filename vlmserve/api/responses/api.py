@@ -18,14 +18,12 @@ from vlmserve.api.chat import chat_events
 from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.paging import page_of, page_query
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
+from vlmserve.api.responses.items import Conversation, to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.objects import DeletedResponse, InputItems, ResponseEvent, ResponseObject
 from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.responses.store import ResponseStore
-from vlmserve.api.responses.to_chat import to_chat_request
 from vlmserve.api.responses.writer import ResponseWriter
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, while_connected
+from vlmserve.api.served_model import DONE, EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve_common.errors import BadRequestError
 

@@ -113,7 +113,7 @@ class ResponsesRequest(NamedRequest):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     user: str | None = None
 
-    # official, not supported (see to_chat.py)
+    # official, not supported (see items.py)
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
