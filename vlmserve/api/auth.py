@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from fastapi import Request
 from starlette.responses import JSONResponse
@@ -14,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vlmserve.api.api_keys import ApiKeys
 from vlmserve.api.errors import error_body
 from vlmserve.api.web_pages import DESCRIPTION_PATHS
-from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.requests import Caller
 
 # What operators do to the engine; with a key of their own, if there is one.
 CONTROL_PATHS = frozenset(
@@ -88,22 +86,6 @@ def owner_of(request: Request) -> str:
     """Return the owner of the files that a request sees: a digest of its key's name, or of --api-key. Without API keys
     all requests have the same owner."""
     return getattr(request.state, "owner", "")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """The caller of an endpoint: a client, or a batch that a client left here.
-
-    client: takes turns with other clients; it is the key's name, or the API key and the address. owner: files, sessions
-    and stored answers belong to it. tenant: shares cached prefixes and media with no other one; "" without one.
-    ended: gets the statistics of each choice. priority: the priority of requests that have none; lower goes first.
-    """
-
-    client: str = ""
-    owner: str = ""
-    tenant: str = ""
-    ended: Callable[[RequestStats], None] | None = None
-    priority: int = 0
 
 
 def caller_of(request: Request) -> Caller:

@@ -104,6 +104,25 @@ class GenerateReqInput(RequestOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """The caller of an endpoint: a client, or a batch that a client left here.
+
+    client: takes turns with other clients; it is the key's name, or the API key and the address. owner: files, sessions
+    and stored answers belong to it. tenant: shares cached prefixes and media with no other one; "" without one.
+    ended: gets the statistics of each choice. priority: the priority of requests that have none; lower goes first.
+    """
+
+    client: str = ""
+    owner: str = ""
+    tenant: str = ""
+    ended: Callable[[RequestStats], None] | None = None
+    priority: int = 0
+
+
+NOBODY = Caller()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupInput:
     """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
 

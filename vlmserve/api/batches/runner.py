@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from vlmserve.api.auth import Caller
 from vlmserve.api.batches.journal import Batch, BatchJournal
 from vlmserve.api.batches.lines import Line, add_up, count_lines, read_lines, write_file
 from vlmserve.api.body import checked_within
@@ -34,6 +33,7 @@ from vlmserve.api.served_model import ServedModel
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.completion_protocol import CompletionRequest
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, ScoreRequest
+from vlmserve.frontend.requests import Caller
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import Caller, caller_of, owner_of
+from vlmserve.api.auth import caller_of, owner_of
 from vlmserve.api.body import check_items, read_body
 from vlmserve.api.chat import chat_events
 from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
@@ -25,6 +25,7 @@ from vlmserve.api.responses.store import ResponseStore
 from vlmserve.api.responses.writer import ResponseWriter
 from vlmserve.api.served_model import DONE, EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.json_bodies import json_text
+from vlmserve.frontend.requests import Caller
 from vlmserve_common.errors import BadRequestError
 
 _LIST_LIMIT = 100
