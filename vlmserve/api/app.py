@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.api_keys import read_api_keys
-from vlmserve.api.auth import ApiKeyMiddleware
+from vlmserve.api.auth import ApiKeyMiddleware, WebPageGuard
 from vlmserve.api.batches.api import BatchesApi
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.runner import batch_endpoints, make_runner
@@ -33,14 +32,12 @@ from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.api.openapi import ID_ERRORS, Operation, add_operations, add_pages, endpoints_of, operation
 from vlmserve.api.outermost import OutermostMiddleware, access, log_request, requests
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
-from vlmserve.api.responses.api import ResponsesApi
-from vlmserve.api.responses.store import ResponseStore
+from vlmserve.api.responses.api import ResponsesApi, ResponseStore
 from vlmserve.api.score import score_labels
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.tokenization import detokenize, tokenize
 from vlmserve.api.tracing import RequestTracer, otlp_processor
 from vlmserve.api.warmup import warm_up
-from vlmserve.api.web_pages import WebPageGuard
 from vlmserve.config.engine_args import StartSettings
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.media import RequestMedia
@@ -143,28 +140,20 @@ def _of_model(
     return answer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stores:
-    """The stores of requests besides uploaded files. batches: unfinished batches, and their finished lines."""
-
-    responses: ResponseStore
-    batches: BatchJournal
-
-
 def build_app(
     manager: TokenizerManager,
     model_name: str,
     settings: ServerSettings,
     files: FileStore,
+    stack: ExitStack,
     control: AskEngine | None = None,
     tracer: RequestTracer | None = None,
-    stores: Stores | None = None,
 ) -> FastAPI:
     """Build the application.
 
-    model_name: the model's name for clients. control: sends the requests of operators to the engine. tracer: gets ended
-    chat requests. stores: keep responses and batches; without them these endpoints are missing. app.state.batches
-    answers batches.
+    model_name: the model's name for clients. stack: closes the stores of responses and batches, which are beside the
+    uploaded files. control: sends the requests of operators to the engine. tracer: gets ended chat requests.
+    app.state.batches answers batches. Raises EngineError for unusable stores.
     """
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
@@ -180,11 +169,16 @@ def build_app(
     add_operations(app, (_of_model(endpoint, served) for endpoint in _MODEL_ENDPOINTS))
     add_operations(app, endpoints_of(ServerApi(served, operators, metrics)))
     add_operations(app, endpoints_of(FilesApi(files, settings)))
-    if stores is not None:
-        responses = ResponsesApi(served, stores.responses)
-        app.state.batches = make_runner(served, stores.batches, batch_endpoints(served, responses))
-        batches = BatchesApi(stores.batches, app.state.batches, files, settings)
-        add_operations(app, [*endpoints_of(responses), *endpoints_of(batches)])
+    store = ResponseStore(
+        files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
+    )
+    stack.callback(store.close)
+    journal = BatchJournal(files.folder)
+    stack.callback(journal.close)
+    responses = ResponsesApi(served, store)
+    app.state.batches = make_runner(served, journal, batch_endpoints(served, responses))
+    add_operations(app, endpoints_of(responses))
+    add_operations(app, endpoints_of(BatchesApi(journal, app.state.batches, files, settings)))
     add_operations(app, endpoints_of(operators))
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)
@@ -295,7 +289,7 @@ def make_frontend(
         if settings.otlp_traces_endpoint is not None:
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
-        app = build_app(manager, model_name, settings, files, control, tracer, _open_stores(files, settings, stack))
+        app = build_app(manager, model_name, settings, files, stack, control, tracer)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
 
 
@@ -309,14 +303,3 @@ def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
     files = FileStore(folder, settings)
     stack.callback(files.close)
     return files
-
-
-def _open_stores(files: FileStore, settings: ServerSettings, stack: ExitStack) -> Stores:
-    """Open the stores of responses and batches, which `stack` closes. Raises EngineError for unusable files."""
-    responses = ResponseStore(
-        files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
-    )
-    stack.callback(responses.close)
-    batches = BatchJournal(files.folder)
-    stack.callback(batches.close)
-    return Stores(responses=responses, batches=batches)

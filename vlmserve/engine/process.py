@@ -26,7 +26,6 @@ from vlmserve.engine.rank_processes import (
 )
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import FINISH_S, Ready
-from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -34,7 +33,7 @@ from vlmserve.ipc.messages import (
     RequestsLost,
     SchedulerInput,
 )
-from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.ipc.sockets import ControlServer, Receiver, Sender
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve_common.process.wake_up import WakeUp
 

@@ -9,7 +9,6 @@ from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control import ControlClient
 from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -25,7 +24,7 @@ from vlmserve.ipc.messages import (
 )
 from vlmserve.ipc.replica_sums import sum_results
 from vlmserve.ipc.routing import ReplicaRouter, demand_of, parts_of
-from vlmserve.ipc.sockets import Sender
+from vlmserve.ipc.sockets import ControlClient, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -295,7 +296,7 @@ class WatchedLock:
 def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
     files = FileStore(tmp_path, SMALL)
     watched = files._lock = WatchedLock()
-    with real_server(build_app(served.frontend.manager, "m", SMALL, files)) as port:
+    with ExitStack() as stack, real_server(build_app(served.frontend.manager, "m", SMALL, files, stack)) as port:
         waiting, other = (http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S) for _ in range(2))
         with watched.lock:
             waiting.request("GET", "/v1/files" + path)

@@ -11,7 +11,6 @@ import pytest
 import zmq
 
 from tests.vlmserve.api.fake_engine import make_stats
-from vlmserve.ipc.control import ControlClient, ControlServer
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ControlRequest,
@@ -21,6 +20,7 @@ from vlmserve.ipc.control_messages import (
     GetServerInfoReq,
     ServerInfo,
 )
+from vlmserve.ipc.sockets import ControlClient, ControlServer
 
 INFO = ServerInfo(stats=make_stats(), paused=False, profiling=True, device="cpu", dtype="bfloat16")
 FLUSHED = EngineState(paused=False, flushed=1, num_running_reqs=0, num_waiting_reqs=0)

@@ -13,7 +13,6 @@ import pytest
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.control_messages import ControlResult, EngineState, FlushCacheReq
 from vlmserve.ipc.engines import Engines, connect
 from vlmserve.ipc.messages import (
@@ -29,7 +28,7 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.ipc.sockets import Receiver
+from vlmserve.ipc.sockets import ControlServer, Receiver
 
 PATIENCE_S = 20.0
 

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from vlmserve.api.answer_types import CompletionTokensDetails
 from vlmserve.api.database import Database
 from vlmserve.api.errors import not_found
-from vlmserve.api.paging import Page
+from vlmserve.api.openapi import Page
 from vlmserve_common.errors import BadRequestError
 
 Ended = Literal["completed", "failed", "expired", "cancelled"]

@@ -8,7 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import AnswerLogprob, Remarks
-from vlmserve.api.paging import Page
+from vlmserve.api.openapi import Page
 from vlmserve.api.responses.protocol import FunctionTool, TextConfig, ToolChoice
 from vlmserve.frontend.request_stats import Timings
 
