@@ -20,8 +20,7 @@ from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.answers import AnswerHead
-from vlmserve.frontend.openai.completion_answers import CompletionWriter
-from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.completion_answers import CompletionRequest, CompletionWriter
 from vlmserve.frontend.openai.convert import named, sampling_of
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.requests import Caller, GenerateReqInput, TextPrompt, TokensPrompt

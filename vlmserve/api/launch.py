@@ -33,7 +33,7 @@ from vlmserve.api.listening import listen
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
-from vlmserve.ipc.channels import Channels, Heartbeat
+from vlmserve.ipc.channels import LOOK_S, Channels, Heartbeat, Watchdog, Watched
 from vlmserve.ipc.child import (
     LAST_WORDS_S,
     STACKS_SIGNAL,
@@ -46,7 +46,6 @@ from vlmserve.ipc.child import (
 )
 from vlmserve.ipc.messages import TokenizerManagerInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
-from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess
 from vlmserve_common.process.limits import raise_open_files

@@ -15,8 +15,7 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import Served
 from vlmserve.api.batches import runner as runner_module
-from vlmserve.api.batches.journal import Batch, BatchJournal
-from vlmserve.api.batches.lines import count_lines, read_lines, write_file
+from vlmserve.api.batches.journal import Batch, BatchJournal, count_lines, read_lines, write_file
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.file_store import FileStore
 from vlmserve.config.engine_args import EngineArgs

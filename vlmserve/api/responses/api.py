@@ -22,8 +22,7 @@ from vlmserve.api.errors import not_found
 from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation, page_of, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_chat_request, to_conversation, with_ids
-from vlmserve.api.responses.objects import DeletedResponse, InputItems, ResponseEvent, ResponseObject
-from vlmserve.api.responses.protocol import ResponsesRequest
+from vlmserve.api.responses.protocol import DeletedResponse, InputItems, ResponseEvent, ResponseObject, ResponsesRequest
 from vlmserve.api.responses.writer import ResponseWriter
 from vlmserve.api.served_model import DONE, EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.json_bodies import json_text

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlmserve.frontend.chat_messages import FindFile
-from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.completion_answers import CompletionRequest
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, NamedRequest, NamedToolChoice
 from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
