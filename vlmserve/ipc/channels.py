@@ -1,4 +1,12 @@
-"""The meeting points of a server's processes: socket addresses, a directory for large arrays, and signs of life."""
+"""The meeting points of a server's processes: socket addresses, a directory for large arrays, and signs of life.
+
+Processes that hang or were stopped are found by two signs. A process hangs if its loop is at the same turn for too
+long, by its `Heartbeat`. A process that the kernel shows as stopped (SIGSTOP, a debugger) does nothing at all. An idle
+process is well, however long it sleeps.
+
+Time is counted in looks, not by the clock. If this process did not run (a suspended machine, a frozen container), no
+other process ran either, and none is taken for hung.
+"""
 
 from __future__ import annotations
 

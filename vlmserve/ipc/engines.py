@@ -9,7 +9,7 @@ from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq
+from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq, sum_results
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -22,7 +22,6 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
 )
-from vlmserve.ipc.replica_sums import sum_results
 from vlmserve.ipc.routing import ReplicaRouter, demand_of, parts_of
 from vlmserve.ipc.sockets import ControlClient, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES

@@ -13,8 +13,8 @@ from tests.vlmserve.api.fake_engine import MODEL, Served, make_stats, png_url
 from tests.vlmserve.server_process import ROOT
 from vlmserve.api.metrics import ALIASES, ServerMetrics
 from vlmserve.frontend.request_stats import MediaTotals, RequestStats, Timings
+from vlmserve.ipc.control_messages import sum_stats
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
-from vlmserve.ipc.replica_sums import sum_stats
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 BOARD = json.loads((ROOT / "configs" / "grafana" / "vlmserve.json").read_text(encoding="utf-8"))

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from tests.vlmserve.api.fake_engine import make_stats
 from vision.cache.stats import PoolStats, TierStats
-from vlmserve.ipc.control_messages import ControlRefused, EngineState, ProfileResult, ServerInfo
+from vlmserve.ipc.control_messages import ControlRefused, EngineState, ProfileResult, ServerInfo, sum_results, sum_stats
 from vlmserve.ipc.messages import HistogramStats, StepStats
-from vlmserve.ipc.replica_sums import sum_results, sum_stats
 
 
 def figures(running: int, disk: int):

@@ -1,4 +1,4 @@
-"""Batches and their finished lines: an SQLite file beside the uploaded files.
+"""Batches, their lines and their files: the journal is an SQLite file beside the uploaded files.
 
 A line is on disk before it is reported, and only once. Whatever ends the server, the next one goes on with the missing
 lines. The lines of a batch are forgotten when its files are written.

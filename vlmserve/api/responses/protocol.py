@@ -1,5 +1,5 @@
-"""The shape of OpenAI's Responses requests. Items of the input are kept as the client wrote them; `to_chat` checks
-their fields."""
+"""The shapes of OpenAI's Responses requests and answers. Items of the input are kept as the client wrote them; `items`
+checks their fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's text completion objects, whole and in chunks, made of the engine's outputs."""
+"""OpenAI's text completions: their requests, and their objects, whole and in chunks, made of the engine's outputs."""
 
 from __future__ import annotations
 

@@ -6,9 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from vlmserve.frontend.parsers.calls import CallFormat, CallParser, ToolUse
+from vlmserve.frontend.parsers.calls import (
+    CallFormat,
+    CallParser,
+    Parser,
+    Piece,
+    Reasoning,
+    Text,
+    ToolUse,
+    begun_tag,
+    could_begin,
+    joined,
+)
 from vlmserve.frontend.parsers.hermes import HERMES
-from vlmserve.frontend.parsers.pieces import Parser, Piece, Reasoning, Text, begun_tag, could_begin, joined
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
 from vlmserve.ipc.messages import THINK_END
 

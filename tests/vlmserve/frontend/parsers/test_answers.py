@@ -10,9 +10,8 @@ import pytest
 
 from tests.vlmserve.frontend.parsers.samples import TOOLS, read
 from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats, opened_in_prompt
-from vlmserve.frontend.parsers.calls import CallFormat, CallParser
+from vlmserve.frontend.parsers.calls import CallArguments, CallBegin, CallFormat, CallParser, Reasoning, Text, joined
 from vlmserve.frontend.parsers.hermes import HERMES
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Reasoning, Text, joined
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
 
 
