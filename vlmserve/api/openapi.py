@@ -1,6 +1,6 @@
 """Operations of the API, each declared at its endpoint; GET /openapi.json, made of them; and GET /docs, Swagger UI.
 
-The page works without internet. Lists come in pages: parameters and fields of theirs are here, too.
+The page works without internet. Lists come in pages; this module has their parameters and fields, too.
 """
 
 from __future__ import annotations

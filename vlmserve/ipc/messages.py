@@ -377,8 +377,8 @@ class ExpertStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replicas: the figures that
-    were summed, if these are of several schedulers."""
+    """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replicas: the figures of
+    each scheduler, if these are sums."""
 
     num_running_reqs: int
     num_waiting_reqs: int
