@@ -12,8 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vlmserve.commands.doctor.finding import Finding, Status, run_probes
-from vlmserve.commands.doctor.gpu import ask_nvidia, attention_findings, gpu_findings
-from vlmserve.commands.doctor.machine import machine_findings
+from vlmserve.commands.doctor.machine import ask_nvidia, attention_findings, gpu_findings, machine_findings
 from vlmserve.commands.doctor.model import PROBES, files_finding, media_findings, model_findings, model_folder
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.flags import CommandParser
