@@ -14,7 +14,7 @@ from tests.gpu.test_answers import TOLERANCE, engine
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import Reference, assert_equal_answers, conversations
 from vlmserve import SamplingOverrides
-from vlmserve.commands.bench.gpu.shapes import SHAPES, small, write_folder
+from vlmserve.commands.bench.checkpoints import SHAPES, small, write_folder
 from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.frontend.request_builder import GenerateReqInput, TokensPrompt
 from vlmserve.models.attention.base import ForwardBatch

@@ -6,20 +6,20 @@ Two processes share the memory of the machine. So their gain is held to the gain
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
-import json
+import multiprocessing
 import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ import httpx2
 import numpy as np
 import torch
 
+from vlmserve.commands.bench.checkpoints import TEXT_IDS, TEXT_SIZES, VISION_SIZES, ModelShape, write_folder
 from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, ratios, show_and_write
-from vlmserve.commands.bench.gpu.shapes import TEXT_SIZES, VISION_SIZES, ModelShape, write_folder
 from vlmserve.commands.bench.processes import CpuWatch, wait_until_quiet
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.commands.offline.llm import LLM
@@ -38,8 +38,6 @@ from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.kernels.library import activate
-from vlmserve_common.process.child import ChildProcess, Parent
-from vlmserve_common.process.stop_signals import stop_signals_held
 
 MachineWork = Literal["reads", "products"]
 _INNER, _OUTER, _WEIGHTS = 1024, 6144, 24
@@ -47,7 +45,6 @@ _ROWS: dict[MachineWork, int] = {"reads": 1, "products": 256}
 # A sample takes about as long as a decode step. An interruption spoils one sample only.
 _OF_A_SAMPLE: dict[MachineWork, int] = {"reads": _WEIGHTS, "products": 2}
 _SAMPLES = 12
-_TEXT_IDS = 1600  # of the built-in model's tokenizer, without special ones
 _SHORT = 8  # tokens of prompts that are there to be continued
 
 
@@ -89,7 +86,7 @@ class ParallelSubject(ABC):
 
     def _prompts(self, tokens: int) -> np.ndarray:
         """Return ids int64 [requests, tokens] of random text."""
-        return np.random.default_rng([self.requests, tokens]).integers(0, _TEXT_IDS, (self.requests, tokens))
+        return np.random.default_rng([self.requests, tokens]).integers(0, TEXT_IDS, (self.requests, tokens))
 
 
 class _Watched(LLM):
@@ -190,33 +187,27 @@ class Machine:
     """Two processes that compute when they are told to; to be closed."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._children: list[ChildProcess] = []
-        for number in range(2):
-            with stop_signals_held():
-                child = ChildProcess(f"load-{number}", _compute, (), title=f"load {number}", log_level="warning")
-                self._stack.callback(child.stop)
-            self._children.append(child)
-        for child in self._children:
-            child.take_report()
+        spawn = multiprocessing.get_context("spawn")
+        self._processes = [ProcessPoolExecutor(1, spawn) for _ in range(2)]
+        self.seconds("reads", 2)  # which makes the weights
 
     def seconds(self, work: MachineWork, processes: int) -> float:
         """Return the seconds that `processes` of them take at the same time, each for the same work.
 
         Each process counts with the median of its samples. The result is the mean over the processes.
         """
-        pipes: list[Connection] = [child.pipe for child in self._children[:processes]]
-        for pipe in pipes:
-            pipe.send_bytes(work.encode())
-        return statistics.mean(statistics.median(json.loads(pipe.recv_bytes())) for pipe in pipes)
+        samples = [one.submit(_compute, work) for one in self._processes[:processes]]
+        return statistics.mean(statistics.median(one.result()) for one in samples)
 
     def close(self) -> None:
         """End the processes."""
-        self._stack.close()
+        for one in self._processes:
+            one.shutdown()
 
 
-def _compute(parent: Parent) -> None:
-    """Multiply weights of an MLP like Qwen3-0.6B's, together far larger than a cache, as the parent asks."""
+@functools.cache
+def _weights() -> Iterator[Linear]:
+    """Make weights of MLPs like Qwen3-0.6B's, together far larger than a cache, to be taken in turns."""
     torch.set_num_threads(1)
     activate("auto", threads=1)
     generator = torch.Generator().manual_seed(0)
@@ -227,19 +218,19 @@ def _compute(parent: Parent) -> None:
             parameter.normal_(generator=generator)
         weight.pack()
         weights.append(weight)
-    loads = {load: (torch.ones(rows, _INNER).bfloat16(), _OF_A_SAMPLE[load]) for load, rows in _ROWS.items()}
-    turns = itertools.cycle(weights)
-    parent.ready({})
-    while True:
-        x, count = loads["reads" if parent.receive() == b"reads" else "products"]
-        samples = []
-        with torch.inference_mode():
-            for _ in range(_SAMPLES):
-                began = time.perf_counter()
-                for weight in itertools.islice(turns, count):
-                    weight(x)
-                samples.append(time.perf_counter() - began)
-        parent.send(json.dumps(samples).encode())
+    return itertools.cycle(weights)
+
+
+def _compute(work: MachineWork) -> list[float]:
+    """Multiply by the weights; return the seconds of each sample."""
+    x, samples = torch.ones(_ROWS[work], _INNER).bfloat16(), []
+    with torch.inference_mode():
+        for _ in range(_SAMPLES):
+            began = time.perf_counter()
+            for weight in itertools.islice(_weights(), _OF_A_SAMPLE[work]):
+                weight(x)
+            samples.append(time.perf_counter() - began)
+    return samples
 
 
 _ABOUT = """\

@@ -103,7 +103,7 @@ def _measure_own(args: argparse.Namespace) -> dict[str, Any]:
         if args.model:
             model = Path(args.model)
         else:
-            from vlmserve.commands.bench.random_checkpoint import write_random_checkpoint  # needs torch
+            from vlmserve.commands.bench.checkpoints import write_random_checkpoint  # needs torch
 
             print("writing a random checkpoint ...", file=sys.stderr)
             model = write_random_checkpoint(Path(folder) / "model")

@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from vlmserve.commands.bench.checkpoints import SHAPES, small, write_folder
 from vlmserve.commands.bench.figures import Spread, bench_parser
 from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
-from vlmserve.commands.bench.gpu.run import Budget, GpuRun
-from vlmserve.commands.bench.gpu.shapes import FULL, SHAPES, SMALL, small, write_folder
+from vlmserve.commands.bench.gpu.run import FULL, SMALL, Budget, GpuRun
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.errors import EngineError
 from vlmserve_common.version import __version__

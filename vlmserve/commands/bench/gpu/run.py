@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmserve.commands.bench.gpu.shapes import TEXT_IDS, GpuLoad
+from vlmserve.commands.bench.checkpoints import TEXT_IDS
 from vlmserve.commands.bench.media import Question
 from vlmserve.commands.bench.reference import Reference, share_weights
 from vlmserve.commands.bench.vision import finish
@@ -41,6 +41,54 @@ _MEDIA_THREADS = 8
 # The part of the memory that the engine takes; transformers computes in the rest. With 80 GB, an 8B model then has room
 # for 256 requests, and transformers decodes 64.
 _ENGINE_SHARE = 0.75
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuLoad:
+    """The work of a run.
+
+    The tower's batch has `pictures` of side x side pixels. A `prompt` has that many tokens. `batches` are numbers of
+    requests that decode together for `steps` steps, behind `context` tokens each. `many` is a number of questions about
+    a picture of many_side x many_side pixels, with `answer` tokens; `alone` of them come one at a time. `copy_bytes`
+    and `gemms` are the bytes and rows that measure the device.
+    """
+
+    pictures: int = 16
+    side: int = 1024
+    prompt: int = 8192
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    overlap_batch: int = 64
+    context: int = 1024
+    steps: int = 32
+    many: int = 256
+    many_side: int = 512
+    answer: int = 128
+    alone: int = 8
+    copy_bytes: int = 4 * 2**30
+    gemms: tuple[int, ...] = (4096, 8192, 16384)
+
+    @property
+    def patch_limit(self) -> int:
+        """The most patches of the tower's batch: those of 14 pixels, the smallest there are."""
+        return self.pictures * (self.side // 14 + 2) ** 2
+
+
+FULL = GpuLoad()
+SMALL = GpuLoad(
+    pictures=2,
+    side=128,
+    prompt=64,
+    batches=(1, 4),
+    overlap_batch=4,
+    context=16,
+    steps=4,
+    many=4,
+    many_side=64,
+    answer=4,
+    alone=1,
+    copy_bytes=2**20,
+    gemms=(64,),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
