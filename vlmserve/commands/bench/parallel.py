@@ -85,7 +85,6 @@ class ParallelSubject(ABC):
         return time.perf_counter() - began
 
     def _prompts(self, tokens: int) -> np.ndarray:
-        """Return ids int64 [requests, tokens] of random text."""
         return np.random.default_rng([self.requests, tokens]).integers(0, TEXT_IDS, (self.requests, tokens))
 
 
@@ -157,7 +156,6 @@ class ServerSubject(ParallelSubject):
 
 
 def _settings(load: TextLoad, requests: int) -> dict[str, Any]:
-    """Return the settings of an engine or a replica."""
     longest = max(load.prompt, _SHORT) + load.steps + 64
     return {
         "device": "cpu",

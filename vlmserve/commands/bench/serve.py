@@ -259,7 +259,6 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _rounds(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
-    """Return the name of each round, its rate, and the requests at a time at the most."""
     if args.request_rate:
         most = max(args.concurrency, default=None)
         capped = f", {most} at a time at the most" if most else ""

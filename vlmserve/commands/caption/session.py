@@ -29,8 +29,7 @@ from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import JsonLinesOutput, Output, PartNames, Sidecars
 from vlmserve.commands.caption.outputs.parts import Parquet, Tars
-from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.result import CaptionTally
+from vlmserve.commands.caption.result import CaptionTally, Prompts
 from vlmserve.commands.caption.run import Captioner, CaptionRun, CaptionStopped
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag

@@ -150,7 +150,6 @@ def _part_held(scheme: Scheme | Fp8Scheme | None, dtype: torch.dtype) -> float:
 
 
 def _numbers(layer: nn.Module) -> int:
-    """Return the numbers of a layer's matrices without experts."""
     every = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     itemsize = next(layer.parameters()).dtype.itemsize
     return every - expert_bytes(layer) // itemsize

@@ -266,7 +266,6 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
 
 
 def _free_memory() -> None:
-    """Give back the memory that a model has left behind."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ from tests.vlmserve.commands.caption.runs import (
 from vlmserve.commands.batch.item import Failed, MediumItem
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.result import Prompts
 from vlmserve.commands.caption.run import CaptionSettings, CaptionStopped
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
