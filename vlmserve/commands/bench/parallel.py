@@ -49,19 +49,26 @@ _SHORT = 8  # tokens of prompts that are there to be continued
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextLoad:
-    """Requests that decode together, `steps` tokens each. prompt: tokens of a prompt whose prefill is timed."""
+class ParallelRun:
+    """A measurement in rounds in which alternatives take turns.
 
+    folder: of the model. `requests` decode together, `steps` tokens each. prompt: tokens of a prompt whose prefill is
+    timed. Each round waits `wait_s` seconds for a quiet machine, at the most.
+    """
+
+    folder: Path
+    rounds: int
     requests: int
     steps: int
     prompt: int
+    wait_s: float = 0.0
 
 
 class ParallelSubject(ABC):
     """One alternative with `requests` requests at a time; to be closed."""
 
-    def __init__(self, load: TextLoad, requests: int) -> None:
-        self._load, self.requests = load, requests
+    def __init__(self, run: ParallelRun, requests: int) -> None:
+        self._run, self.requests = run, requests
 
     @abstractmethod
     def decode_seconds(self) -> float:
@@ -69,7 +76,7 @@ class ParallelSubject(ABC):
 
     def prefill_seconds(self) -> float:
         """Return the seconds of a token of a prompt while every request has a prompt."""
-        return self._seconds(self._prompts(self._load.prompt), 1) / (self._load.prompt * self.requests)
+        return self._seconds(self._prompts(self._run.prompt), 1) / (self._run.prompt * self.requests)
 
     @abstractmethod
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
@@ -106,13 +113,13 @@ class _Watched(LLM):
 class EngineSubject(ParallelSubject):
     """An engine without a server; each stage of a pipeline has as many requests. settings: of `EngineArgs`."""
 
-    def __init__(self, folder: Path, load: TextLoad, **settings: Any) -> None:
-        super().__init__(load, load.requests * settings.get("pp_size", 1))
-        self._llm = _Watched(str(folder), **(_settings(load, self.requests) | settings))
+    def __init__(self, run: ParallelRun, **settings: Any) -> None:
+        super().__init__(run, run.requests * settings.get("pp_size", 1))
+        self._llm = _Watched(str(run.folder), **(_settings(run, self.requests) | settings))
 
     def decode_seconds(self) -> float:  # the median between two tokens of a request
         self._llm.times.clear()
-        self.answer(self._prompts(_SHORT), 1 + self._load.steps)
+        self.answer(self._prompts(_SHORT), 1 + self._run.steps)
         return statistics.median(
             behind - before for times in self._llm.times.values() for before, behind in itertools.pairwise(times)
         )
@@ -128,17 +135,17 @@ class EngineSubject(ParallelSubject):
 class ServerSubject(ParallelSubject):
     """A server of several replicas with as many requests each."""
 
-    def __init__(self, folder: Path, load: TextLoad, dp_size: int = 1) -> None:
-        super().__init__(load, load.requests * dp_size)
-        words = [str(folder)]
-        for name, value in _settings(load, load.requests).items():
+    def __init__(self, run: ParallelRun, dp_size: int = 1) -> None:
+        super().__init__(run, run.requests * dp_size)
+        words = [str(run.folder)]
+        for name, value in _settings(run, run.requests).items():
             words += [flag(name)] if value is True else [flag(name), str(value)]
         words += ["--dp-size", str(dp_size), "--served-model-name", "bench", "--log-level", "warning"]
         self._server = OwnServer(words, startup_timeout_s=600.0)
         self._threads = ThreadPoolExecutor(self.requests)
 
     def decode_seconds(self) -> float:  # of whole answers, their short prompts included
-        return self._seconds(self._prompts(_SHORT), 1 + self._load.steps) / (1 + self._load.steps)
+        return self._seconds(self._prompts(_SHORT), 1 + self._run.steps) / (1 + self._run.steps)
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
         exact = {"model": "bench", "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
@@ -155,8 +162,8 @@ class ServerSubject(ParallelSubject):
         self._server.close()
 
 
-def _settings(load: TextLoad, requests: int) -> dict[str, Any]:
-    longest = max(load.prompt, _SHORT) + load.steps + 64
+def _settings(run: ParallelRun, requests: int) -> dict[str, Any]:
+    longest = max(run.prompt, _SHORT) + run.steps + 64
     return {
         "device": "cpu",
         "dtype": "bfloat16",
@@ -239,19 +246,6 @@ _LAYERS = 28
 OTHERS = "cores that others took meanwhile"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelRun:
-    """A measurement in rounds in which alternatives take turns.
-
-    folder: of the model. Each round waits `wait_s` seconds for a quiet machine, at the most.
-    """
-
-    folder: Path
-    rounds: int
-    load: TextLoad
-    wait_s: float = 0.0
-
-
 def main(argv: Sequence[str]) -> int:
     """Measure the parts asked for, and print a line for each figure."""
     parser = bench_parser("parallel", _ABOUT, rounds=5, parts=PARTS)
@@ -268,7 +262,9 @@ def main(argv: Sequence[str]) -> int:
         run = ParallelRun(
             folder=dense_folder(Path(folder) / "model", args.layers),
             rounds=args.rounds,
-            load=TextLoad(requests=args.requests, steps=args.steps, prompt=args.prompt),
+            requests=args.requests,
+            steps=args.steps,
+            prompt=args.prompt,
             wait_s=args.wait_s,
         )
         print(
@@ -287,7 +283,7 @@ def _compare(
     """Compare two processes with one, with as many requests in each process or micro-batch. settings: of the two."""
     with ExitStack() as stack:
         gc.collect()
-        pair, alone = (stack.enter_context(closing(make(run.folder, run.load, **given))) for given in (settings, {}))
+        pair, alone = (stack.enter_context(closing(make(run, **given))) for given in (settings, {}))
         found = _beside_one(run, alone, pair)
     yield from _gains(found, about, target)
 

@@ -200,14 +200,23 @@ class MeasuredEngine:
         needed, there = batch * (load.context + tokens + 16), self.llm.info.max_total_tokens
         if needed > there:
             raise EngineError(f"{batch} requests need {needed} KV slots, and there is room for {there}")
-        args, engine, noted = replace(self.llm.args, **settings), self.llm.engine, _Noted()
-        spans = StepSpans(engine.runner)
-        with closing(build_loop(args, engine.runner, engine.info, noted.take, worker=spans)) as loop:
+        args, engine = replace(self.llm.args, **settings), self.llm.engine
+        spans, steps = StepSpans(engine.runner), list[_Step]()
+
+        def note(output: SchedulerOutput) -> None:
+            assert isinstance(output, BatchTokenOutput)
+            for one in output.outputs:
+                if one.finish_reason and one.finish_reason.type == "error":
+                    raise EngineError(one.finish_reason.message)
+            read = sum(one.prompt_tokens + one.completion_tokens - 1 for one in output.outputs)
+            steps.append(_Step(time.perf_counter(), len(output.outputs), read))
+
+        with closing(build_loop(args, engine.runner, engine.info, note, worker=spans)) as loop:
             for number, ids in enumerate(self.prompts(batch, load.context)):
                 loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=_greedy(tokens)))
             while not loop.is_idle():
                 loop.step_or_wait()
-        full = noted.steps_of(batch)[_WARM_STEPS:]
+        full = [step for step in steps if step.requests == batch][_WARM_STEPS:]
         if len(full) < 3:
             raise EngineError(f"only {len(full)} steps had all {batch} requests in them")
         return DecodeSteps(
@@ -224,24 +233,6 @@ class _Step:
     at: float
     requests: int
     kv_tokens: int
-
-
-class _Noted:
-    """The output of a scheduler, step by step."""
-
-    def __init__(self) -> None:
-        self._steps: list[_Step] = []
-
-    def take(self, output: SchedulerOutput) -> None:
-        assert isinstance(output, BatchTokenOutput)
-        for one in output.outputs:
-            if one.finish_reason and one.finish_reason.type == "error":
-                raise EngineError(one.finish_reason.message)
-        tokens = sum(one.prompt_tokens + one.completion_tokens - 1 for one in output.outputs)
-        self._steps.append(_Step(time.perf_counter(), len(output.outputs), tokens))
-
-    def steps_of(self, requests: int) -> Sequence[_Step]:
-        return [step for step in self._steps if step.requests == requests]
 
 
 def _greedy(tokens: int) -> SamplingParams:
