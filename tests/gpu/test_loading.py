@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmserve.commands.bench.random_checkpoint import TEXT_SIZES, VISION_SIZES, write_random_checkpoint
+from vlmserve.commands.bench.checkpoints import TEXT_SIZES, VISION_SIZES, write_random_checkpoint
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import load_model
 

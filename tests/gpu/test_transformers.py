@@ -13,7 +13,7 @@ from tests.gpu.test_answers import engine
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, conversations
 from vlmserve import SamplingOverrides
-from vlmserve.commands.bench.random_checkpoint import TEXT_SIZES, VISION_SIZES, write_random_checkpoint
+from vlmserve.commands.bench.checkpoints import TEXT_SIZES, VISION_SIZES, write_random_checkpoint
 
 NEW = 16
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)

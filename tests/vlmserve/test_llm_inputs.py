@@ -107,6 +107,12 @@ def test_urls_stay_what_they_are() -> None:
     assert conversation(odd) == odd
 
 
+def test_frames_may_be_files_and_urls_side_by_side():
+    frames = ["data:image/png;base64,AA==", "b.png"]
+    [message] = conversation([{"role": "user", "content": [{"type": "video", "video": frames}]}])
+    assert message["content"] == [{"type": "video", "video": [frames[0], Path("b.png")]}]
+
+
 def test_a_home_folder() -> None:
     [message] = conversation("x", images=["~/cat.png"])
     assert message["content"][0]["image"] == Path.home() / "cat.png"

@@ -278,7 +278,6 @@ def _divided(
 
 
 def _chosen(parser: argparse.ArgumentParser, folder: EmbeddingFolder, args: argparse.Namespace) -> Collection[str]:
-    """Return the fingerprints that --fingerprint and --all-but leave for pruning."""
     if args.max_size is None and args.older_than is None and not args.fingerprint and not args.all_but:
         parser.error("say what to remove: --max-size, --older-than, --fingerprint or --all-but")
     known = folder.fingerprints()

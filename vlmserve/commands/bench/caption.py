@@ -107,7 +107,6 @@ def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) ->
 
 
 def _caption(captioner: LocalCaptioner, args: argparse.Namespace, folder: Path) -> tuple[float, int]:
-    """Return the seconds and tokens of all pictures from files into lines of JSON."""
     output = folder.with_suffix(".jsonl")
     command = read_command([*args.caption_flags, str(folder), "--output", str(output)])
     started = time.perf_counter()

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
+from vlmserve.commands.bench.checkpoints import SHAPES, ModelShape, published_tensors, save_weights, write_folder
 from vlmserve.commands.bench.figures import bench_parser
-from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape, write_folder
 from vlmserve.commands.bench.processes import process_memory, run_python
-from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model

@@ -6,20 +6,20 @@ Two processes share the memory of the machine. So their gain is held to the gain
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
-import json
+import multiprocessing
 import statistics
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ import httpx2
 import numpy as np
 import torch
 
+from vlmserve.commands.bench.checkpoints import TEXT_IDS, TEXT_SIZES, VISION_SIZES, ModelShape, write_folder
 from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, ratios, show_and_write
-from vlmserve.commands.bench.gpu.shapes import TEXT_SIZES, VISION_SIZES, ModelShape, write_folder
 from vlmserve.commands.bench.processes import CpuWatch, wait_until_quiet
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.commands.offline.llm import LLM
@@ -38,8 +38,6 @@ from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.kernels.library import activate
-from vlmserve_common.process.child import ChildProcess, Parent
-from vlmserve_common.process.stop_signals import stop_signals_held
 
 MachineWork = Literal["reads", "products"]
 _INNER, _OUTER, _WEIGHTS = 1024, 6144, 24
@@ -47,24 +45,30 @@ _ROWS: dict[MachineWork, int] = {"reads": 1, "products": 256}
 # A sample takes about as long as a decode step. An interruption spoils one sample only.
 _OF_A_SAMPLE: dict[MachineWork, int] = {"reads": _WEIGHTS, "products": 2}
 _SAMPLES = 12
-_TEXT_IDS = 1600  # of the built-in model's tokenizer, without special ones
 _SHORT = 8  # tokens of prompts that are there to be continued
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextLoad:
-    """Requests that decode together, `steps` tokens each. prompt: tokens of a prompt whose prefill is timed."""
+class ParallelRun:
+    """A measurement in rounds in which alternatives take turns.
 
+    folder: of the model. `requests` decode together, `steps` tokens each. prompt: tokens of a prompt whose prefill is
+    timed. Each round waits `wait_s` seconds for a quiet machine, at the most.
+    """
+
+    folder: Path
+    rounds: int
     requests: int
     steps: int
     prompt: int
+    wait_s: float = 0.0
 
 
 class ParallelSubject(ABC):
     """One alternative with `requests` requests at a time; to be closed."""
 
-    def __init__(self, load: TextLoad, requests: int) -> None:
-        self._load, self.requests = load, requests
+    def __init__(self, run: ParallelRun, requests: int) -> None:
+        self._run, self.requests = run, requests
 
     @abstractmethod
     def decode_seconds(self) -> float:
@@ -72,7 +76,7 @@ class ParallelSubject(ABC):
 
     def prefill_seconds(self) -> float:
         """Return the seconds of a token of a prompt while every request has a prompt."""
-        return self._seconds(self._prompts(self._load.prompt), 1) / (self._load.prompt * self.requests)
+        return self._seconds(self._prompts(self._run.prompt), 1) / (self._run.prompt * self.requests)
 
     @abstractmethod
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
@@ -88,8 +92,7 @@ class ParallelSubject(ABC):
         return time.perf_counter() - began
 
     def _prompts(self, tokens: int) -> np.ndarray:
-        """Return ids int64 [requests, tokens] of random text."""
-        return np.random.default_rng([self.requests, tokens]).integers(0, _TEXT_IDS, (self.requests, tokens))
+        return np.random.default_rng([self.requests, tokens]).integers(0, TEXT_IDS, (self.requests, tokens))
 
 
 class _Watched(LLM):
@@ -110,13 +113,13 @@ class _Watched(LLM):
 class EngineSubject(ParallelSubject):
     """An engine without a server; each stage of a pipeline has as many requests. settings: of `EngineArgs`."""
 
-    def __init__(self, folder: Path, load: TextLoad, **settings: Any) -> None:
-        super().__init__(load, load.requests * settings.get("pp_size", 1))
-        self._llm = _Watched(str(folder), **(_settings(load, self.requests) | settings))
+    def __init__(self, run: ParallelRun, **settings: Any) -> None:
+        super().__init__(run, run.requests * settings.get("pp_size", 1))
+        self._llm = _Watched(str(run.folder), **(_settings(run, self.requests) | settings))
 
     def decode_seconds(self) -> float:  # the median between two tokens of a request
         self._llm.times.clear()
-        self.answer(self._prompts(_SHORT), 1 + self._load.steps)
+        self.answer(self._prompts(_SHORT), 1 + self._run.steps)
         return statistics.median(
             behind - before for times in self._llm.times.values() for before, behind in itertools.pairwise(times)
         )
@@ -132,17 +135,17 @@ class EngineSubject(ParallelSubject):
 class ServerSubject(ParallelSubject):
     """A server of several replicas with as many requests each."""
 
-    def __init__(self, folder: Path, load: TextLoad, dp_size: int = 1) -> None:
-        super().__init__(load, load.requests * dp_size)
-        words = [str(folder)]
-        for name, value in _settings(load, load.requests).items():
+    def __init__(self, run: ParallelRun, dp_size: int = 1) -> None:
+        super().__init__(run, run.requests * dp_size)
+        words = [str(run.folder)]
+        for name, value in _settings(run, run.requests).items():
             words += [flag(name)] if value is True else [flag(name), str(value)]
         words += ["--dp-size", str(dp_size), "--served-model-name", "bench", "--log-level", "warning"]
         self._server = OwnServer(words, startup_timeout_s=600.0)
         self._threads = ThreadPoolExecutor(self.requests)
 
     def decode_seconds(self) -> float:  # of whole answers, their short prompts included
-        return self._seconds(self._prompts(_SHORT), 1 + self._load.steps) / (1 + self._load.steps)
+        return self._seconds(self._prompts(_SHORT), 1 + self._run.steps) / (1 + self._run.steps)
 
     def answer(self, prompts: np.ndarray, tokens: int) -> None:
         exact = {"model": "bench", "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
@@ -159,9 +162,8 @@ class ServerSubject(ParallelSubject):
         self._server.close()
 
 
-def _settings(load: TextLoad, requests: int) -> dict[str, Any]:
-    """Return the settings of an engine or a replica."""
-    longest = max(load.prompt, _SHORT) + load.steps + 64
+def _settings(run: ParallelRun, requests: int) -> dict[str, Any]:
+    longest = max(run.prompt, _SHORT) + run.steps + 64
     return {
         "device": "cpu",
         "dtype": "bfloat16",
@@ -190,33 +192,27 @@ class Machine:
     """Two processes that compute when they are told to; to be closed."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._children: list[ChildProcess] = []
-        for number in range(2):
-            with stop_signals_held():
-                child = ChildProcess(f"load-{number}", _compute, (), title=f"load {number}", log_level="warning")
-                self._stack.callback(child.stop)
-            self._children.append(child)
-        for child in self._children:
-            child.take_report()
+        spawn = multiprocessing.get_context("spawn")
+        self._processes = [ProcessPoolExecutor(1, spawn) for _ in range(2)]
+        self.seconds("reads", 2)  # which makes the weights
 
     def seconds(self, work: MachineWork, processes: int) -> float:
         """Return the seconds that `processes` of them take at the same time, each for the same work.
 
         Each process counts with the median of its samples. The result is the mean over the processes.
         """
-        pipes: list[Connection] = [child.pipe for child in self._children[:processes]]
-        for pipe in pipes:
-            pipe.send_bytes(work.encode())
-        return statistics.mean(statistics.median(json.loads(pipe.recv_bytes())) for pipe in pipes)
+        samples = [one.submit(_compute, work) for one in self._processes[:processes]]
+        return statistics.mean(statistics.median(one.result()) for one in samples)
 
     def close(self) -> None:
         """End the processes."""
-        self._stack.close()
+        for one in self._processes:
+            one.shutdown()
 
 
-def _compute(parent: Parent) -> None:
-    """Multiply weights of an MLP like Qwen3-0.6B's, together far larger than a cache, as the parent asks."""
+@functools.cache
+def _weights() -> Iterator[Linear]:
+    """Make weights of MLPs like Qwen3-0.6B's, together far larger than a cache, to be taken in turns."""
     torch.set_num_threads(1)
     activate("auto", threads=1)
     generator = torch.Generator().manual_seed(0)
@@ -227,19 +223,19 @@ def _compute(parent: Parent) -> None:
             parameter.normal_(generator=generator)
         weight.pack()
         weights.append(weight)
-    loads = {load: (torch.ones(rows, _INNER).bfloat16(), _OF_A_SAMPLE[load]) for load, rows in _ROWS.items()}
-    turns = itertools.cycle(weights)
-    parent.ready({})
-    while True:
-        x, count = loads["reads" if parent.receive() == b"reads" else "products"]
-        samples = []
-        with torch.inference_mode():
-            for _ in range(_SAMPLES):
-                began = time.perf_counter()
-                for weight in itertools.islice(turns, count):
-                    weight(x)
-                samples.append(time.perf_counter() - began)
-        parent.send(json.dumps(samples).encode())
+    return itertools.cycle(weights)
+
+
+def _compute(work: MachineWork) -> list[float]:
+    """Multiply by the weights; return the seconds of each sample."""
+    x, samples = torch.ones(_ROWS[work], _INNER).bfloat16(), []
+    with torch.inference_mode():
+        for _ in range(_SAMPLES):
+            began = time.perf_counter()
+            for weight in itertools.islice(_weights(), _OF_A_SAMPLE[work]):
+                weight(x)
+            samples.append(time.perf_counter() - began)
+    return samples
 
 
 _ABOUT = """\
@@ -248,19 +244,6 @@ beside one process, and beside what the machine gives two.
 """
 _LAYERS = 28
 OTHERS = "cores that others took meanwhile"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelRun:
-    """A measurement in rounds in which alternatives take turns.
-
-    folder: of the model. Each round waits `wait_s` seconds for a quiet machine, at the most.
-    """
-
-    folder: Path
-    rounds: int
-    load: TextLoad
-    wait_s: float = 0.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -279,7 +262,9 @@ def main(argv: Sequence[str]) -> int:
         run = ParallelRun(
             folder=dense_folder(Path(folder) / "model", args.layers),
             rounds=args.rounds,
-            load=TextLoad(requests=args.requests, steps=args.steps, prompt=args.prompt),
+            requests=args.requests,
+            steps=args.steps,
+            prompt=args.prompt,
             wait_s=args.wait_s,
         )
         print(
@@ -298,7 +283,7 @@ def _compare(
     """Compare two processes with one, with as many requests in each process or micro-batch. settings: of the two."""
     with ExitStack() as stack:
         gc.collect()
-        pair, alone = (stack.enter_context(closing(make(run.folder, run.load, **given))) for given in (settings, {}))
+        pair, alone = (stack.enter_context(closing(make(run, **given))) for given in (settings, {}))
         found = _beside_one(run, alone, pair)
     yield from _gains(found, about, target)
 

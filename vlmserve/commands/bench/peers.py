@@ -184,7 +184,6 @@ def _warm_up(peer: Peer, args: argparse.Namespace, count: CountTokens | None) ->
 
 
 def _measure(peers: Sequence[Peer], args: argparse.Namespace, count: CountTokens | None) -> list[dict[str, Any]]:
-    """Return the figures of each run, in order."""
     runs = []
     pids = {peer.pid for peer in peers if peer.pid is not None}
     # other processes can be told from the servers only if all servers are known

@@ -23,9 +23,9 @@ from processors.families.registry import make_processor
 from vision.towers.grids import Grid
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import temporal_patches
+from vlmserve.commands.bench.checkpoints import published_tensors
 from vlmserve.commands.bench.media import Question, make_questions
 from vlmserve.commands.bench.processes import process_memory
-from vlmserve.commands.bench.random_checkpoint import published_tensors
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.reader import read_json

@@ -237,7 +237,6 @@ def _radix(args: argparse.Namespace) -> Iterator[Measure]:
 
 
 def _radix_round(page: int, count: int, *, seed: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each match and of each insertion."""
     rng = np.random.default_rng(seed)
     allocator = TokenToKVPoolAllocator(_LONG_PROMPT * (count + 1), page)
     cache = RadixCache(allocator)

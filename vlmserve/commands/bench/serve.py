@@ -102,7 +102,7 @@ def _measure_own(args: argparse.Namespace) -> dict[str, Any]:
         if args.model:
             model = Path(args.model)
         else:
-            from vlmserve.commands.bench.random_checkpoint import write_random_checkpoint  # needs torch
+            from vlmserve.commands.bench.checkpoints import write_random_checkpoint  # needs torch
 
             print("writing a random checkpoint ...", file=sys.stderr)
             model = write_random_checkpoint(Path(folder) / "model")
@@ -258,7 +258,6 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def _rounds(args: argparse.Namespace) -> list[tuple[str, float | None, int | None]]:
-    """Return the name of each round, its rate, and the requests at a time at the most."""
     if args.request_rate:
         most = max(args.concurrency, default=None)
         capped = f", {most} at a time at the most" if most else ""

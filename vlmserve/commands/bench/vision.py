@@ -32,11 +32,9 @@ from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vision.workers.inline import InlineBackend
+from vlmserve.commands.bench.checkpoints import VISION_SIZES, write_random_checkpoint, write_settings
 from vlmserve.commands.bench.figures import Measure, TurnTimes, bench_parser, in_turns, ratios, show_and_write
-from vlmserve.commands.bench.gpu.shapes import VISION_SIZES
 from vlmserve.commands.bench.media import clip, jpeg
-from vlmserve.commands.bench.processor_reference import write_settings
-from vlmserve.commands.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.commands.bench.reference import ReferenceTower, check_rows, load_reference
 from vlmserve.engine.encoder import embed_shape, make_cache
 from vlmserve_common.checkpoint.hf_config import read_hf_config

@@ -218,7 +218,6 @@ class CaptionJournal:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Run the block in one transaction."""
         with self._lock, _explained(self.path), self._db:
             self._db.execute("BEGIN")
             yield
@@ -247,7 +246,6 @@ class CaptionJournal:
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn SQLite's errors into our own."""
     try:
         yield
     except sqlite3.Error as error:

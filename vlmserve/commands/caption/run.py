@@ -128,6 +128,7 @@ class CaptionRun:
         self._settings = settings
         self._shared = shared
         self._budget = ByteBudget(settings.bytes_in_memory)
+        self._turns = asyncio.Semaphore(settings.concurrency)  # of items without a result
         # Each with an event that is set once the result is on disk. None comes last.
         self._results: asyncio.Queue[tuple[Result, asyncio.Event] | None] = asyncio.Queue()
         # By fingerprint, until the record is in the journal.
@@ -144,7 +145,8 @@ class CaptionRun:
         Raises CaptionStopped if nothing answers any more, OSError if nothing can be written any more.
         """
         writing = asyncio.create_task(self._write_results())
-        workers = [asyncio.create_task(self._work()) for _ in range(self._settings.concurrency)]
+        # half of them may wait for the disk, and the captioner still has as many requests as it can take
+        workers = [asyncio.create_task(self._work()) for _ in range(2 * self._settings.concurrency)]
         working: asyncio.Future[Any] = asyncio.gather(*workers)
         try:
             done, _ = await asyncio.wait([working, writing], return_when=asyncio.FIRST_COMPLETED)
@@ -169,9 +171,11 @@ class CaptionRun:
 
     async def _work(self) -> None:
         while True:
+            await self._turns.acquire()
             async with self._pulling:
                 task = await self._in(self._puller, self._feed.next)
             if task is None:
+                self._turns.release()
                 return
             if isinstance(task, Failed):
                 await self._write(task)
@@ -259,7 +263,8 @@ class CaptionRun:
     # ---------------------------------------------------------------- results
 
     async def _write(self, result: Result) -> None:
-        """Return once a result is on disk."""
+        """Let the next item begin, and return once a result is on disk."""
+        self._turns.release()
         written = asyncio.Event()
         self._results.put_nowait((result, written))
         await written.wait()

@@ -154,7 +154,6 @@ def _beginning(content: bytes) -> str:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
-    """Return the seconds of a Retry-After header; 0.0 without one."""
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.replace(".", "", 1).isdecimal():
         return float(value[:12])

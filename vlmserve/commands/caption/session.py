@@ -1,4 +1,4 @@
-"""Puts a run together: inputs, captioner, journal, output, display. Once begun, a run ends with a summary.
+"""Puts a run together: inputs, captioner, journal, chosen output, display. Once begun, it ends with a summary.
 
 Order of the beginning: inputs and output are checked, the journal is locked, the output is continued, and only then a
 model is loaded or servers are asked.
@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import enum
 import json
+import os
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,12 +25,13 @@ from vlmserve.commands.batch.command_line import make_fetcher
 from vlmserve.commands.batch.inputs import Inputs, open_inputs
 from vlmserve.commands.batch.progress import RunProgress
 from vlmserve.commands.caption.command import CaptionCommand, named_folder, refuse_inputs_as_outputs, words_to_open
-from vlmserve.commands.caption.feed import Feed, Shared
+from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
-from vlmserve.commands.caption.outputs.choose import choose_journal, choose_output
-from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.result import CaptionTally
+from vlmserve.commands.caption.outputs.base import JsonLinesOutput, Output, PartNames, Sidecars
+from vlmserve.commands.caption.outputs.parts import Parquet, Tars
+from vlmserve.commands.caption.result import CaptionTally, Prompts
 from vlmserve.commands.caption.run import Captioner, CaptionRun, CaptionStopped
+from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
 from vlmserve_common.errors import VlmserveError
@@ -243,3 +246,61 @@ def _trouble(error: Exception) -> str:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}"
     return str(error)
+
+
+_NUMBER = re.compile(r"%0?\d*d")
+_LINES, _PARQUET, _TAR = (".jsonl", ".ndjson"), ".parquet", ".tar"
+_JOURNAL = ".vlmserve-caption"
+
+
+def choose_output(output: str | None, *, suffix: str, overwrite: bool, items_per_file: int) -> Output:
+    """Make the output that the name asks for; None puts captions beside the files.
+
+    suffix, overwrite: see `Sidecars`. items_per_file: items in a part of parquet or tars. Raises SettingsError for a
+    name of no known form.
+    """
+    kind = "folder" if output is None else _kind(output)
+    if output is None or kind == "folder":
+        return Sidecars(None if output is None else Path(output), suffix=suffix, overwrite=overwrite)
+    if kind in _LINES:
+        return JsonLinesOutput(Path(output))
+    parts = Parquet if kind == _PARQUET else Tars
+    return parts(PartNames(output), items_per_file=items_per_file)
+
+
+def choose_journal(output: str | None, folders: Sequence[Path], shard: ItemShard) -> Path:
+    """Return the path of the journal: beside the output, or in it if it is a folder.
+
+    folders: of the local files, if there is no output. The journal goes to the folder that holds them all, or to the
+    current one if only the root does.
+    """
+    part = f"-{shard.index}-of-{shard.count}" if shard.count > 1 else ""
+    if output is None:
+        common = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path.cwd()
+        return (Path.cwd() if common == Path(common.root) else common) / f"{_JOURNAL}{part}.journal"
+    if _kind(output) == "folder":
+        return Path(output) / f"{_JOURNAL}{part}.journal"
+    path = Path(_NUMBER.sub("N", output))
+    return path.with_name(f"{path.name}.journal")
+
+
+def _kind(name: str) -> str:
+    """Return the suffix, or "folder"."""
+    path = Path(name)
+    numbers = _NUMBER.findall(path.name)
+    suffix = path.suffix.lower()
+    if path.is_dir() or name.endswith("/") or not suffix:
+        if path.exists() and not path.is_dir():
+            raise SettingsError(f"--output is {name!r}, which is there and no folder")
+        return "folder"
+    if suffix not in (*_LINES, _PARQUET, _TAR):
+        raise SettingsError(
+            f"--output is {name!r}; it must end with .jsonl, .parquet or .tar, or be a folder (with / at its end)"
+        )
+    if suffix in _LINES and numbers:
+        raise SettingsError(f"--output is {name!r}; lines of JSON are one file, without a number in its name")
+    if suffix in _LINES:
+        return suffix
+    if path.name.count("%") != len(numbers) or len(numbers) > 1 or "%" in str(path.parent):
+        raise SettingsError(f"--output is {name!r}; a number of parts is written %05d, once, in the file's name")
+    return suffix

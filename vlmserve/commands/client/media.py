@@ -50,26 +50,28 @@ def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
 def with_files(messages: Sequence[Message], read: Callable[[str, Modality], Any]) -> list[Message]:
     """Return messages with `read(address, modality)` for each path or URL, except data: URLs and uploaded files.
 
-    They stand in parts of Qwen's form: {"type": "image", "image": content}. A BadRequestError of `read` gets the place
-    in the request.
+    They stand in parts of Qwen's form: {"type": "image", "image": content}. A part without any change stays, also one
+    of an unexpected shape. A BadRequestError of `read` gets the place in the request.
     """
 
     def with_file(part: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-        kind = part.get("type", "")
-        value = part.get(kind) if kind in _MODALITIES else None
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in tuple(_MODALITIES):  # which may be of any type
+            return part
+        value = part.get(kind)
         others = {name: given for name, given in part.items() if name not in ("type", kind)}
         if isinstance(value, Mapping):
             others |= {name: given for name, given in value.items() if name != "url"}
             value = value.get("url")
-        several = value if isinstance(value, list) else [value]
-        if not any(map(_is_file, several)):
-            return part
+        several = value if isinstance(value, list | tuple) else [value]
         modality = _MODALITIES[kind]
         try:
             content = [read(one, modality) if _is_file(one) else one for one in several]
         except BadRequestError as error:
             error.param = error.param or place
             raise
+        if all(one is before for one, before in zip(content, several, strict=True)):
+            return part
         return {**others, "type": modality.value, modality.value: content if several is value else content[0]}
 
     return map_parts(messages, with_file)

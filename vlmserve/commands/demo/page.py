@@ -161,7 +161,6 @@ class DemoPage:
     async def _updates(
         self, history: Sequence[Message], question: Question, settings: Sequence[Any]
     ) -> AsyncIterator[list[Any]]:
-        """Yield the values of all outputs after each step."""
         form = dict(zip(FIELDS, settings, strict=True))
         view = View(messages=history)
         box, aside = _busy(), _waiting()

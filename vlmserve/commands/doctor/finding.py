@@ -174,7 +174,6 @@ def run_probes(names: Sequence[str], *, patience_s: float = _PATIENCE_S) -> dict
 
 
 def _run(names: Sequence[str], patience_s: float) -> tuple[str, list[str]]:
-    """Return how the child ended, and the whole lines that it printed."""
     command = [sys.executable, "-m", "vlmserve.commands.doctor.finding", *names]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=patience_s, check=False)

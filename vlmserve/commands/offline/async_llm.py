@@ -234,7 +234,6 @@ class AsyncLLM:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Tell all requests in the event loop that the engine has failed."""
         self._manager.fail(reason)
         for answer in tuple(self._asked):
             if answer.set_running_or_notify_cancel():

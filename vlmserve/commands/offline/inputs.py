@@ -18,11 +18,13 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import numpy as np
 
 from processors.fetch.limits import FetchSettings
+from processors.inputs import Modality
+from vlmserve.commands.client.media import with_files
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.plain_problems import did_you_mean
-from vlmserve.frontend.chat_messages import MediaCounts, map_parts
+from vlmserve.frontend.chat_messages import MediaCounts
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
 from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions, SamplingParams
@@ -237,13 +239,13 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
     parts += [{"type": "video", "video": video} for video in _several(videos)]
     if isinstance(chat, str):
         content = [*parts, {"type": "text", "text": chat}] if parts else chat
-        return map_parts([{"role": "user", "content": content}], _part)
+        return with_files([{"role": "user", "content": content}], _path)
     if parts:
         raise TypeError("images and videos go with a text; in a list of messages they stand in the messages' content")
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         what = 'a conversation is a text, or a list of messages such as {"role": "user", "content": "Hello"}'
         raise TypeError(f"{what}; this is {reprlib.repr(chat)}")
-    return map_parts(chat, _part)
+    return with_files(chat, _path)
 
 
 def sampling_of(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
@@ -275,35 +277,5 @@ def _several(media: Any) -> Iterable[Any]:
     return media if isinstance(media, Iterable) and not isinstance(media, str | bytes | np.ndarray) else [media]
 
 
-def _part(part: Any, _place: str) -> Any:
-    """Convert the paths of a part. A part of an unexpected shape stays as it is, for the check of messages."""
-    if not isinstance(part, Mapping):
-        return part
-    kind = part.get("type")
-    if kind in ("image", "video") and kind in part:
-        return {**part, kind: _path(part[kind])}
-    if kind in ("image_url", "video_url"):
-        return _url_part(part, kind)
-    return part
-
-
-def _url_part(part: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return a part of the kind that takes paths, if its URL is a path."""
-    value = part.get(kind)
-    url = value.get("url") if isinstance(value, Mapping) else value
-    path = _path(url)
-    if not isinstance(path, Path):
-        return part
-    plain = kind.removesuffix("_url")
-    rest = {name: other for name, other in part.items() if name not in ("type", kind)}
-    beside = {name: other for name, other in value.items() if name != "url"} if isinstance(value, Mapping) else {}
-    return {"type": plain, plain: path, **rest, **beside}
-
-
-def _path(value: Any) -> Any:
-    """Return a Path for a text that is no URL; for a list of frames likewise."""
-    if isinstance(value, list | tuple):
-        return [_path(frame) for frame in value]
-    if isinstance(value, str) and value.strip() and not _URL.match(value):
-        return Path(value).expanduser()
-    return value
+def _path(address: str, _modality: Modality) -> str | Path:
+    return address if not address.strip() or _URL.match(address) else Path(address).expanduser()

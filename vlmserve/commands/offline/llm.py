@@ -291,7 +291,6 @@ class LLM(AbstractContextManager["LLM"]):
         self.close()
 
     def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
-        """Compute requests; return the choices of each."""
         about: dict[str, tuple[tuple[MediumReport, ...], tuple[str, ...]]] = {}
         choices: list[list[str]] = []
         try:

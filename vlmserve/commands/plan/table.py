@@ -82,7 +82,6 @@ def _sizes(plan: Plan) -> dict[str, int]:
 
 
 def _gpus(plan: Plan) -> int:
-    """Return the GPUs of all replicas."""
     return plan.args.world_size * plan.args.num_replicas
 
 

@@ -10,13 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vlmserve.commands.verify.answers import (
+    KINDS,
+    Case,
+    CaseFinding,
     RunSettings,
+    Verdict,
     check_reference_can_load,
     check_reference_can_run,
+    compare,
+    made_cases,
     our_answers,
+    own_case,
     reference_answers,
 )
-from vlmserve.commands.verify.cases import KINDS, Case, CaseFinding, Verdict, compare, made_cases, own_case
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, above_zero, positive
 from vlmserve.config.model_path import resolve_model

@@ -103,7 +103,6 @@ class EncoderLoop:
         return self._warmups.advance(order=0) or changed
 
     async def _wait(self) -> None:
-        """Wait for another message, or for the pool."""
         loop, handles = asyncio.get_running_loop(), self._pool.wait_handles()
         for handle in handles:
             loop.add_reader(handle, self._stirred.set)

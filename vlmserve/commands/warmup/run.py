@@ -288,7 +288,6 @@ class RemoteTarget:
         return Warmed(items=items)
 
     def _error(self, status: int, answer: Any) -> Exception:
-        """Return the error of a bad request, or one that ends the run."""
         told = error_in(answer)
         message, code, param = told.get("message") or f"HTTP status {status}", told.get("code"), told.get("param")
         if status == 500:

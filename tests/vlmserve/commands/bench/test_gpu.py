@@ -11,12 +11,12 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from vlmserve import cli
+from vlmserve.commands.bench.checkpoints import SHAPES, small, write_folder
 from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu import measures
 from vlmserve.commands.bench.gpu.command import BARS, Bar, default_parts, table, verdict
 from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
-from vlmserve.commands.bench.gpu.run import Budget, GpuRun
-from vlmserve.commands.bench.gpu.shapes import SHAPES, SMALL, small, write_folder
+from vlmserve.commands.bench.gpu.run import SMALL, Budget, GpuRun
 from vlmserve.commands.bench.reference import Reference, share_weights
 from vlmserve.models.floors import decode_bytes, part_hit, prefill_flops, tower_flops
 from vlmserve.models.random_weights import random_model

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.tiny_checkpoints import make_checkpoint
-from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape
+from vlmserve.commands.bench.checkpoints import SHAPES, ModelShape, write_random_checkpoint
 from vlmserve.commands.bench.loading import measure_loading, with_layers, write_filled
-from vlmserve.commands.bench.random_checkpoint import write_random_checkpoint
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import EngineError
@@ -23,7 +22,7 @@ VISION = {"depth": 3, "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1]}
 def test_it_loads_here_and_in_transformers_and_is_reproducible(tmp_path, monkeypatch):
     from transformers import AutoModelForImageTextToText
 
-    monkeypatch.setattr("vlmserve.commands.bench.random_checkpoint._SHARD_BYTES", 100_000)
+    monkeypatch.setattr("vlmserve.commands.bench.checkpoints._SHARD_BYTES", 100_000)
     folder = write_random_checkpoint(tmp_path / "a", text_sizes=TEXT, vision_sizes=VISION, seed=3)
     assert len(list(folder.glob("*.safetensors"))) > 2
     model = load_model(folder)

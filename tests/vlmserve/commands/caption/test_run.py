@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ from tests.vlmserve.commands.caption.runs import (
 )
 from vlmserve.commands.batch.item import Failed, MediumItem
 from vlmserve.commands.caption.feed import ItemShard
-from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.result import Prompts
 from vlmserve.commands.caption.run import CaptionSettings, CaptionStopped
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -239,6 +241,29 @@ def test_no_more_bytes_than_allowed_are_in_memory(out):
     settings = CaptionSettings(concurrency=8, bytes_in_memory=3300)
     assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
     assert most == 3
+
+
+def test_the_next_item_is_asked_about_while_a_result_is_being_written(out, monkeypatch):
+    two_asked = threading.Event()
+    add = CaptionJournal.add
+    waited = []
+
+    def slow(self, done, *args, **more):
+        if done and not waited:
+            waited.append(two_asked.wait(20))
+        add(self, done, *args, **more)
+
+    class Tells(FakeCaptioner):
+        async def ask(self, request):
+            answer = await super().ask(request)
+            if len(self.asked) == 2:
+                two_asked.set()
+            return answer
+
+    monkeypatch.setattr(CaptionJournal, "add", slow)
+    items = [item(f"{number}.png", content(number)) for number in range(4)]
+    assert run_once(items, out, captioner=Tells(), settings=CaptionSettings(concurrency=1)).done == 4
+    assert waited == [True]
 
 
 def at(path: Path, root: Path, **given) -> MediumItem:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from processors.inputs import Modality
-from vlmserve.commands.chat.mentions import find_mentions, make_question, question_text
+from vlmserve.commands.chat.session import find_mentions, make_question, question_text
 from vlmserve.commands.client.conversation import ChatQuestion, ChatTurn
 from vlmserve.commands.client.media import Medium, MediumError, open_medium
 from vlmserve.commands.demo.pictures import FOLDER

@@ -12,10 +12,10 @@ import pytest
 from tests.default_model import copy_default_model
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from vlmserve.commands.doctor import engine_probes, machine
+from vlmserve.commands.doctor.command import PROBES, files_finding, media_findings, model_findings, model_folder
 from vlmserve.commands.doctor.engine_probes import examine_attention, examine_model
 from vlmserve.commands.doctor.finding import Finding, Probed, Status
-from vlmserve.commands.doctor.gpu import Nvidia, ask_nvidia, attention_findings, gpu_findings
-from vlmserve.commands.doctor.model import PROBES, files_finding, media_findings, model_findings, model_folder
+from vlmserve.commands.doctor.machine import Nvidia, ask_nvidia, attention_findings, gpu_findings
 from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory import sizing

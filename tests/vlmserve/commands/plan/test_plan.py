@@ -11,8 +11,8 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve import cli
-from vlmserve.commands.bench.gpu.shapes import SHAPES, ModelShape, write_folder
-from vlmserve.commands.plan.layout import lay_out
+from vlmserve.commands.bench.checkpoints import SHAPES, ModelShape, write_folder
+from vlmserve.commands.plan.plan import lay_out
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import outline_model

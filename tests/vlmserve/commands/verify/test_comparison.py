@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vlmserve.commands.verify.cases import Answer, CaseFinding, Step, Verdict, compare
+from vlmserve.commands.verify.answers import Answer, CaseFinding, Step, Verdict, compare
 
 
 def step(token: int, **logprobs: float) -> Step:

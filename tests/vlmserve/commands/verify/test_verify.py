@@ -23,8 +23,17 @@ from safetensors.torch import load_file, save_file
 from tests.processors.clips import frame, make_clip, with_rotation
 from vlmserve import cli
 from vlmserve.commands.verify import answers, command
-from vlmserve.commands.verify.answers import RunSettings, length_of, read_frames
-from vlmserve.commands.verify.cases import Answer, Case, CaseFinding, Verdict, made_cases, own_case
+from vlmserve.commands.verify.answers import (
+    Answer,
+    Case,
+    CaseFinding,
+    RunSettings,
+    Verdict,
+    length_of,
+    made_cases,
+    own_case,
+    read_frames,
+)
 from vlmserve.engine import rank_processes
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.fetching import BlockingFetcher
-from vlmserve.commands.batch.inputs.files import HTTP, Columns, ItemFile, Source, need, path_in, reason
-from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.files import HTTP, Columns, ItemFile, MediaReader, Source, need, path_in, reason
 from vlmserve.commands.batch.inputs.records import AddressList, JsonLines, Table
 from vlmserve.commands.batch.inputs.tars import Tar
 from vlmserve.commands.batch.inputs.trees import Files, LocalTree, TreeEntry

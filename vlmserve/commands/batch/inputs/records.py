@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Any
 import blake3
 
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, printable, reason, resolved
-from vlmserve.commands.batch.inputs.media import MediaReader, item_of, media_column
+from vlmserve.commands.batch.inputs.files import (
+    BROKEN,
+    Columns,
+    ItemFile,
+    MediaReader,
+    item_of,
+    media_column,
+    printable,
+    reason,
+    resolved,
+)
 from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
 from vlmserve.commands.client.media import with_files
 from vlmserve.frontend.openai.json_bodies import checked, json_object

@@ -11,8 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from processors.fetch.limits import ByteLimit
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.files import HTTP, need, printable, reason
-from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.files import HTTP, MediaReader, need, printable, reason
 from vlmserve.commands.batch.inputs.trees import Tree, TreeEntry, fixed_part
 from vlmserve.commands.batch.item import Failed, MediumItem
 from vlmserve.commands.client.media import scheme_of

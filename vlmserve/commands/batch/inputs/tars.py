@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from processors.inputs import Modality
-from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, printable, reason
-from vlmserve.commands.batch.inputs.media import MediaReader, jsonable
+from vlmserve.commands.batch.inputs.files import BROKEN, Columns, ItemFile, MediaReader, jsonable, printable, reason
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import PICTURES, VIDEOS
 from vlmserve_common.errors import BadRequestError

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vlmserve.commands.batch.inputs.files import printable
-from vlmserve.commands.batch.inputs.media import MediaReader
+from vlmserve.commands.batch.inputs.files import MediaReader, printable
 from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import PICTURES, VIDEOS, begins_as_medium
 

@@ -20,12 +20,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from vlmserve.commands.bench.checkpoints import SHAPES, small, write_folder
 from vlmserve.commands.bench.figures import Spread, bench_parser
 from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
-from vlmserve.commands.bench.gpu.run import Budget, GpuRun
-from vlmserve.commands.bench.gpu.shapes import FULL, SHAPES, SMALL, small, write_folder
+from vlmserve.commands.bench.gpu.run import FULL, SMALL, Budget, GpuRun
 from vlmserve.config.flags import CommandParser
 from vlmserve_common.errors import EngineError
+from vlmserve_common.files import replacing
 from vlmserve_common.version import __version__
 
 NOT_MEASURED = "not measured"
@@ -98,9 +99,8 @@ def write_figures(
         asdict(one) | {"bar": str(bars.get(one.key, "")), "verdict": verdict(one, bars.get(one.key), counts=counts)}
         for one in figures
     ]
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({"about": dict(about), "figures": rows}, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
+    with replacing(path, on_disk=False) as part:
+        part.write_text(json.dumps({"about": dict(about), "figures": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def _shown(spread: Spread | None) -> str:

@@ -20,11 +20,11 @@ from processors.families.registry import make_processor
 from processors.image.decoding import decode_image
 from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
+from vlmserve.commands.bench.checkpoints import published_tensors, save_weights
 from vlmserve.commands.bench.figures import Spread
 from vlmserve.commands.bench.gpu.run import GpuRun
 from vlmserve.commands.bench.media import Question, jpeg, make_questions
 from vlmserve.commands.bench.processes import run_python
-from vlmserve.commands.bench.random_checkpoint import published_tensors, save_weights
 from vlmserve.commands.bench.reference import ReferenceTower, check_logits, check_rows
 from vlmserve.commands.bench.vision import grid_thw
 from vlmserve.memory.sizing import weight_bytes

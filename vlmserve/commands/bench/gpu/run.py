@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmserve.commands.bench.gpu.shapes import TEXT_IDS, GpuLoad
+from vlmserve.commands.bench.checkpoints import TEXT_IDS
 from vlmserve.commands.bench.media import Question
 from vlmserve.commands.bench.reference import Reference, share_weights
 from vlmserve.commands.bench.vision import finish
@@ -41,6 +41,54 @@ _MEDIA_THREADS = 8
 # The part of the memory that the engine takes; transformers computes in the rest. With 80 GB, an 8B model then has room
 # for 256 requests, and transformers decodes 64.
 _ENGINE_SHARE = 0.75
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuLoad:
+    """The work of a run.
+
+    The tower's batch has `pictures` of side x side pixels. A `prompt` has that many tokens. `batches` are numbers of
+    requests that decode together for `steps` steps, behind `context` tokens each. `many` is a number of questions about
+    a picture of many_side x many_side pixels, with `answer` tokens; `alone` of them come one at a time. `copy_bytes`
+    and `gemms` are the bytes and rows that measure the device.
+    """
+
+    pictures: int = 16
+    side: int = 1024
+    prompt: int = 8192
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    overlap_batch: int = 64
+    context: int = 1024
+    steps: int = 32
+    many: int = 256
+    many_side: int = 512
+    answer: int = 128
+    alone: int = 8
+    copy_bytes: int = 4 * 2**30
+    gemms: tuple[int, ...] = (4096, 8192, 16384)
+
+    @property
+    def patch_limit(self) -> int:
+        """The most patches of the tower's batch: those of 14 pixels, the smallest there are."""
+        return self.pictures * (self.side // 14 + 2) ** 2
+
+
+FULL = GpuLoad()
+SMALL = GpuLoad(
+    pictures=2,
+    side=128,
+    prompt=64,
+    batches=(1, 4),
+    overlap_batch=4,
+    context=16,
+    steps=4,
+    many=4,
+    many_side=64,
+    answer=4,
+    alone=1,
+    copy_bytes=2**20,
+    gemms=(64,),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,14 +200,23 @@ class MeasuredEngine:
         needed, there = batch * (load.context + tokens + 16), self.llm.info.max_total_tokens
         if needed > there:
             raise EngineError(f"{batch} requests need {needed} KV slots, and there is room for {there}")
-        args, engine, noted = replace(self.llm.args, **settings), self.llm.engine, _Noted()
-        spans = StepSpans(engine.runner)
-        with closing(build_loop(args, engine.runner, engine.info, noted.take, worker=spans)) as loop:
+        args, engine = replace(self.llm.args, **settings), self.llm.engine
+        spans, steps = StepSpans(engine.runner), list[_Step]()
+
+        def note(output: SchedulerOutput) -> None:
+            assert isinstance(output, BatchTokenOutput)
+            for one in output.outputs:
+                if one.finish_reason and one.finish_reason.type == "error":
+                    raise EngineError(one.finish_reason.message)
+            read = sum(one.prompt_tokens + one.completion_tokens - 1 for one in output.outputs)
+            steps.append(_Step(time.perf_counter(), len(output.outputs), read))
+
+        with closing(build_loop(args, engine.runner, engine.info, note, worker=spans)) as loop:
             for number, ids in enumerate(self.prompts(batch, load.context)):
                 loop.handle(TokenizedGenerateReqInput(rid=f"r{number}", input_ids=ids, sampling_params=_greedy(tokens)))
             while not loop.is_idle():
                 loop.step_or_wait()
-        full = noted.steps_of(batch)[_WARM_STEPS:]
+        full = [step for step in steps if step.requests == batch][_WARM_STEPS:]
         if len(full) < 3:
             raise EngineError(f"only {len(full)} steps had all {batch} requests in them")
         return DecodeSteps(
@@ -176,24 +233,6 @@ class _Step:
     at: float
     requests: int
     kv_tokens: int
-
-
-class _Noted:
-    """The output of a scheduler, step by step."""
-
-    def __init__(self) -> None:
-        self._steps: list[_Step] = []
-
-    def take(self, output: SchedulerOutput) -> None:
-        assert isinstance(output, BatchTokenOutput)
-        for one in output.outputs:
-            if one.finish_reason and one.finish_reason.type == "error":
-                raise EngineError(one.finish_reason.message)
-        tokens = sum(one.prompt_tokens + one.completion_tokens - 1 for one in output.outputs)
-        self._steps.append(_Step(time.perf_counter(), len(output.outputs), tokens))
-
-    def steps_of(self, requests: int) -> Sequence[_Step]:
-        return [step for step in self._steps if step.requests == requests]
 
 
 def _greedy(tokens: int) -> SamplingParams:

@@ -1,24 +1,33 @@
-"""The published shapes of models that `vlmserve bench gpu` measures, and how much it asks of them.
+"""Checkpoints to measure with: published shapes and settings, without weights or with random ones.
 
-A folder of such a model has no weights: these are made on the device (`--load-format dummy`). Tokenizer and template
-are the built-in model's, whose ids are the first of the vocabulary.
+Tokenizer and template are the built-in model's, whose ids are the first of the vocabulary. A folder without weights is
+for `--load-format dummy`, which makes them on the device.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from vlmserve.commands.bench.processor_reference import write_settings
-from vlmserve.config.model_path import DEFAULT_MODEL
-from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
-from vlmserve_common.checkpoint.reader import read_json
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
+from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve.models.random_weights import moments
+from vlmserve.models.registry import load_config, make_model
+from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
+from vlmserve_common.checkpoint.reader import INDEX_FILE, read_json
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
+from vlmserve_common.checkpoint.weights import stored_tensors
+
+_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+_HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 TEXT_IDS = 1600
 """The ids below this one are text in the built-in tokenizer."""
 
@@ -140,6 +149,28 @@ def small(shape: ModelShape) -> ModelShape:
     return replace(shape, what=f"a tiny {shape.what}", text=text, vision=vision)
 
 
+def write_settings(folder: Path, family: str) -> None:
+    """Write a family's settings of pictures and videos into a checkpoint folder."""
+    for name, settings in (("preprocessor", image_settings), ("video_preprocessor", video_settings)):
+        (folder / f"{name}_config.json").write_text(json.dumps(settings(family)))
+
+
+def image_settings(family: str) -> dict[str, Any]:
+    """Return preprocessor_config.json as published."""
+    if family == "qwen3_vl":
+        size = {"shortest_edge": 65536, "longest_edge": 16777216}
+        return {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": size, **_HALF}
+    size = {"shortest_edge": 3136, "longest_edge": 12845056}
+    return {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "size": size, **_CLIP}
+
+
+def video_settings(family: str) -> dict[str, Any]:
+    """Return video_preprocessor_config.json as published; for older families, the defaults of transformers."""
+    if family == "qwen3_vl":
+        return image_settings(family) | {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
+    return image_settings(family) | {"size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}}
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file of settings."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -173,49 +204,72 @@ def write_folder(folder: Path, shape: ModelShape) -> Path:
     return folder
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GpuLoad:
-    """The work of a run.
+_MIN_PIXELS, _MAX_PIXELS, _MAX_VIDEO_PIXELS = 64**2, 1024**2, 4096**2
+_SHARD_BYTES = 512 * 1024**2
 
-    The tower's batch has `pictures` of side x side pixels. A `prompt` has that many tokens. `batches` are numbers of
-    requests that decode together for `steps` steps, behind `context` tokens each. `many` is a number of questions about
-    a picture of many_side x many_side pixels, with `answer` tokens; `alone` of them come one at a time. `copy_bytes`
-    and `gemms` are the bytes and rows that measure the device.
+
+def write_random_checkpoint(
+    folder: Path,
+    *,
+    text_sizes: dict[str, Any] = TEXT_SIZES,
+    vision_sizes: dict[str, Any] = VISION_SIZES,
+    seed: int = 0,
+) -> Path:
+    """Write the checkpoint in bfloat16 and in shards into `folder`, which is made if need be, and return the folder.
+
+    The same seed writes the same bytes. text_sizes, vision_sizes: the fields of `text_config` and `vision_config` that
+    differ from the built-in model's.
     """
+    copy_built_in_settings(folder)
+    for name, most in (("preprocessor", _MAX_PIXELS), ("video_preprocessor", _MAX_VIDEO_PIXELS)):
+        settings = read_json(folder, f"{name}_config.json")
+        settings["size"] = {"shortest_edge": _MIN_PIXELS, "longest_edge": most}
+        write_json(folder / f"{name}_config.json", settings)
+    config = read_json(folder, "config.json")
+    own_head = {"tie_word_embeddings": False}
+    config |= own_head
+    config["text_config"] |= text_sizes | own_head | {"dtype": "bfloat16"}
+    config["vision_config"] |= vision_sizes
+    write_json(folder / "config.json", config)
+    used_rows = load_text_tokenizer(folder).num_ids
+    model = make_model(config, load_config(folder), torch.device("meta"), torch.bfloat16)
+    generator = torch.Generator().manual_seed(seed)
 
-    pictures: int = 16
-    side: int = 1024
-    prompt: int = 8192
-    batches: tuple[int, ...] = (1, 8, 64, 256)
-    overlap_batch: int = 64
-    context: int = 1024
-    steps: int = 32
-    many: int = 256
-    many_side: int = 512
-    answer: int = 128
-    alone: int = 8
-    copy_bytes: int = 4 * 2**30
-    gemms: tuple[int, ...] = (4096, 8192, 16384)
+    def random(name: str, shape: torch.Size) -> torch.Tensor:
+        mean, std = moments(name, tuple(shape))
+        values = torch.randn(shape, generator=generator).mul_(std).add_(mean)
+        if name.endswith("embed_tokens.weight"):
+            values[used_rows:] = 0
+        return values.bfloat16()
 
-    @property
-    def patch_limit(self) -> int:
-        """The most patches of the tower's batch: those of 14 pixels, the smallest there are."""
-        return self.pictures * (self.side // 14 + 2) ** 2
+    save_weights(folder, ((name, random(name, tensor.shape)) for name, tensor in published_tensors(model)))
+    return folder
 
 
-FULL = GpuLoad()
-SMALL = GpuLoad(
-    pictures=2,
-    side=128,
-    prompt=64,
-    batches=(1, 4),
-    overlap_batch=4,
-    context=16,
-    steps=4,
-    many=4,
-    many_side=64,
-    answer=4,
-    alone=1,
-    copy_bytes=2**20,
-    gemms=(64,),
-)
+def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters by their names in published checkpoints of Qwen3-VL and in transformers' models.
+
+    The tensors are views of the stored shape.
+    """
+    for stored, tensor in stored_tensors(model):
+        yield stored if stored.startswith("lm_head.") else f"model.{stored}", tensor
+
+
+def save_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write tensors into a checkpoint folder, in shards."""
+    shards: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+
+    def save() -> None:
+        file = f"model-{len(set(shards.values())) + 1:05}.safetensors"
+        save_file(pending, folder / file, metadata={"format": "pt"})
+        shards.update(dict.fromkeys(pending, file))
+        pending.clear()
+
+    for name, tensor in tensors:
+        pending[name] = tensor.cpu().contiguous()
+        if sum(tensor.nbytes for tensor in pending.values()) >= _SHARD_BYTES:
+            save()
+    if pending:
+        save()
+    write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": shards})
