@@ -13,16 +13,15 @@ from tokenizers import Tokenizer
 
 from assets.recipe.batches import batches, collate
 from assets.recipe.clips import make_clip
-from assets.recipe.lessons import CHARACTERS, MOTIONS, Lesson, Teacher, see, watch
+from assets.recipe.lessons import Lesson, Teacher, see, watch
 from assets.recipe.losses import Hinter, losses
 from assets.recipe.network import Network, make_network, write_checkpoint
-from assets.recipe.paint import paint, print_box
+from assets.recipe.paint import paint
 from assets.recipe.plan import PLAN
 from assets.recipe.sizes import MERGE
 from assets.recipe.tokenizer import make_recipe_tokenizer
 from assets.recipe.wording import about_clip, in_order, side
-from assets.recipe.world import COLOURS, SHAPES, Scene, Thing, apart, make_scene, make_thing, pick_colour
-from assets.recipe.writing import make_page, make_print_scene
+from assets.recipe.world import COLOURS, SHAPES, Scene, Thing, make_scene, make_thing, pick_colour
 from processors.families.base import ExpandedPrompt
 from processors.families.registry import make_processor
 from processors.video.options import VideoKnobs
@@ -158,39 +157,6 @@ def test_hints_tell_what_is_where() -> None:
     assert opposite == pytest.approx([red.box[2] / 192, red.box[3] / 224])
 
 
-def test_hints_tell_the_motion_of_the_actor_alone() -> None:
-    clips = (make_clip(np.random.default_rng(seed)) for seed in range(300))
-    clip = next(c for c in clips if c.event == "up" and len(c.frames[0].things) == 2)
-    for seen in watch(clip, np.random.default_rng(0)):
-        assert set(seen.hints.motion[seen.hints.things > 0]) == {0, 1 + MOTIONS.index("up")}
-        assert not seen.hints.motion[seen.hints.things == 0].any()
-
-
-def test_characters_are_marked_where_they_stand() -> None:
-    for seed in range(8):
-        scene = make_print_scene(np.random.default_rng(seed))
-        seen = see(paint(scene), scene)
-        marked = {CHARACTERS[i - 1] for i in np.unique(seen.hints.characters) if i}
-        assert marked <= set(scene.prints[0].text)
-        if scene.prints[0].size > 0.2 * min(scene.width, scene.height):
-            assert marked, scene.prints[0]
-        for what, turn in zip(seen.hints.characters.flat, seen.hints.turns.flat, strict=True):
-            assert (turn > 0) == (what > 0)
-            if what:
-                assert scene.prints[0].text[turn - 1] == CHARACTERS[what - 1]
-
-
-def test_pages_have_many_texts_that_do_not_touch() -> None:
-    counts = []
-    for seed in range(30):
-        page = make_page(np.random.default_rng(seed))
-        found = [print_box(text) for text in page.prints]
-        counts.append(len(found))
-        assert all(apart(box, found[:k], 0) for k, box in enumerate(found))
-        assert all(x0 >= -1 and y0 >= -1 and x1 <= page.width + 1 and y1 <= page.height + 1 for x0, y0, x1, y1 in found)
-    assert np.mean(counts) > 3
-
-
 def test_sides_and_orders_are_true() -> None:
     left, right = _named("red circle", (30.0, 90.0)), _named("blue star", (140.0, 40.0))
     scene = Scene(
@@ -225,16 +191,6 @@ def _named(name: str, centre: tuple[float, float]) -> Thing:
     return make_thing(shape, colour, pick_colour(colour, rng), centre, 30, rng)  # type: ignore[arg-type]
 
 
-def test_a_change_is_told_by_the_label_of_the_patch_that_shows_it() -> None:
-    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
-    seen = watch(clip, np.random.default_rng(0))
-    colours = [{frame.things[0].colour for frame in clip.frames[k : k + 2]} for k in range(0, len(clip.frames), 2)]
-    first = next(k for k, names in enumerate(colours) if clip.later_colour in names)
-    assert clip.change_seen == pytest.approx(seen[first].seconds)
-    answers = {t[1] for s in range(200) for d in [about_clip(clip, np.random.default_rng(s))] if d for t in d}
-    assert f"At about {seen[first].seconds:.1f} seconds." in answers
-
-
 def test_a_colour_at_a_time_is_that_of_the_frames_with_that_label() -> None:
     clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
     seen = watch(clip, np.random.default_rng(0))
@@ -255,20 +211,3 @@ def test_a_colour_at_a_time_is_that_of_the_frames_with_that_label() -> None:
         else:
             assert answer == f"{colour.capitalize()}."
     assert asked == {"Yes.", "No.", f"{clip.thing.colour.capitalize()}.", f"{clip.later_colour.capitalize()}."}
-
-
-def test_clips_do_what_they_say() -> None:
-    for seed in range(300):
-        clip = make_clip(np.random.default_rng(seed))
-        assert len(clip.frames) == len(clip.times) >= 4
-        assert len(clip.times) % 2 == 0
-        first, last = clip.frames[0].things[0], clip.frames[-1].things[0]
-        dx, dy = (b - a for a, b in zip(first.centre, last.centre, strict=True))
-        way = {"left": dx < -5, "right": dx > 5, "up": dy < -5, "down": dy > 5}
-        for event, happens in way.items():
-            assert happens == (clip.event == event)
-        assert (first.colour != last.colour) == (clip.event == "colour")
-        for frame in clip.frames:
-            for thing in frame.things:
-                assert thing.box[0] > -1
-                assert thing.box[2] < frame.width + 1
