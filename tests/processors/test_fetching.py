@@ -526,14 +526,11 @@ PUBLIC = """
 """
 
 
-@pytest.mark.parametrize("address", PRIVATE.split())
-def test_not_public(address):
-    assert not is_public_address(ipaddress.ip_address(address))
-
-
-@pytest.mark.parametrize("address", PUBLIC.split())
-def test_public(address):
-    assert is_public_address(ipaddress.ip_address(address))
+@pytest.mark.parametrize(
+    ("address", "public"), [*((one, False) for one in PRIVATE.split()), *((one, True) for one in PUBLIC.split())]
+)
+def test_which_are_public(address, public):
+    assert is_public_address(ipaddress.ip_address(address)) is public
 
 
 def test_so_many_names_at_a_time_are_looked_up_and_no_more():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import assume, given
@@ -12,7 +13,7 @@ from processors.families.base import ProcessorLimits
 from processors.image.sizes import ImageSizes
 from processors.knobs import Clamp, ImageKnobs, laid_over
 from processors.video.frame_sizes import limit_areas
-from processors.video.options import RuleSettings, VideoConfig, VideoDefaults, VideoKnobs
+from processors.video.options import VideoConfig, VideoDefaults, VideoKnobs
 from processors.video.rules import (
     qwen2_rules,
     qwen3_rules,
@@ -20,8 +21,8 @@ from processors.video.rules import (
     time_grid_rules,
 )
 from tests import hf_env  # noqa: F401
+from tests.processors import test_frame_sampling
 from tests.processors.helpers import picture, tiny_processor
-from tests.processors.test_frame_sampling import PATCHES
 from vlmserve_common.errors import BadRequestError
 
 TOKEN = 28 * 28
@@ -134,11 +135,7 @@ def test_a_size_within_the_servers_limit(tmp_path):
 # ---------------------------------------------------------------- videos
 
 
-def rules(kind, config=None, **more):
-    values = {"fps": None, "cap_pixels_per_frame": None, "max_frames": 20, "max_pixels": None, **more}
-    return kind(RuleSettings(config=config or VideoConfig(), patches=PATCHES, **values))
-
-
+rules = partial(test_frame_sampling.rules, max_frames=20)
 ALL = (qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules)
 TIMES = [i / 10 for i in range(100)]
 

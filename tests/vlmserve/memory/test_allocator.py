@@ -156,27 +156,20 @@ def decode(allocator: TokenToKVPoolAllocator, requests: list[np.ndarray], steps:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_that_decode_side_by_side_keep_one_run_each(page_size):
-    allocator = TokenToKVPoolAllocator(16 * 256, page_size)
-    requests = [allocator.alloc_extend(0, 30 + i, -1, room=128) for i in range(16)]
+def test_chunks_of_a_prompt_and_its_answer_keep_one_run(page_size):
+    allocator = TokenToKVPoolAllocator(16 * 512, page_size)
+    lengths = [300 + i for i in range(16)]
+    requests = [np.empty(0, dtype=np.int64)] * 16
+    for start in range(0, 320, 64):
+        for i, slots in enumerate(requests):
+            last, end = int(slots[-1]) if len(slots) else -1, min(start + 64, lengths[i])
+            grown = allocator.alloc_extend(start, end, last, room=lengths[i] - end + 128)
+            requests[i] = np.concatenate([slots, grown])
     requests = decode(allocator, requests, 128)
     assert [num_runs(slots) for slots in requests] == [1] * 16
     for slots in requests:
         allocator.free(slots)
     assert allocator.available_size() == allocator.size
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_chunks_of_a_prompt_and_its_answer_keep_one_run(page_size):
-    allocator = TokenToKVPoolAllocator(2048, page_size)
-    requests = [np.empty(0, dtype=np.int64)] * 3
-    for start in range(0, 320, 64):
-        for i, slots in enumerate(requests):
-            last = int(slots[-1]) if len(slots) else -1
-            grown = allocator.alloc_extend(start, start + 64, last, room=320 - start - 64 + 100)
-            requests[i] = np.concatenate([slots, grown])
-    requests = decode(allocator, requests, 100)
-    assert [num_runs(slots) for slots in requests] == [1, 1, 1]
 
 
 def test_rooms_are_halved_when_open_space_is_short():

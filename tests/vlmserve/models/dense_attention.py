@@ -6,8 +6,10 @@ from pathlib import Path
 
 import torch
 
+from tests.vlmserve.models.steps import forward_batch
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention, positioned
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, positioned
+from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -63,21 +65,22 @@ def make_batch(
     """A batch of requests 0..B-1: their new ids [L_i], positions [3, L_i], and how many tokens came before. states: of
     requests, from number 1 on."""
     extend_lens = [len(ids) for ids in input_ids]
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
+    return forward_batch(
+        backend,
+        prefix_lens,
+        extend_lens,
         input_ids=torch.cat(input_ids),
         positions=torch.cat(positions, dim=1),
-        req_pool_indices=torch.arange(len(input_ids)),
-        seq_lens=torch.tensor(prefix_lens, dtype=torch.int32) + torch.tensor(extend_lens, dtype=torch.int32),
-        extend_start_loc=torch.tensor([0, *extend_lens]).cumsum(0, dtype=torch.int32),
-        prefix_lens=prefix_lens,
-        extend_lens=extend_lens,
-        out_cache_loc=torch.arange(sum(extend_lens)),
-        req_to_token_pool=None,  # type: ignore[arg-type]
-        kv_cache=None,  # type: ignore[arg-type]
-        attn_backend=backend,
         recurrent=recurrent_step(states, prefix_lens, extend_lens) if states is not None else None,
     )
+
+
+@torch.inference_mode()
+def logits_of(model: VisionLanguageModel) -> torch.Tensor:
+    """What a model computes for IDS: [length, vocab]."""
+    model.pack()
+    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
+    return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
 
 
 def recurrent_step(states: RecurrentCache, prefix_lens: list[int], extend_lens: list[int]) -> RecurrentStep:

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.vlmserve.models.steps import forward_batch
+from tests.vlmserve.models.test_whole_layers import make_config
 from vlmserve.executor.sampler import choose
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, position_and_store
-from vlmserve.models.config import ModelConfig
+from vlmserve.models.attention.base import AttentionBackend, position_and_store
 from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import fused
 
@@ -61,25 +62,7 @@ class NoAttention(AttentionBackend):
 
 
 def make_decoder(family, *, layers, dtype):
-    config = ModelConfig(
-        family="any",
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=50,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        attention_bias=False,
-        rope_theta=500.0,
-        mrope_section=(4, 2, 2),
-        tie_word_embeddings=True,
-        eos_token_ids=(1,),
-        dtype=dtype,
-    )
+    config = make_config(num_layers=layers, head_dim=16, mrope_section=(4, 2, 2), dtype=dtype)
     decoder = family(config, dtype).to(DEVICE, dtype)
     generator = torch.Generator().manual_seed(1)
     for parameter in decoder.parameters():
@@ -88,26 +71,9 @@ def make_decoder(family, *, layers, dtype):
 
 
 def make_batch(backend, cache, pool, prefix_lens, extend_lens):
-    tokens = sum(extend_lens)
-    totals = [prefix + new for prefix, new in zip(prefix_lens, extend_lens, strict=True)]
-    slots = [
-        pool.req_to_token[row, prefix:total].long()
-        for row, (prefix, total) in enumerate(zip(prefix_lens, totals, strict=True))
-    ]
-    return ForwardBatch(
-        forward_mode=ForwardMode.MIXED,
-        input_ids=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
-        positions=torch.arange(3 * tokens, device=DEVICE).view(3, tokens),
-        req_pool_indices=torch.arange(len(totals), device=DEVICE),
-        seq_lens=torch.tensor(totals, dtype=torch.int32, device=DEVICE),
-        extend_start_loc=torch.tensor([0, *extend_lens], device=DEVICE).cumsum(0, dtype=torch.int32),
-        prefix_lens=prefix_lens,
-        extend_lens=extend_lens,
-        out_cache_loc=torch.cat(slots),
-        req_to_token_pool=pool,
-        kv_cache=cache,
-        attn_backend=backend,
-    )
+    positions = torch.arange(3 * sum(extend_lens), device=DEVICE).view(3, -1)
+    given = {"kv_cache": cache, "positions": positions}
+    return forward_batch(backend, prefix_lens, extend_lens, pool=pool, device=DEVICE, **given)
 
 
 def make_pools(layers, dtype):

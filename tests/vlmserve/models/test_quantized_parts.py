@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.quantized_checkpoints import FORMATS, make_quantized
-from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.models.parts import in_parts
-from tests.vlmserve.models.test_fp8 import kept, logits_of
+from tests.rank_threads import at_all
+from tests.vlmserve.models.dense_attention import logits_of
+from tests.vlmserve.models.edits import edit_config
+from tests.vlmserve.models.test_fp8 import kept
 from tests.vlmserve.models.test_quantized import kinds
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import library
@@ -26,20 +28,19 @@ SIZES = (2, 4)
 CUT_INSIDE = (24, 40)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("plain"))
-
-
-@pytest.fixture(params=["operators", "torch"])
-def kernels(request):
-    library.activate("auto" if request.param == "operators" else "off", threads=1)
-    yield request.param
-    library.activate("off", threads=1)
-
-
 def together(folder: Path, size: int, **how) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
     return in_parts(size, lambda comm: load_model(folder, comm=comm, **how), logits_of)
+
+
+def in_parts(size: int, load, compute) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
+    """What the first part computes together with all others, each in a thread of its own, and all parts."""
+
+    def work(comm: Communicator) -> tuple[torch.Tensor, VisionLanguageModel]:
+        model = load(comm)
+        return compute(model), model
+
+    done = at_all(size, work)
+    return done[0][0], [model for _, model in done]
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -83,18 +84,18 @@ def test_whole_numbers_stay_packed(plain, tmp_path, kernels, form, size):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("form", ["gptq", "compressed-tensors"])
-def test_one_group_for_all_inputs(plain, tmp_path, form):
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("gptq", {"group_size": -1}),
+        ("compressed-tensors", lambda config: config["config_groups"]["group_0"]["weights"].update(group_size=-1)),
+    ],
+    ids=["gptq", "compressed-tensors"],
+)
+def test_one_group_for_all_inputs(plain, tmp_path, form, change):
     made, same = make_quantized(plain, tmp_path, form, group=96)
-    edit(made, 96, -1)
+    edit_config(made, change, "quantization_config")
     assert_close(together(made, 2)[0], logits_of(load_model(same)))
-
-
-def edit(folder: Path, group: int, other: int) -> None:
-    """Have a configuration say another group size."""
-    config = (folder / "config.json").read_text()
-    assert f'"group_size": {group}' in config
-    (folder / "config.json").write_text(config.replace(f'"group_size": {group}', f'"group_size": {other}'))
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq-8"])
@@ -105,7 +106,7 @@ def test_groups_in_no_order(plain, tmp_path, form):
 
 def test_a_wrong_shape_is_told_in_the_checkpoint_s_own_numbers(plain, tmp_path):
     made, _ = make_quantized(plain, tmp_path, "awq")
-    edit(made, 32, 16)
+    edit_config(made, {"group_size": 16}, "quantization_config")
     with pytest.raises(CheckpointError, match=r"qzeros is \[2, 8\] of torch.int32, not \[4, 8\]"):
         outline_model(made, shard=Shard(1, 2))
 
@@ -118,11 +119,8 @@ def test_parts_are_quantised_at_the_start_as_the_whole_is(plain, mode):
 
     truth = logits_of(load_model(plain)).log_softmax(-1)
     library.activate("auto", threads=1)
-    try:
-        logits, parts = in_parts(2, lambda comm: load_model(plain, comm=comm), quantised)
-        assert [kinds(part) for part in parts] == [{mode}] * 2
-    finally:
-        library.activate("off", threads=1)
+    logits, parts = in_parts(2, lambda comm: load_model(plain, comm=comm), quantised)
+    assert [kinds(part) for part in parts] == [{mode}] * 2
     distance = (truth.exp() * (truth - logits)).sum(-1).mean()
     assert 0 < distance < (3e-3 if mode == "int8" else 0.6)
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve.models.steps import forward_batch
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import ForwardBatch, ForwardMode
 from vlmserve.models.attention.native_backend import NativeAttentionBackend
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig, ModelConfig
@@ -56,8 +56,6 @@ def operators():
     said = library.activate("auto", threads=2)
     if library.active() is None:
         pytest.skip(said)
-    yield
-    library.activate("off", threads=1)
 
 
 def make_config(**changes) -> ModelConfig:
@@ -124,21 +122,15 @@ class Runner:
             self.table.write(row, self.lengths[row], self.slots[row, self.lengths[row] : self.lengths[row] + new[row]])
             self.lengths[row] += new[row]
         count = sum(extends)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.MIXED,
+        batch = forward_batch(
+            self.backend,
+            prefixes,
+            extends,
+            rows=rows,
+            pool=self.table,
             input_ids=torch.randint(0, VOCAB, (count,), generator=generator),
             positions=torch.randint(0, 300, (3, count), generator=generator),
-            req_pool_indices=torch.tensor(rows),
-            seq_lens=torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32),
-            extend_start_loc=torch.tensor([0, *extends]).cumsum(0, dtype=torch.int32),
-            prefix_lens=prefixes,
-            extend_lens=extends,
-            out_cache_loc=torch.cat(
-                [self.slots[row, start : start + n] for row, start, n in zip(rows, prefixes, extends, strict=True)]
-            ),
-            req_to_token_pool=self.table,
             kv_cache=self.cache,
-            attn_backend=self.backend,
         )
         self.backend.init_forward_metadata(batch)
         embeds = self.decoder.embed_tokens(batch.input_ids)

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from tests.vlmserve.models.steps import forward_batch
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import ForwardBatch, ForwardMode, RadixAttention
+from vlmserve.models.attention.base import RadixAttention
 from vlmserve.models.attention.torch_backend import MAX_RUNS, TorchAttentionBackend
 from vlmserve_common.compute.rotary import rotation
 
@@ -14,12 +16,14 @@ CPU = torch.device("cpu")
 
 
 def plain(q, k, v, scale):
-    """q [T, H, D] at the end of k, v [S, Hkv, D]."""
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1).double() for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.double(), k) * scale
-    allowed = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).tril(k.shape[0] - q.shape[0])
-    weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), -1)
-    return torch.einsum("hts,shd->thd", weights, v).flatten(1)
+    """q [T, H, D] at the end of k, v [S, Hkv, D], in float64."""
+    seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    parts = (part.transpose(0, 1)[None].double() for part in (q, k, v))
+    return (
+        F.scaled_dot_product_attention(*parts, attn_mask=seen, scale=scale, enable_gqa=True)[0]
+        .transpose(0, 1)
+        .flatten(1)
+    )
 
 
 def layout(kind, start, length, gen):
@@ -38,7 +42,7 @@ def test_equals_attention_written_out(kind, dtype, lengths):
     gen = torch.Generator().manual_seed(0)
     cache = KVCache(num_slots=SLOTS, num_layers=2, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, device=CPU)
     pool = ReqToTokenPool(len(lengths), 128, CPU)
-    histories, queries, keys, values, slots = [], [], [], [], []
+    histories, queries, keys, values = [], [], [], []
     req_pool_indices = list(range(len(lengths)))[::-1]
     for i, (prefix, extend) in enumerate(lengths):
         total = prefix + extend
@@ -51,23 +55,9 @@ def test_equals_attention_written_out(kind, dtype, lengths):
         queries.append(q)
         keys.append(k[prefix:])
         values.append(v[prefix:])
-        slots.append(where[prefix:])
     backend = TorchAttentionBackend()
-    all_decode = all(extend == 1 for _, extend in lengths)
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE if all_decode else ForwardMode.MIXED,
-        input_ids=torch.zeros(0),
-        positions=torch.zeros(0),
-        req_pool_indices=torch.tensor(req_pool_indices),
-        seq_lens=torch.tensor([p + e for p, e in lengths], dtype=torch.int32),
-        extend_start_loc=torch.tensor([0, *(e for _, e in lengths)]).cumsum(0, dtype=torch.int32),
-        prefix_lens=[p for p, _ in lengths],
-        extend_lens=[e for _, e in lengths],
-        out_cache_loc=torch.cat(slots),
-        req_to_token_pool=pool,
-        kv_cache=cache,
-        attn_backend=backend,
-    )
+    prefixes, new = (list(part) for part in zip(*lengths, strict=True))
+    batch = forward_batch(backend, prefixes, new, rows=req_pool_indices, pool=pool, kv_cache=cache)
     layer = RadixAttention(HEADS, DIM, 0.3, KV_HEADS, layer_id=1)
     backend.init_forward_metadata(batch)
     qkv = torch.cat([torch.cat(part) for part in (queries, keys, values)], dim=1)
