@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from assets.recipe.exam import ask, v1, v4
+from assets.recipe.exam import ask, v4
 from assets.recipe.exam.clip_judges import Direction, Instant, LaterColour, Mover, Nothing, Turning
 from assets.recipe.exam.clips import WAYS, Change, Clip, Codec, Happening, Move, Play, draw_frames, encode, make_play
 from assets.recipe.exam.colours import COLOURS, sample_colour
@@ -260,25 +260,6 @@ def test_questions_are_fair(level: Level, kinds: int, monkeypatch: pytest.Monkey
                         yes = event.way in text
                     assert judge.accepts("Yes.") is yes
                     assert judge.accepts("No.") is not yes
-
-
-def test_what_is_missing_is_missing() -> None:
-    scene = make_scene_of(make_thing("red circle", 20, 20), make_thing("blue star", 70, 70))
-    missing = Counter(v1.missing_name(rng, scene.things) for rng in [default_rng(0)] for _ in range(300))
-    assert not missing.keys() & {"red circle", "blue star"}
-    assert missing["red star"] + missing["blue circle"] > 60, "both halves there, but apart"
-
-
-def test_names_mean_one_thing_only() -> None:
-    twin, other, star = (
-        make_thing("red circle", 20, 20),
-        make_thing("red circle", 50, 50),
-        make_thing("blue star", 80, 80),
-    )
-    scene = make_scene_of(twin, other, star)
-    assert names_of(twin, scene) == []
-    assert names_of(star, scene) == ["blue star", "star"]
-    assert names_of(twin, make_scene_of(twin, make_thing("blue circle", 50, 50))) == ["red circle"]
 
 
 def test_an_exam_in_this_process() -> None:

@@ -1,14 +1,15 @@
-"""What is taught is what is served, and a row of many dialogues teaches what as many prompts would."""
+"""What is taught is what is served, a row of many dialogues teaches what as many prompts would, and a run
+goes on where it was stopped."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 
 from assets.recipe.batches import batches, collate
@@ -17,15 +18,15 @@ from assets.recipe.lessons import Lesson, Teacher, see, watch
 from assets.recipe.losses import Hinter, losses
 from assets.recipe.network import Network, make_network, write_checkpoint
 from assets.recipe.paint import paint
-from assets.recipe.plan import PLAN
-from assets.recipe.sizes import MERGE
+from assets.recipe.plan import PLAN, stage_at
 from assets.recipe.tokenizer import make_recipe_tokenizer
-from assets.recipe.wording import about_clip, in_order, side
-from assets.recipe.world import COLOURS, SHAPES, Scene, Thing, make_scene, make_thing, pick_colour
+from assets.recipe.train import Run
+from assets.recipe.world import make_scene
 from processors.families.base import ExpandedPrompt
 from processors.families.registry import make_processor
 from processors.video.options import VideoKnobs
 from tests.processors.helpers import values
+from vlmserve import LLM, SamplingOverrides
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
@@ -137,77 +138,34 @@ def test_some_batches_only_look(tokenizer: Tokenizer) -> None:
     assert all((batch.hints["characters"] > 0).any() for batch in found if not batch.taught.any())
 
 
-def test_hints_tell_what_is_where() -> None:
-    rng = np.random.default_rng(0)
-    red = make_thing("star", "red", pick_colour("red", rng), (48.0, 112.0), 40, rng)
-    scene = Scene(width=192, height=224, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(red,))
-    seen = see(paint(scene), scene)
-    rows, columns = seen.grid[1] // MERGE, seen.grid[2] // MERGE
-    assert (rows, columns) == (7, 6)
-    things = seen.hints.things.reshape(rows, columns)
-    assert things[3, 1] == 1 + len(COLOURS) * SHAPES.index("star") + COLOURS.index("red")
-    assert things[0].max() == 0
-    assert seen.hints.offsets.reshape(rows, columns, 4)[3, 1] == pytest.approx([0, 0, 40 / 32, 40 / 32], abs=0.15)
-    outline = seen.hints.outline.reshape(rows, columns, MERGE, MERGE, 4, 4)
-    assert outline[3, 1].mean() > 60
-    assert outline[0].max() == 0
-    middle, corner, opposite = seen.hints.places.reshape(rows, columns, 3, 2)[3, 1]
-    assert middle == pytest.approx([48 / 192, 112 / 224])
-    assert corner == pytest.approx([red.box[0] / 192, red.box[1] / 224])
-    assert opposite == pytest.approx([red.box[2] / 192, red.box[3] / 224])
+TINY = (
+    dataclasses.replace(PLAN[0], steps=2, batch=1),
+    dataclasses.replace(PLAN[1], steps=2, batch=1, budget=90, decay=0),
+)
 
 
-def test_sides_and_orders_are_true() -> None:
-    left, right = _named("red circle", (30.0, 90.0)), _named("blue star", (140.0, 40.0))
-    scene = Scene(
-        width=192, height=128, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(left, right)
-    )
-    told = [side(scene, np.random.default_rng(seed)) for seed in range(60)]
-    found = [turn for dialogue in told if dialogue for turn in dialogue]
-    assert {answer for _, answer in found} == {"Left.", "Right.", "Above.", "Below."}
-    for question, answer in found:
-        words = question.lower()
-        of_star = max(words.find("star"), words.find("blue")) < max(words.find("circle"), words.find("red"))
-        if ": where is" in words:  # "Left of the circle, or right: where is the star?"
-            of_star = not of_star
-        assert answer in (("Right.", "Above.") if of_star else ("Left.", "Below.")), question
-    orders = {
-        answer
-        for seed in range(60)
-        for turns in [in_order(scene, np.random.default_rng(seed))]
-        if turns
-        for _, answer in turns
-    }
-    assert orders == {"Red circle, blue star.", "Blue star, red circle."}
-    turns = next(
-        t for s in range(99) for t in [in_order(scene, np.random.default_rng(s))] if t and "top to bottom" in t[0][0]
-    )
-    assert turns[0][1] == "Blue star, red circle."
+def _train(folder: Path, until: int) -> Run:
+    run = Run(folder, seed=3, device="cpu", plan=TINY)
+    while run.step < until:
+        run.train_stage(until=until, save_every=100, workers=0)
+    return run
 
 
-def _named(name: str, centre: tuple[float, float]) -> Thing:
-    colour, shape = name.split()
-    rng = np.random.default_rng(0)
-    return make_thing(shape, colour, pick_colour(colour, rng), centre, 30, rng)  # type: ignore[arg-type]
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole = _train(tmp_path / "whole", 4)
+    for until in (1, 3, 4):
+        parts = _train(tmp_path / "parts", until)
+    assert parts.step == whole.step == 4
+    for name, weight in whole.network.state_dict().items():
+        assert torch.equal(weight, parts.network.state_dict()[name]), name
+        assert torch.equal(whole.average[name], parts.average[name]), name
+    with LLM(str(tmp_path / "parts" / "checkpoint"), max_total_tokens=512) as llm:
+        picture = {"type": "image", "image": Image.new("RGB", (80, 80), "red")}
+        answer = llm.chat([{"role": "user", "content": [picture]}], SamplingOverrides(max_new_tokens=3))
+    assert answer.prompt_tokens > 25, "a small picture is enlarged to at least 25 tokens"
 
 
-def test_a_colour_at_a_time_is_that_of_the_frames_with_that_label() -> None:
-    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
-    seen = watch(clip, np.random.default_rng(0))
-    pairs = [{frame.things[0].colour for frame in clip.frames[k : k + 2]} for k in range(0, len(clip.frames), 2)]
-    colours = {f"{part.seconds:.1f}": names for part, names in zip(seen, pairs, strict=True)}
-    dialogues = [d for s in range(400) for d in [about_clip(clip, np.random.default_rng(s))] if d]
-    asked = set()
-    for ((question, answer),) in dialogues:
-        found = re.search(r"at (\d+\.\d) seconds", question, re.IGNORECASE)
-        if found is None:
-            continue
-        asked.add(answer)
-        (colour,) = colours[found[1]]  # never of a label whose two frames differ
-        named = re.search(rf"is the {clip.thing.shape} (\w+)", question, re.IGNORECASE)
-        if answer in ("Yes.", "No."):
-            assert named is not None
-            assert answer == ("Yes." if named[1] == colour else "No.")
-        else:
-            assert answer == f"{colour.capitalize()}."
-    assert asked == {"Yes.", "No.", f"{clip.thing.colour.capitalize()}.", f"{clip.later_colour.capitalize()}."}
+def test_stages_follow_each_other() -> None:
+    assert [stage_at(step, TINY)[0].name for step in range(5)] == ["look", "look", "shapes", "shapes", "shapes"]
+    assert stage_at(3, TINY)[1] == 2

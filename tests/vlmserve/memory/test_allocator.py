@@ -1,14 +1,16 @@
-"""The KV slot allocator: against a naive model, and where it places what."""
+"""The KV slot allocator: against a naive model, and where it places what; and the device's table of slots."""
 
 import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve_common.errors import EngineError
 
 NUM_PAGES = 24
@@ -241,3 +243,15 @@ def test_what_cannot_be_freed_changes_nothing():
     allocator.free(np.empty(0, dtype=np.int64))
     allocator.free(slots[:1])  # whole pages
     assert allocator.available_size() == 28
+
+
+def test_device_table():
+    pool = ReqToTokenPool(2, 6, "cpu")
+    assert (pool.size, pool.max_context_len) == (2, 6)
+    pool.write(1, 2, torch.tensor([30, 31, 32]))
+    pool.write(1, 5, np.array([33]))
+    assert pool.req_to_token.dtype == torch.int32
+    assert pool.req_to_token.tolist() == [[0] * 6, [0, 0, 30, 31, 32, 33], [0] * 6]
+    for req_pool_idx, start in ((2, 0), (-1, 0), (0, 6), (0, -1)):
+        with pytest.raises(EngineError):
+            pool.write(req_pool_idx, start, torch.tensor([1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.vlmserve.models.steps import forward_batch
@@ -106,3 +107,15 @@ def reference_logits(folder: Path) -> torch.Tensor:
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return model(input_ids=IDS[None], attention_mask=torch.ones_like(IDS[None])).logits[0]
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Assert that logits are those of the same weights."""
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def round_no_inputs(patch: pytest.MonkeyPatch) -> None:
+    """Have products of 8-bit floats take their inputs as they are."""
+    patch.setattr(
+        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
+    )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.vlmserve.models.steps import forward_batch
 from tests.vlmserve.models.test_whole_layers import make_config
@@ -18,7 +23,10 @@ from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import fused
 
 pytest.importorskip("triton")
-from tests.vlmserve.models.launch_counter import launches
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
+
+from vlmserve_common.kernels.gpu.common import INTERPRETED
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = (Qwen2Decoder, Qwen3Decoder)
@@ -29,6 +37,57 @@ FUSED_LAUNCHES = 8
 TORCH_LAUNCHES = {Qwen2Decoder: 30, Qwen3Decoder: 39}
 LAUNCHES_BESIDE = 12
 SAMPLING_LAUNCHES = 2
+
+
+_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"}
+_NO_LAUNCH |= {"alias", "lift_fresh", "_reshape_alias"}
+
+
+@contextmanager
+def launches() -> Iterator[list[str]]:
+    """Yield a list that grows by the names of the operators and kernels that would be launched on a GPU.
+
+    An operator of torch that computes something is one launch (a few are more on a GPU), and so is a kernel of
+    Triton, also under its interpreter.
+    """
+    launched: list[str] = []
+    operators = _Operators(launched)
+    owner, name = (GridExecutor, "__call__") if INTERPRETED else (JITFunction, "run")
+    plain = getattr(owner, name)
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        launched.append((kernel.fn if INTERPRETED else kernel).__name__)
+        operators.inside_a_kernel = True
+        try:
+            return plain(kernel, *args, **kwargs)
+        finally:
+            operators.inside_a_kernel = False
+
+    with mock.patch.object(owner, name, counted), operators:
+        yield launched
+
+
+class _Operators(TorchDispatchMode):
+    """Notes torch's operators, but not those of the interpreter inside a kernel."""
+
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()
+        self._launched = launched
+        self.inside_a_kernel = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if not (self.inside_a_kernel or name in _NO_LAUNCH or (function.is_view and _shares_memory(out, args))):
+            self._launched.append(name)
+        return out
+
+
+def _shares_memory(out: Any, args: Any) -> bool:
+    """Return True if an operator that may return the memory of its input (`to`, `reshape`) did."""
+    first = next((one for one in tree_leaves(out) if isinstance(one, torch.Tensor)), None)
+    given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+    return first is None or first.untyped_storage().data_ptr() in given
 
 
 class CachedAttention(AttentionBackend):
@@ -144,14 +203,3 @@ def test_launches_of_a_random_choice():
     with torch.inference_mode(), launches() as names:
         choose(scores, None, numbers, numbers)
     assert len(names) == SAMPLING_LAUNCHES, names
-
-
-def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
-    x = torch.ones(4, 6)
-    with launches() as launched:
-        x.float().view(6, 4).t().reshape(-1)  # the last of these copies
-        x.bfloat16().contiguous()
-        x[1:].add_(1)
-        torch.empty(3)
-    counted = Counter(launched)
-    assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}

@@ -8,7 +8,7 @@ import torch
 from tests import hf_env  # noqa: F401
 from tests.quantized_checkpoints import FORMATS, make_quantized
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.models.dense_attention import logits_of, reference_logits
+from tests.vlmserve.models.dense_attention import assert_close, logits_of, reference_logits
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.linear import Linear
@@ -29,14 +29,14 @@ def test_they_compute_what_their_dequantised_weights_do(plain, tmp_path, kernels
     packed = kernels == "operators" and not shuffled
     assert kinds(model) == ({"int8" if form == "gptq-8" else "int4"} if packed else {"plain"})
     assert ("12 of 12 quantised weights are dequantised" in caplog.text) is not packed
-    torch.testing.assert_close(logits_of(model), reference_logits(same), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(model), reference_logits(same))
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("some", ["mlp.down_proj", "self_attn.q_proj", "layers.0."])
 def test_weights_that_are_not_quantised_stay_as_they_are(plain, tmp_path, some):
     made, same = make_quantized(plain, tmp_path, "awq", some=some)
-    torch.testing.assert_close(logits_of(load_model(made)), reference_logits(same), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(load_model(made)), reference_logits(same))
 
 
 @pytest.mark.usefixtures("kernels")

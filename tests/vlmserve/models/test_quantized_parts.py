@@ -12,7 +12,7 @@ from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.quantized_checkpoints import FORMATS, make_quantized
 from tests.rank_threads import at_all
-from tests.vlmserve.models.dense_attention import logits_of
+from tests.vlmserve.models.dense_attention import assert_close, logits_of, round_no_inputs
 from tests.vlmserve.models.edits import edit_config
 from tests.vlmserve.models.test_fp8 import kept
 from tests.vlmserve.models.test_quantized import kinds
@@ -43,10 +43,6 @@ def in_parts(size: int, load, compute) -> tuple[torch.Tensor, list[VisionLanguag
     return done[0][0], [model for _, model in done]
 
 
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("block", [(8, 8), CUT_INSIDE, (128, 128)])
 def test_blocks_of_8_bit_floats_that_are_cut(plain, tmp_path, block, size):
@@ -64,9 +60,7 @@ def test_scales_of_outputs_and_tensors(plain, tmp_path, form):
 def test_parts_that_stay_8_bit_floats(plain, tmp_path, form, block, monkeypatch):
     """Without the rounding of inputs, which is by rows of a part, they compute what the whole does."""
     made, same = make_fp8(plain, tmp_path, form, block=block)
-    monkeypatch.setattr(
-        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
-    )
+    round_no_inputs(monkeypatch)
     logits, parts = together(made, 4, keep_fp8=True)
     assert [kept(part) for part in parts] == [12] * 4
     assert_close(logits, logits_of(load_model(same)))
@@ -127,9 +121,7 @@ def test_parts_are_quantised_at_the_start_as_the_whole_is(plain, mode):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_scales_of_the_kv_cache_change_nothing_but_the_cache(plain, tmp_path, keep, monkeypatch):
-    monkeypatch.setattr(
-        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
-    )
+    round_no_inputs(monkeypatch)
     made, same = make_fp8(plain, tmp_path, "block", block=CUT_INSIDE)
     unscaled = load_model(made).language_model.layers[0].self_attn.o_proj.weight[:, 32:]
     tensors = load_file(made / "model.safetensors")

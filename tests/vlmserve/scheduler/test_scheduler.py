@@ -124,15 +124,6 @@ def test_sessions_give_way_when_slots_are_short():
     rig.loop.check_pools()
 
 
-def test_a_hybrid_model_goes_on_from_the_last_state_that_was_kept():
-    rig = Rig(Knobs(chunk=None, snapshots=4))
-    rig.run(request("a", [1] * 30))
-    again = request("b", [1] * 30)
-    rig.run(again)
-    rig.check_answers(again)
-    assert (rig.cached["b"], rig.worker.resumed) == (24, 1), "whole units of eight tokens"
-
-
 def test_chunks_cut_inside_a_picture_and_send_its_rows_once_each():
     rig = Rig(Knobs(chunk=8, page=4))
     rig.run(request("a", [0] * 40, [(3, 30, b"pic")]))

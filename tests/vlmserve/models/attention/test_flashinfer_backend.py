@@ -10,7 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.models.attention import fake_flashinfer
+from tests.vlmserve.reference import conversations
+from vlmserve import LLM, SamplingOverrides
+from vlmserve.engine import build
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention import trial
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
@@ -27,6 +31,7 @@ SPEC = AttentionSpec(
     page_size=4,
     device=torch.device("cpu"),
 )
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 REQUESTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=4)
 
 
@@ -64,7 +69,7 @@ def test_decoding(prefixes, page_size, heads):
     backend = FlashInferAttentionBackend(about)
     fake_flashinfer.plans.clear()
     assert agrees(backend, about, [(prefix, 1) for prefix in prefixes])
-    assert fake_flashinfer.plans == ["BatchDecodeWithPagedKVCacheWrapper"]
+    assert fake_flashinfer.plans == [DECODE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -127,8 +132,7 @@ def test_the_next_plan_waits_for_the_last_one_to_be_copied(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", str)
     for requests in ([(3, 1)], [(3, 2)]):
         trial._attend(backend, SPEC, requests)
-    decode, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
-    assert said == ["wait", decode, "record on cpu", "wait", prefill, "record on cpu"]
+    assert said == ["wait", DECODE, "record on cpu", "wait", PREFILL, "record on cpu"]
 
 
 def test_a_cache_that_ends_within_a_page_is_read_by_slots(monkeypatch):
@@ -189,3 +193,26 @@ def test_the_workspace_holds_what_a_plan_may_ask_for(changes, captured, most):
 def test_what_it_lacks(changes, capability, why):
     said = lacks(spec(**changes), capability)
     assert said is None if why is None else why in (said or "")
+
+
+GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+
+
+def answers(folder, **settings) -> list[list[int]]:
+    with LLM(folder, num_threads=1, cpu_kernels="off", **settings) as llm:
+        once = llm.chat_batch(conversations(), GREEDY)
+        again = llm.chat_batch(conversations(), GREEDY)  # with what is cached of the first
+    return [list(completion.token_ids) for completion in (*once, *again)]
+
+
+def test_the_answers_of_a_whole_engine_are_torch_s(tmp_path, monkeypatch):
+    """With pages that requests share, that are taken back, and that chunks end within."""
+    folder = str(make_checkpoint("qwen3_vl", tmp_path))
+    wanted = answers(folder)
+    monkeypatch.setattr(fake_flashinfer, "_HEAD_DIMS", range(8, 256))
+    monkeypatch.setattr(build, "choose_backend", lambda setting, spec: FlashInferAttentionBackend(spec))
+    cut = {"page_size": 7, "chunked_prefill_size": 21, "enable_mixed_chunk": True, "max_total_tokens": 420}
+    for more in ({}, cut):
+        fake_flashinfer.plans.clear()
+        assert answers(folder, **more) == wanted
+        assert set(fake_flashinfer.plans) == {DECODE, PREFILL}

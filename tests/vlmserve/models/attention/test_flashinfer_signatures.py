@@ -36,18 +36,12 @@ REAL = {
         (PREFILL, "plan"): PREFILL_PLAN,
         (PREFILL, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
         (PREFILL, "reset_workspace_buffer"): RESET,
-    },
-    "0.7.2": {
-        (DECODE, "__init__"): DECODE_INIT,
-        # `plan` takes what follows the page size by keyword only, and hands it to `_plan_impl`
-        (DECODE, "plan"): f"{DECODE_PLAN}, *, {PLACES}, window_right=0, {DTYPES}, data_type=None, sm_scale=None",
-        (DECODE, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
-        (DECODE, "reset_workspace_buffer"): RESET,
-        (PREFILL, "__init__"): f"{PREFILL_INIT}, variant_owns_mask=False",
-        (PREFILL, "plan"): PREFILL_PLAN,
-        (PREFILL, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
-        (PREFILL, "reset_workspace_buffer"): RESET,
-    },
+    }
+}
+REAL["0.7.2"] = REAL["0.6.6"] | {
+    # `plan` takes what follows the page size by keyword only, and hands it to `_plan_impl`
+    (DECODE, "plan"): f"{DECODE_PLAN}, *, {PLACES}, window_right=0, {DTYPES}, data_type=None, sm_scale=None",
+    (PREFILL, "__init__"): f"{PREFILL_INIT}, variant_owns_mask=False",
 }
 """Version -> (class, method) -> parameters, up to the last one that the stand-in has, without their types."""
 
@@ -89,12 +83,3 @@ def test_the_stand_in_has_the_signatures_of_the_installed_package():
 
     for kind, method in REAL["0.7.2"]:
         check(signature(kind, method), inspect.signature(getattr(getattr(flashinfer, kind), method)))
-
-
-@pytest.mark.parametrize(
-    "other",
-    ["self, q, paged, *, out=None", "self, paged_kv_cache, q, *, out=None", "self, q, paged_kv_cache, pages, *, out"],
-)
-def test_a_signature_that_differs_is_noticed(other):
-    with pytest.raises(AssertionError):
-        check(signature(DECODE, "run"), written(other))
