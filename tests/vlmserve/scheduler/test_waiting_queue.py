@@ -63,6 +63,14 @@ class AgainstModel(RuleBasedStateMachine):
         self.queue.leave(req)
         req.finish(DONE)
 
+    @rule(client=st.sampled_from("abcd"))
+    def go(self, client):
+        """A client that comes again has been given what it was given."""
+        for req in self.alive():
+            if req.client == client:
+                self.queue.leave(req)
+                req.finish(DONE)
+
     @precondition(lambda self: self.alive(ReqStatus.DECODING))
     @rule(data=st.data(), cost=st.integers(1, 20))
     def decode(self, data, cost):
@@ -147,6 +155,18 @@ class AgainstModel(RuleBasedStateMachine):
 
 TestAgainstModel = AgainstModel.TestCase
 TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_client_does_not_get_rid_of_what_it_was_given_by_coming_anew():
+    machine = AgainstModel()
+    for client in "ab":
+        machine.arrive(client=client, new=8, choice=0)
+    for cost in (20, 1):  # of a, then of b
+        machine.visit(outcomes=["whole"], cost=cost)
+    machine.arrive(client="b", new=8, choice=0)
+    machine.go(client="a")
+    machine.arrive(client="a", new=8, choice=0)
+    machine.visit(outcomes=["stop"], cost=1)
 
 
 def tries(queue: WaitingQueue) -> list[Req]:
