@@ -4,7 +4,9 @@ goes on where it was stopped."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tokenizers import Tokenizer
 
 from assets.recipe.batches import batches, collate
 from assets.recipe.clips import make_clip
-from assets.recipe.lessons import Lesson, Teacher, see, watch
+from assets.recipe.lessons import Lesson, Seen, Teacher, see, watch
 from assets.recipe.losses import Hinter, losses
 from assets.recipe.network import Network, make_network, write_checkpoint
 from assets.recipe.paint import paint
@@ -22,7 +24,6 @@ from assets.recipe.plan import PLAN, stage_at
 from assets.recipe.tokenizer import make_recipe_tokenizer
 from assets.recipe.train import Run
 from assets.recipe.world import make_scene
-from processors.families.base import ExpandedPrompt
 from processors.families.registry import make_processor
 from processors.video.options import VideoKnobs
 from tests.processors.helpers import values
@@ -77,46 +78,38 @@ def test_padding_and_neighbours_change_nothing(tokenizer: Tokenizer, network: Ne
     assert _answers_loss(network, lessons) * sum(counts) == pytest.approx(alone, rel=1e-4)
 
 
-def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, network, tokenizer)
-    rng = np.random.default_rng(5)
-    scene = make_scene(rng, 2)
+def _picture() -> tuple[list[Seen], Any]:
+    scene = make_scene(np.random.default_rng(5), 2)
     picture = paint(scene)
-    seen = see(picture, scene)
-    lesson = Teacher(tokenizer, {"scene": 1.0}, 200)._row(
-        np.random.default_rng(1), [seen], [[("Where is it?", "Top left.")]], [], question_first=False
-    )
-    processor = make_processor(tmp_path, read_json(tmp_path, "config.json"))
-    processed = processor.process_image(picture)
-    np.testing.assert_array_equal(values(processed).astype(np.float16), seen.patches)
-    content = [{"type": "image"}, {"type": "text", "text": "Where is it?"}]
-    prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
-    _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
+    return [see(picture, scene)], picture
 
 
-def _assert_begins_with(lesson: Lesson, served: ExpandedPrompt) -> None:
-    """The lesson, up to its first answer, is the prompt that is served."""
-    length = int(np.argmax(lesson.taught))
-    assert served.input_ids.tolist() == lesson.ids[:length].tolist()
-    assert served.mm_inputs is not None
-    np.testing.assert_array_equal(served.mm_inputs.mrope_positions, lesson.positions[:, :length])
-
-
-def test_clips_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, network, tokenizer)
+def _clip() -> tuple[list[Seen], Any]:
     clip = make_clip(np.random.default_rng(6))
     clip = dataclasses.replace(clip, times=tuple(k / 2 for k in range(len(clip.frames))))
-    seen = watch(clip, np.random.default_rng(0))  # this seed wears nothing
-    lesson = Teacher(tokenizer, {"clip": 1.0}, 400)._row(
-        np.random.default_rng(1), seen, [[("What moves?", "Nothing moves.")]], [], question_first=False
-    )
+    return watch(clip, np.random.default_rng(0)), [paint(frame) for frame in clip.frames]  # this seed wears nothing
+
+
+@pytest.mark.parametrize(("kind", "make"), [("image", _picture), ("video", _clip)])
+def test_prompt_and_patches_are_those_that_are_served(
+    tokenizer: Tokenizer, network: Network, tmp_path: Path, kind: str, make: Callable[[], tuple[list[Seen], Any]]
+) -> None:
+    write_checkpoint(tmp_path, network, tokenizer)
+    seen, medium = make()
+    teacher = Teacher(tokenizer, {"scene" if kind == "image" else "clip": 1.0}, 400)
+    lesson = teacher._row(np.random.default_rng(1), seen, [[("What is it?", "Red.")]], [], question_first=False)
     continue_text = load_text_tokenizer(tmp_path).continue_text
     processor = make_processor(tmp_path, read_json(tmp_path, "config.json"), continue_text=continue_text)
-    processed = processor.process_video([paint(frame) for frame in clip.frames], VideoKnobs(fps=2.0))
+    clip = kind == "video"
+    processed = processor.process_video(medium, VideoKnobs(fps=2.0)) if clip else processor.process_image(medium)
     np.testing.assert_array_equal(values(processed).astype(np.float16), np.concatenate([s.patches for s in seen]))
-    content = [{"type": "video"}, {"type": "text", "text": "What moves?"}]
+    content = [{"type": kind}, {"type": "text", "text": "What is it?"}]
     prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
-    _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
+    served = processor.expand(tokenizer.encode(prompt).ids, [processed])
+    length = int(np.argmax(lesson.taught))
+    assert served.input_ids.tolist() == lesson.ids[:length].tolist(), "up to its first answer"
+    assert served.mm_inputs is not None
+    np.testing.assert_array_equal(served.mm_inputs.mrope_positions, lesson.positions[:, :length])
 
 
 def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
