@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests.vlmserve.models.steps import forward_batch
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, positioned
+from vlmserve.models.attention.base import (
+    AttentionBackend,
+    ForwardBatch,
+    ForwardMode,
+    Projected,
+    RadixAttention,
+    positioned,
+)
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.kernels.attention import HeadNorms
 
 IDS = torch.arange(40, 71)
 POSITIONS = torch.arange(len(IDS)).expand(3, -1)
@@ -28,15 +31,8 @@ class DenseAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare."""
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
-        q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+        q, k, v = positioned(own, layer.num_kv_heads)
         outs = []
         lens = forward_batch.extend_lens
         parts = zip(forward_batch.req_pool_indices.tolist(), q.split(lens), k.split(lens), v.split(lens), strict=True)
@@ -66,22 +62,21 @@ def make_batch(
     """A batch of requests 0..B-1: their new ids [L_i], positions [3, L_i], and how many tokens came before. states: of
     requests, from number 1 on."""
     extend_lens = [len(ids) for ids in input_ids]
-    return forward_batch(
-        backend,
-        prefix_lens,
-        extend_lens,
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
         input_ids=torch.cat(input_ids),
         positions=torch.cat(positions, dim=1),
+        req_pool_indices=torch.arange(len(input_ids)),
+        seq_lens=torch.tensor(prefix_lens, dtype=torch.int32) + torch.tensor(extend_lens, dtype=torch.int32),
+        extend_start_loc=torch.tensor([0, *extend_lens]).cumsum(0, dtype=torch.int32),
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+        out_cache_loc=torch.arange(sum(extend_lens)),
+        req_to_token_pool=None,  # type: ignore[arg-type]
+        kv_cache=None,  # type: ignore[arg-type]
+        attn_backend=backend,
         recurrent=recurrent_step(states, prefix_lens, extend_lens) if states is not None else None,
     )
-
-
-@torch.inference_mode()
-def logits_of(model: VisionLanguageModel) -> torch.Tensor:
-    """What a model computes for IDS: [length, vocab]."""
-    model.pack()
-    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
-    return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
 
 
 def recurrent_step(states: RecurrentCache, prefix_lens: list[int], extend_lens: list[int]) -> RecurrentStep:
@@ -109,13 +104,19 @@ def reference_logits(folder: Path) -> torch.Tensor:
     return model(input_ids=IDS[None], attention_mask=torch.ones_like(IDS[None])).logits[0]
 
 
+@torch.inference_mode()
+def logits_of(model: VisionLanguageModel) -> torch.Tensor:
+    """What a model computes for IDS: [length, vocab]."""
+    model.pack()
+    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
+    return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
+
+
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Assert that logits are those of the same weights."""
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def round_no_inputs(patch: pytest.MonkeyPatch) -> None:
-    """Have products of 8-bit floats take their inputs as they are."""
-    patch.setattr(
-        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
-    )
+def distance_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Kullback-Leibler divergence from theirs, in nats, averaged."""
+    theirs, ours = theirs.log_softmax(-1), ours.log_softmax(-1)
+    return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()

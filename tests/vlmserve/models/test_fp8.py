@@ -1,4 +1,5 @@
-"""Checkpoints of 8-bit floats compute what their dequantised weights do, but for inputs that are rounded."""
+"""Checkpoints of 8-bit floats compute what their dequantised weights do, but for inputs that are rounded; the rest is
+refused."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.models.dense_attention import assert_close, logits_of, reference_logits, round_no_inputs
+from tests.vlmserve.models.dense_attention import assert_close, distance_of, logits_of, reference_logits
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
@@ -65,21 +66,15 @@ def test_transformers_takes_the_numbers_to_mean_the_same(plain, tmp_path):
         assert torch.equal(loaded[WEIGHT_RULES.our_name(name)], theirs), name
 
 
-def distance_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Kullback-Leibler divergence from theirs, in nats, averaged."""
-    theirs, ours = theirs.log_softmax(-1), ours.log_softmax(-1)
-    return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
-
-
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "weights-only"])
-def test_weights_that_stay_8_bit_floats_round_their_inputs_and_nothing_else(plain, tmp_path, form, monkeypatch):
+def test_weights_that_stay_8_bit_floats_round_their_inputs_and_nothing_else(plain, tmp_path, form, request):
     made, same = make_fp8(plain, tmp_path, form)
     model = load_model(made, keep_fp8=True)
     assert kept(model) == 12
     reference = reference_logits(same)
     distance = distance_of(logits_of(model), reference)
     assert 0 < distance < 0.05
-    round_no_inputs(monkeypatch)
+    request.getfixturevalue("exact_inputs")
     assert_close(logits_of(model), reference)
 
 

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections import Counter
 
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from tests.vlmserve.models.steps import forward_batch
-from tests.vlmserve.models.test_whole_layers import make_config
+from tests.vlmserve.models.batches import forward_batch, make_config
 from vlmserve.executor.sampler import choose
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, position_and_store
+from vlmserve.models.attention.base import AttentionBackend, ForwardMode, position_and_store
 from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import fused
 
 pytest.importorskip("triton")
-from triton.runtime.interpreter import GridExecutor
-from triton.runtime.jit import JITFunction
-
-from vlmserve_common.kernels.gpu.common import INTERPRETED
+from tests.vlmserve.models.launch_counter import launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FAMILIES = (Qwen2Decoder, Qwen3Decoder)
@@ -39,65 +30,14 @@ LAUNCHES_BESIDE = 12
 SAMPLING_LAUNCHES = 2
 
 
-_NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach"}
-_NO_LAUNCH |= {"alias", "lift_fresh", "_reshape_alias"}
-
-
-@contextmanager
-def launches() -> Iterator[list[str]]:
-    """Yield a list that grows by the names of the operators and kernels that would be launched on a GPU.
-
-    An operator of torch that computes something is one launch (a few are more on a GPU), and so is a kernel of
-    Triton, also under its interpreter.
-    """
-    launched: list[str] = []
-    operators = _Operators(launched)
-    owner, name = (GridExecutor, "__call__") if INTERPRETED else (JITFunction, "run")
-    plain = getattr(owner, name)
-
-    def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        launched.append((kernel.fn if INTERPRETED else kernel).__name__)
-        operators.inside_a_kernel = True
-        try:
-            return plain(kernel, *args, **kwargs)
-        finally:
-            operators.inside_a_kernel = False
-
-    with mock.patch.object(owner, name, counted), operators:
-        yield launched
-
-
-class _Operators(TorchDispatchMode):
-    """Notes torch's operators, but not those of the interpreter inside a kernel."""
-
-    def __init__(self, launched: list[str]) -> None:
-        super().__init__()
-        self._launched = launched
-        self.inside_a_kernel = False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        if not (self.inside_a_kernel or name in _NO_LAUNCH or (function.is_view and _shares_memory(out, args))):
-            self._launched.append(name)
-        return out
-
-
-def _shares_memory(out: Any, args: Any) -> bool:
-    """Return True if an operator that may return the memory of its input (`to`, `reshape`) did."""
-    first = next((one for one in tree_leaves(out) if isinstance(one, torch.Tensor)), None)
-    given = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
-    return first is None or first.untyped_storage().data_ptr() in given
-
-
 class CachedAttention(AttentionBackend):
     """Reads what is in the cache, request by request."""
 
     def init_forward_metadata(self, forward_batch):
         """Nothing to prepare."""
 
-    def forward(self, qkv, rotary, norms, layer, forward_batch):
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)
+    def forward(self, own, layer, forward_batch):
+        q = position_and_store(own, layer, forward_batch)
         outs = []
         requests = zip(q.split(forward_batch.extend_lens), forward_batch.seq_lens.tolist(), strict=True)
         for row, (queries, total) in enumerate(requests):
@@ -116,12 +56,12 @@ class NoAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch):
         """Nothing to prepare."""
 
-    def forward(self, qkv, rotary, norms, layer, forward_batch):
-        return position_and_store(qkv, rotary, norms, layer, forward_batch).flatten(1)
+    def forward(self, own, layer, forward_batch):
+        return position_and_store(own, layer, forward_batch).flatten(1)
 
 
 def make_decoder(family, *, layers, dtype):
-    config = make_config(num_layers=layers, head_dim=16, mrope_section=(4, 2, 2), dtype=dtype)
+    config = make_config(num_layers=layers, hidden_size=HIDDEN, head_dim=16, mrope_section=(4, 2, 2), dtype=dtype)
     decoder = family(config, dtype).to(DEVICE, dtype)
     generator = torch.Generator().manual_seed(1)
     for parameter in decoder.parameters():
@@ -129,10 +69,12 @@ def make_decoder(family, *, layers, dtype):
     return decoder.requires_grad_(False)
 
 
-def make_batch(backend, cache, pool, prefix_lens, extend_lens):
-    positions = torch.arange(3 * sum(extend_lens), device=DEVICE).view(3, -1)
-    given = {"kv_cache": cache, "positions": positions}
-    return forward_batch(backend, prefix_lens, extend_lens, pool=pool, device=DEVICE, **given)
+def make_batch(backend, cache, pool, *lengths):
+    tokens = sum(new for _, new in lengths)
+    positions = torch.arange(3 * tokens, device=DEVICE).view(3, tokens)
+    return forward_batch(
+        backend, pool, cache, range(len(lengths)), lengths, positions=positions, forward_mode=ForwardMode.MIXED
+    )
 
 
 def make_pools(layers, dtype):
@@ -149,9 +91,9 @@ def answers(decoder, dtype):
     cache, pool = make_pools(2, dtype)
     generator = torch.Generator().manual_seed(2)
     made = []
-    for prefix_lens, extend_lens, rows in (([0, 0], [2, 5], 3), ([2, 5], [1, 1], 0)):
-        batch = make_batch(backend, cache, pool, prefix_lens, extend_lens)
-        embeds = torch.randn(sum(extend_lens), HIDDEN, generator=generator).to(DEVICE, dtype)
+    for lengths, rows in (([(0, 2), (0, 5)], 3), ([(2, 1), (5, 1)], 0)):
+        batch = make_batch(backend, cache, pool, *lengths)
+        embeds = torch.randn(len(batch.input_ids), HIDDEN, generator=generator).to(DEVICE, dtype)
         index = torch.arange(1, 1 + rows, device=DEVICE) if rows else None
         deepstack = torch.randn(1, rows, HIDDEN, generator=generator).to(DEVICE, dtype) if rows else None
         with torch.inference_mode():
@@ -178,7 +120,7 @@ def launched_by_a_layer(family):
     for layers in (2, 3):
         decoder = make_decoder(family, layers=layers, dtype=torch.bfloat16)
         cache, pool = make_pools(layers, torch.bfloat16)
-        batch = make_batch(NoAttention(), cache, pool, [5, 9], [1, 1])
+        batch = make_batch(NoAttention(), cache, pool, (5, 1), (9, 1))
         embeds = torch.randn(2, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
         with torch.inference_mode(), launches() as names:
             decoder(embeds, batch.positions, batch)
@@ -203,3 +145,14 @@ def test_launches_of_a_random_choice():
     with torch.inference_mode(), launches() as names:
         choose(scores, None, numbers, numbers)
     assert len(names) == SAMPLING_LAUNCHES, names
+
+
+def test_an_operator_that_copies_is_a_launch_and_one_that_does_not_is_none():
+    x = torch.ones(4, 6)
+    with launches() as launched:
+        x.float().view(6, 4).t().reshape(-1)  # the last of these copies
+        x.bfloat16().contiguous()
+        x[1:].add_(1)
+        torch.empty(3)
+    counted = Counter(launched)
+    assert counted == {"reshape": 1, "to": 1, "add_": 1} or counted == {"clone": 1, "_to_copy": 1, "add_": 1}

@@ -101,7 +101,10 @@ def test_packed_weights_leave_them_out_and_say_so(tmp_path, caplog):
     made, _ = make_quantized(plain, tmp_path, "awq")
     scaled = with_scales(made, tmp_path / "scaled", {"k": 0.5, "v": 0.5})
     library.activate("auto", threads=1)
-    expected, model = load_model(made), load_model(scaled)
+    try:
+        expected, model = load_model(made), load_model(scaled)
+    finally:
+        library.activate("off", threads=1)
     assert expected.language_model.layers[0].self_attn.qkv_proj.packed is not None
     assert caplog.text.count("is not used: the weights that it belongs to are whole numbers") == 2
     assert torch.equal(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import FAMILIES, MAX_POSITIONS, MOE, make_checkpoint
+from tests.tiny_checkpoints import FAMILIES, MOE, make_checkpoint
 from tests.vlmserve.models.edits import edit_config, edit_weights
 from vlmserve.models.config import ModelDefaults, read_model_config
 from vlmserve.models.registry import load_config, load_model
@@ -71,16 +71,8 @@ def test_no_weight_requires_a_gradient_or_is_left_on_meta(tmp_path):
     ("change", "message"),
     [
         (
-            lambda t, layer: t.pop(f"{layer}mlp.down_proj.weight"),
-            r"1 missing: language_model\.layers\.1\.mlp\.down_proj",
-        ),
-        (
             lambda t, layer: t.pop(f"{layer}self_attn.k_proj.weight"),
             r"1 missing: language_model\.layers\.1\.self_attn\.k_proj\.weight \(though q_proj, v_proj is there\)",
-        ),
-        (
-            lambda t, layer: t.pop(f"{layer}mlp.gate_proj.weight"),
-            r"gate_proj\.weight \(though up_proj is there\)",
         ),
         (
             lambda t, layer: t.update({f"{layer}mlp.gate_proj.weight": torch.zeros(96, 65)}),
@@ -99,7 +91,7 @@ def test_no_weight_requires_a_gradient_or_is_left_on_meta(tmp_path):
             r"1 unexpected: model\.language_model\.xnorm\.weight\. 1 given twice: .*norm\.weight = ",
         ),
     ],
-    ids=["missing", "no-k", "no-gate", "shape", "unexpected", "layer-too-many", "twice"],
+    ids=["missing", "shape", "unexpected", "layer-too-many", "twice"],
 )
 def test_every_tensor_is_accounted_for(tmp_path, family, change, message):
     folder = make_checkpoint(family, tmp_path)
@@ -148,18 +140,6 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         load_model(tmp_path)
     with pytest.raises(CheckpointError, match="there is no folder"):
         load_model(tmp_path / "absent")
-
-
-def test_published_configurations_are_read(tmp_path):
-    config = load_config(make_checkpoint("qwen2_5_vl", tmp_path, dtype="bfloat16"))
-    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("qwen2_5_vl", 3, 4, 2)
-    assert (config.hidden_size, config.head_dim, config.vocab_size) == (64, 16, 448)
-    assert config.max_position_embeddings == MAX_POSITIONS
-    assert config.dtype == torch.bfloat16
-    assert config.eos_token_ids == (402, 400)
-    assert config.mrope_section == (2, 3, 3)
-    assert config.rope_theta == 500.0
-    assert not config.tie_word_embeddings
 
 
 def test_both_forms_of_rotary_parameters_are_read(tmp_path):
@@ -244,11 +224,8 @@ def test_experts_are_read_in_every_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("made", "change", "message"),
+    ("layout", "change", "message"),
     [
-        ("untied", lambda t: t.pop("lm_head.weight"), r"1 missing: lm_head\.weight"),
-        ("inputs_first", lambda t: t.pop(EXPERTS + "down_proj"), r"1 missing: \S+2\.mlp\.experts\.down_proj"),
-        ("each", lambda t: t.pop(EXPERTS + "3.down_proj.weight"), r"1 missing: \S+experts\.3\.down_proj"),
         (
             "each",
             lambda t: t.pop(EXPERTS + "0.gate_proj.weight"),
@@ -276,14 +253,20 @@ def test_experts_are_read_in_every_layout(tmp_path):
         ),
         ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
     ],
-    ids=["head", "fused", "one", "no-gate", "too-many", "shape", "scale", "quantised", "router"],
+    ids=["no-gate", "too-many", "shape", "scale", "quantised", "router"],
 )
-def test_every_expert_and_the_head_are_accounted_for(tmp_path, made, change, message):
-    kind = {"tied": False} if made == "untied" else {"experts": made}
-    folder = make_checkpoint("qwen3_vl" if made == "untied" else MOE, tmp_path, **kind)
+def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
+    folder = make_checkpoint(MOE, tmp_path, experts=layout)
     edit_weights(folder, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)
+
+
+def make_experts(folder, change: dict):
+    """A checkpoint with another text_config."""
+    make_checkpoint(MOE, folder)
+    edit_config(folder, change, "text_config")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -299,8 +282,7 @@ def test_every_expert_and_the_head_are_accounted_for(tmp_path, made, change, mes
     ids=str,
 )
 def test_which_layers_are_sparse(tmp_path, change, sparse):
-    folder = make_checkpoint(MOE, tmp_path)
-    edit_config(folder, change, "text_config")
+    folder = make_experts(tmp_path, change)
     experts = load_config(folder).experts
     if sparse is None:  # all layers are dense
         assert experts is None

@@ -10,13 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.models.attention import fake_flashinfer
-from tests.vlmserve.reference import conversations
-from vlmserve import LLM, SamplingOverrides
-from vlmserve.engine import build
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention import trial
+from vlmserve.models.attention import choice
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.flashinfer_backend import FlashInferAttentionBackend, lacks, workspace_bytes
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
@@ -31,7 +27,6 @@ SPEC = AttentionSpec(
     page_size=4,
     device=torch.device("cpu"),
 )
-DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 REQUESTS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=4)
 
 
@@ -47,7 +42,7 @@ def spec(**changes):
 
 
 def agrees(backend, about, requests):
-    got, want = (trial._attend(each, about, requests) for each in (backend, TorchAttentionBackend()))
+    got, want = (choice._attend(each, about, requests) for each in (backend, TorchAttentionBackend()))
     return torch.allclose(got, want, atol=2e-2 if about.dtype == torch.bfloat16 else 3e-3)
 
 
@@ -69,7 +64,7 @@ def test_decoding(prefixes, page_size, heads):
     backend = FlashInferAttentionBackend(about)
     fake_flashinfer.plans.clear()
     assert agrees(backend, about, [(prefix, 1) for prefix in prefixes])
-    assert fake_flashinfer.plans == [DECODE]
+    assert fake_flashinfer.plans == ["BatchDecodeWithPagedKVCacheWrapper"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -113,7 +108,7 @@ def test_longer_requests_than_the_buffers_were_made_for_are_not_written_behind_t
     backend = FlashInferAttentionBackend(SPEC)
     backend.init_graph_state(1, ReqToTokenPool(1, 8, torch.device("cpu")))
     with pytest.raises(AssertionError, match="longer requests"):
-        trial._attend(_Captured(backend), SPEC, [(12, 1)])
+        choice._attend(_Captured(backend), SPEC, [(12, 1)])
 
 
 def test_the_next_plan_waits_for_the_last_one_to_be_copied(monkeypatch):
@@ -131,13 +126,14 @@ def test_the_next_plan_waits_for_the_last_one_to_be_copied(monkeypatch):
     monkeypatch.setattr(fake_flashinfer, "plans", said)
     monkeypatch.setattr(torch.cuda, "current_stream", str)
     for requests in ([(3, 1)], [(3, 2)]):
-        trial._attend(backend, SPEC, requests)
-    assert said == ["wait", DECODE, "record on cpu", "wait", PREFILL, "record on cpu"]
+        choice._attend(backend, SPEC, requests)
+    decode, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+    assert said == ["wait", decode, "record on cpu", "wait", prefill, "record on cpu"]
 
 
 def test_a_cache_that_ends_within_a_page_is_read_by_slots(monkeypatch):
-    whole = trial.KVCache
-    monkeypatch.setattr(trial, "KVCache", lambda num_slots, **more: whole(num_slots=num_slots + 1, **more))
+    whole = choice.KVCache
+    monkeypatch.setattr(choice, "KVCache", lambda num_slots, **more: whole(num_slots=num_slots + 1, **more))
     backend = FlashInferAttentionBackend(SPEC)
     assert agrees(backend, SPEC, [(9, 3), (0, 1)])
     assert backend._page_size == 1
@@ -157,7 +153,7 @@ def test_workspaces_are_shared():
         before = len(backend._workspace)
         backend.init_graph_state(largest, ReqToTokenPool(2, 40, torch.device("cpu")))
         assert (len(backend._workspace) > before) == grows
-        trial._attend(_Captured(backend), SPEC, [(3, 1)])
+        choice._attend(_Captured(backend), SPEC, [(3, 1)])
         wrappers = (backend._decode, backend._prefill, backend._current)
         shared = (backend._workspace.data_ptr(), backend._int_workspace.data_ptr())
         assert {(each.workspace.data_ptr(), each.int_workspace.data_ptr()) for each in wrappers} == {shared}
@@ -193,26 +189,3 @@ def test_the_workspace_holds_what_a_plan_may_ask_for(changes, captured, most):
 def test_what_it_lacks(changes, capability, why):
     said = lacks(spec(**changes), capability)
     assert said is None if why is None else why in (said or "")
-
-
-GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=8, ignore_eos=True)
-
-
-def answers(folder, **settings) -> list[list[int]]:
-    with LLM(folder, num_threads=1, cpu_kernels="off", **settings) as llm:
-        once = llm.chat_batch(conversations(), GREEDY)
-        again = llm.chat_batch(conversations(), GREEDY)  # with what is cached of the first
-    return [list(completion.token_ids) for completion in (*once, *again)]
-
-
-def test_the_answers_of_a_whole_engine_are_torch_s(tmp_path, monkeypatch):
-    """With pages that requests share, that are taken back, and that chunks end within."""
-    folder = str(make_checkpoint("qwen3_vl", tmp_path))
-    wanted = answers(folder)
-    monkeypatch.setattr(fake_flashinfer, "_HEAD_DIMS", range(8, 256))
-    monkeypatch.setattr(build, "choose_backend", lambda setting, spec: FlashInferAttentionBackend(spec))
-    cut = {"page_size": 7, "chunked_prefill_size": 21, "enable_mixed_chunk": True, "max_total_tokens": 420}
-    for more in ({}, cut):
-        fake_flashinfer.plans.clear()
-        assert answers(folder, **more) == wanted
-        assert set(fake_flashinfer.plans) == {DECODE, PREFILL}

@@ -8,13 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.models.steps import forward_batch
 from tests.vlmserve.reference import conversations
 from tests.vlmserve_common.kernels.paged_step import DEVICE, PagedStep, make_step
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine import build
-from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, RadixAttention
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, RadixAttention
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.attention.triton_backend import TritonAttentionBackend
 from vlmserve_common.compute.rotary import rotation
@@ -33,17 +31,9 @@ SPEC = AttentionSpec(
 )
 
 
-def batch_of(step: PagedStep, backend: AttentionBackend) -> ForwardBatch:
-    pool = ReqToTokenPool(*step.table.shape, DEVICE)
-    pool.req_to_token = step.table
-    prefixes, new = (list(part) for part in zip(*step.lengths, strict=True))
-    rows = step.req_pool_indices.tolist()
-    return forward_batch(backend, prefixes, new, rows=rows, pool=pool, device=DEVICE, kv_cache=step.cache)
-
-
 def attended(step: PagedStep, backend: AttentionBackend, *, graph: bool = False) -> torch.Tensor:
     """Of the step's queries, and keys and values that are written on the way."""
-    batch = batch_of(step, backend)
+    batch = step.batch(backend)
     (backend.init_graph_metadata if graph else backend.init_forward_metadata)(batch)
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(len(step.q), HEADS[0] + 2 * HEADS[1], DIM, generator=generator).to(DEVICE)
@@ -65,7 +55,7 @@ def test_it_is_torch_s(lengths):
 def test_one_workspace_for_all_steps_that_fit():
     backend = TritonAttentionBackend(SPEC)
     step = make_step([(20, 1), (3, 1)], heads=HEADS, dim=DIM)
-    backend.init_graph_state(8, batch_of(step, backend).req_to_token_pool)
+    backend.init_graph_state(8, step.batch(backend).req_to_token_pool)
     assert backend.can_capture
     attended(step, backend, graph=True)
     first = backend._workspaces[-1]
@@ -85,7 +75,7 @@ def test_what_is_reserved_is_enough_for_steps_and_graphs():
     rows, context = step.table.shape
     backend.reserve(rows, context)
     [reserved] = backend._workspaces
-    backend.init_graph_state(rows, batch_of(step, backend).req_to_token_pool)
+    backend.init_graph_state(rows, step.batch(backend).req_to_token_pool)
     attended(step, backend, graph=True)
     attended(step, backend)
     assert backend._workspaces == [reserved]
