@@ -224,8 +224,9 @@ def test_experts_are_read_in_every_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "change", "message"),
+    ("made", "change", "message"),
     [
+        ("untied", lambda t: t.pop("lm_head.weight"), r"1 missing: lm_head\.weight"),
         (
             "each",
             lambda t: t.pop(EXPERTS + "0.gate_proj.weight"),
@@ -255,8 +256,9 @@ def test_experts_are_read_in_every_layout(tmp_path):
     ],
     ids=["no-gate", "too-many", "shape", "scale", "quantised", "router"],
 )
-def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
-    folder = make_checkpoint(MOE, tmp_path, experts=layout)
+def test_every_expert_and_the_head_are_accounted_for(tmp_path, made, change, message):
+    kind = {"tied": False} if made == "untied" else {"experts": made}
+    folder = make_checkpoint("qwen3_vl" if made == "untied" else MOE, tmp_path, **kind)
     edit_weights(folder, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)
