@@ -254,7 +254,7 @@ def test_experts_are_read_in_every_layout(tmp_path):
         ),
         ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
     ],
-    ids=["no-gate", "too-many", "shape", "scale", "quantised", "router"],
+    ids=["head", "no-gate", "too-many", "shape", "scale", "quantised", "router"],
 )
 def test_every_expert_and_the_head_are_accounted_for(tmp_path, made, change, message):
     kind = {"tied": False} if made == "untied" else {"experts": made}
