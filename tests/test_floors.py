@@ -52,7 +52,7 @@ def test_the_detokenizer_process_needs_no_torch() -> None:
 
 
 def test_serving_needs_no_torchvision_and_no_model_class_of_transformers() -> None:
-    statement = "import vlmserve.engine.build, vlmserve.api.frontend, vlmserve.frontend.detokenizer_process"
+    statement = "import vlmserve.engine.build, vlmserve.api.app, vlmserve.frontend.detokenizer_process"
     told = "import sys; print(*(m for m in sys.modules if m.startswith('transformers.models')))"
     loaded = _run(BLOCK.format(blocked={"torchvision"}) + f"{statement}\n{told}")
     assert [name for name in loaded.split() if ".modeling_" in name] == []
@@ -60,4 +60,4 @@ def test_serving_needs_no_torchvision_and_no_model_class_of_transformers() -> No
 
 def test_the_api_process_leaves_torch_to_its_media_processes() -> None:
     blocked = {"torch", "transformers"}
-    _run(BLOCK.format(blocked=blocked) + "import vlmserve.api.frontend, processors.pool.process_maker")
+    _run(BLOCK.format(blocked=blocked) + "import vlmserve.api.app, processors.pool.process_maker")

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from vlmserve.frontend.chat_messages import ImageRef as ImageRef
     from vlmserve.frontend.chat_messages import MediaCounts as MediaCounts
     from vlmserve.frontend.chat_messages import VideoRef as VideoRef
-    from vlmserve.frontend.input_embeds import read_input_embeds as read_input_embeds
     from vlmserve.frontend.live_requests import RequestAbortedError as RequestAbortedError
     from vlmserve.frontend.request_builder import ChatPrompt as ChatPrompt
     from vlmserve.frontend.request_builder import EmbedsPrompt as EmbedsPrompt
     from vlmserve.frontend.request_builder import GenerateReqInput as GenerateReqInput
     from vlmserve.frontend.request_builder import TextPrompt as TextPrompt
     from vlmserve.frontend.request_builder import TokensPrompt as TokensPrompt
+    from vlmserve.frontend.requests import read_input_embeds as read_input_embeds
     from vlmserve.frontend.sampling import SamplingOverrides as SamplingOverrides
     from vlmserve.frontend.scores import LabelScore as LabelScore
     from vlmserve.frontend.stage import StageLimits as StageLimits
@@ -57,7 +57,7 @@ _EXPORTS = {
     "vlmserve.config.checks": "SettingsError",
     "vlmserve.config.engine_args": "EngineArgs",
     "vlmserve.frontend.chat_messages": "EmbedsRef ImageRef MediaCounts VideoRef",
-    "vlmserve.frontend.input_embeds": "read_input_embeds",
+    "vlmserve.frontend.requests": "read_input_embeds",
     "vlmserve.frontend.live_requests": "RequestAbortedError",
     "vlmserve.frontend.request_builder": "ChatPrompt EmbedsPrompt GenerateReqInput TextPrompt TokensPrompt",
     "vlmserve.frontend.sampling": "SamplingOverrides",

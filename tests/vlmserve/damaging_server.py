@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vlmserve.api import launch
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.settings import load_settings
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import Ready
 from vlmserve.ipc.sockets import Sender

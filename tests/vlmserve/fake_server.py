@@ -21,10 +21,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from vlmserve.api import launch, launch_children
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.api import launch
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.settings import load_settings
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import Ready
 from vlmserve.ipc.messages import (
@@ -34,7 +33,6 @@ from vlmserve.ipc.messages import (
     FinishReason,
     SamplingParams,
     SchedulerInput,
-    SchedulerStats,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
@@ -105,7 +103,7 @@ def _tokens(message: TokenizedGenerateReqInput) -> BatchTokenOutput:
 
 def fake_detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
     receiver = Receiver(channels.detokenizer, get_args(DetokenizerInput))
-    sender = Sender(channels.api, (BatchTextOutput, SchedulerStats))
+    sender = Sender(channels.api, (BatchTextOutput,))
     ready()
     while True:
         batch = receiver.recv()
@@ -183,7 +181,7 @@ if __name__ == "__main__":
     }
     settings = load_settings({"model": model, **flags})
     # nobody here needs what the real one imports
-    launch_children.prepare_processes = lambda: prepare_forks(os.environ.get("FAKE_IMPORTS", "").split())
+    launch.prepare_processes = lambda: prepare_forks(os.environ.get("FAKE_IMPORTS", "").split())
     try:
         status = launch.launch_server(
             settings, scheduler=fake_scheduler, detokenizer=fake_detokenizer, make_frontend=FakeFrontend

@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 from vision.cache.store import EmbeddingStore
 from vlmserve.api.launch import launch_server
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.settings import load_settings
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import Ready

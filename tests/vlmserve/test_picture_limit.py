@@ -14,8 +14,8 @@ from processors.families.config import read_processor_config
 from tests.tiny_checkpoints import make_checkpoint
 from vision.towers.loading import outline_tower
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import picture_limit
-from vlmserve.engine.picture_limit import allowed_sizes, auto_max_pixels, encode_seconds, product_rate
+from vlmserve.engine import encoder
+from vlmserve.engine.encoder import allowed_sizes, auto_max_pixels, encode_seconds, product_rate
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus
 
@@ -74,7 +74,7 @@ def test_a_gpu_shows_the_full_size(folder: Path, monkeypatch: pytest.MonkeyPatch
     cuda = torch.device("cuda:0")
     args = EngineArgs(model=str(folder))
     assert auto_max_pixels(args, dtype=torch.float32, device=cuda, rate=never) is None
-    monkeypatch.setattr(picture_limit, "encoder_devices", lambda *_: ("cuda:1", "cpu"))
+    monkeypatch.setattr(encoder, "encoder_devices", lambda *_: ("cuda:1", "cpu"))
     mixed = EngineArgs(model=str(folder), encoder_dp_size=2)
     assert auto_max_pixels(mixed, dtype=torch.float32, device=cuda, rate=lambda *_: 1.0) == 448 * 448
 

@@ -10,8 +10,8 @@ from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, conversations, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.executor import logprobs as logprobs_module
-from vlmserve.frontend.input_embeds import read_input_embeds
 from vlmserve.frontend.request_builder import ChatPrompt, EmbedsPrompt, GenerateReqInput, TokensPrompt
+from vlmserve.frontend.requests import read_input_embeds
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
 from vlmserve_common.errors import BadRequestError, EngineError
 

@@ -1,11 +1,14 @@
-"""The HTTP application: OpenAI's endpoints over a TokenizerManager, and those of operators."""
+"""The API process's half of a server: a TokenizerManager, and over it OpenAI's endpoints and those of operators."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Literal
 
 from fastapi import FastAPI, Request
@@ -14,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.api_keys import read_api_keys
-from vlmserve.api.auth import ApiKeyMiddleware
+from vlmserve.api.auth import ApiKeyMiddleware, WebPageGuard
 from vlmserve.api.batches.api import BatchesApi
 from vlmserve.api.batches.journal import BatchJournal
 from vlmserve.api.batches.runner import batch_endpoints, make_runner
@@ -27,20 +30,23 @@ from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.api.openapi import ID_ERRORS, Operation, add_operations, add_pages, endpoints_of, operation
-from vlmserve.api.outermost import OutermostMiddleware, log_request
+from vlmserve.api.outermost import OutermostMiddleware, access, log_request, requests
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
-from vlmserve.api.responses.api import ResponsesApi
-from vlmserve.api.responses.store import ResponseStore
+from vlmserve.api.responses.api import ResponsesApi, ResponseStore
 from vlmserve.api.score import score_labels
 from vlmserve.api.served_model import ServedModel
 from vlmserve.api.tokenization import detokenize, tokenize
-from vlmserve.api.tracing import RequestTracer
+from vlmserve.api.tracing import RequestTracer, otlp_processor
 from vlmserve.api.warmup import warm_up
-from vlmserve.api.web_pages import WebPageGuard
+from vlmserve.config.engine_args import StartSettings
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.parsers.answer import choose_formats
 from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
+from vlmserve.ipc.messages import PreparedMessage, SchedulerInput
+from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve_common.version import __version__
 
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
@@ -114,7 +120,7 @@ class ServerApi:
     @operation("GET", "/metrics", "getMetrics", "Server", answer="text/plain")
     async def show_metrics(self) -> Response:
         """Return figures for Prometheus."""
-        stats = await self._served.manager.scheduler_stats(_STATS_TIMEOUT_S)
+        stats = await self._operators.scheduler_stats(_STATS_TIMEOUT_S)
         return Response(self._metrics.render(stats), headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -134,28 +140,20 @@ def _of_model(
     return answer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stores:
-    """The stores of requests besides uploaded files. batches: unfinished batches, and their finished lines."""
-
-    responses: ResponseStore
-    batches: BatchJournal
-
-
 def build_app(
     manager: TokenizerManager,
     model_name: str,
     settings: ServerSettings,
     files: FileStore,
+    stack: ExitStack,
     control: AskEngine | None = None,
     tracer: RequestTracer | None = None,
-    stores: Stores | None = None,
 ) -> FastAPI:
     """Build the application.
 
-    model_name: the model's name for clients. control: sends the requests of operators to the engine. tracer: gets ended
-    chat requests. stores: keep responses and batches; without them these endpoints are missing. app.state.batches
-    answers batches.
+    model_name: the model's name for clients. stack: closes the stores of responses and batches, which are beside the
+    uploaded files. control: sends the requests of operators to the engine. tracer: gets ended chat requests.
+    app.state.batches answers batches. Raises EngineError for unusable stores.
     """
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
@@ -171,11 +169,16 @@ def build_app(
     add_operations(app, (_of_model(endpoint, served) for endpoint in _MODEL_ENDPOINTS))
     add_operations(app, endpoints_of(ServerApi(served, operators, metrics)))
     add_operations(app, endpoints_of(FilesApi(files, settings)))
-    if stores is not None:
-        responses = ResponsesApi(served, stores.responses)
-        app.state.batches = make_runner(served, stores.batches, batch_endpoints(served, responses))
-        batches = BatchesApi(stores.batches, app.state.batches, files, settings)
-        add_operations(app, [*endpoints_of(responses), *endpoints_of(batches)])
+    store = ResponseStore(
+        files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
+    )
+    stack.callback(store.close)
+    journal = BatchJournal(files.folder)
+    stack.callback(journal.close)
+    responses = ResponsesApi(served, store)
+    app.state.batches = make_runner(served, journal, batch_endpoints(served, responses))
+    add_operations(app, endpoints_of(responses))
+    add_operations(app, endpoints_of(BatchesApi(journal, app.state.batches, files, settings)))
     add_operations(app, endpoints_of(operators))
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)
@@ -213,3 +216,90 @@ def _observer(metrics: ServerMetrics, settings: ServerSettings) -> Callable[[Req
             log_request(stats)
 
     return observe
+
+
+class ApiFrontend:
+    """The API process's half of a server. `app` is the ASGI application; the launcher calls the rest.
+
+    handle: takes a message from the detokenizer. fail_all: answers all pending and later requests, and /health, with
+    503 and the message; may be called again. suspend: answers later requests and /health so until it is called with
+    None; pending requests wait.
+    """
+
+    def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI, stack: ExitStack) -> None:
+        self.app = app
+        self.manager = manager
+        self.handle, self.fail_all, self.suspend = manager.handle, manager.fail, manager.suspend
+        self._media = media
+        self._stack = stack
+
+    def start(self) -> None:
+        """Go on with the batches of the last server."""
+        self.app.state.batches.start()
+
+    async def close(self) -> None:
+        """Free threads and connections."""
+        await self.app.state.batches.stop()
+        self.manager.close()
+        await self._media.close()
+        await asyncio.to_thread(self._stack.close)
+
+
+def make_frontend(
+    settings: ServerSettings,
+    *,
+    max_model_len: int,
+    auto_pixels: int | None = None,
+    model_name: str,
+    send: Callable[[SchedulerInput], None],
+    prepare: Callable[[SchedulerInput], PreparedMessage] | None = None,
+    control: AskEngine | None = None,
+    start: StartSettings | None = None,
+) -> ApiFrontend:
+    """Build the API process's half of a server. Call this in the running event loop.
+
+    settings.engine.model: the checkpoint folder. max_model_len: in tokens. auto_pixels: the value that `--max-pixels
+    auto` stands for. control: sends the requests of operators to the engine. start: for media processes. Raises
+    CheckpointError if the folder lacks a tokenizer, a chat template or a processor, and EngineError if another server
+    uses the folder of uploaded files.
+    """
+    engine = settings.engine
+    if settings.access_log:
+        access.setLevel(logging.INFO)  # whatever --log-level is: it was asked for
+    if settings.log_requests:
+        requests.setLevel(logging.INFO)
+    with ExitStack() as stack:
+        files = _open_files(settings, stack)
+        stage = make_tokenizer_stage(
+            engine,
+            stage_limits(settings),
+            max_model_len=max_model_len,
+            auto_pixels=auto_pixels,
+            start=start,
+        )
+        manager = TokenizerManager(
+            builder=stage.builder,
+            media=stage.media,
+            send=send,
+            prepare=prepare,
+            max_pending=engine.dp_size * (engine.max_running_requests + engine.max_queued_requests),
+            request_timeout_s=settings.request_timeout_s,
+        )
+        tracer = None
+        if settings.otlp_traces_endpoint is not None:
+            tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
+            stack.callback(tracer.close)
+        app = build_app(manager, model_name, settings, files, stack, control, tracer)
+        return ApiFrontend(manager, stage.media, app, stack.pop_all())
+
+
+def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
+    """Open the store of uploaded files, which `stack` closes. A private folder is removed with the server."""
+    if settings.file_store_dir is None:
+        folder = stack.enter_context(PrivateDirectory(Path(tempfile.gettempdir()), "vlmserve-files")).path / "files"
+        folder.mkdir()
+    else:
+        folder = Path(settings.file_store_dir)
+    files = FileStore(folder, settings)
+    stack.callback(files.close)
+    return files

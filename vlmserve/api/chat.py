@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,19 +13,18 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
-from vlmserve.api.auth import Caller, caller_of
+from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import EventStream, while_connected
+from vlmserve.api.served_model import EventStream, ServedModel, while_connected
 from vlmserve.api.tracing import asked_of
 from vlmserve.frontend.openai.answers import AnswerHead, AnswerWriter
 from vlmserve.frontend.openai.convert import to_generate_request, tool_use
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve.frontend.parsers.answer import AnswerReading
-from vlmserve.frontend.request_builder import GenerateReqInput
+from vlmserve.frontend.requests import Caller, GenerateReqInput
 
 
 @operation(
@@ -71,17 +69,8 @@ def _prepare(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> tuple[list[GenerateReqInput], AnswerWriter]:
     head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
-    wanted = to_generate_request(
-        chat,
-        own_id,
-        formats=served.formats,
-        find_file=served.files.for_owner(caller.owner),
-        client=caller.client,
-        owner=caller.owner,
-        tenant=caller.tenant,
-        ended=caller.ended,
-    )
-    wanted = replace(wanted, priority=wanted.priority or caller.priority)
+    find_file = served.files.for_owner(caller.owner)
+    wanted = to_generate_request(chat, own_id, caller, formats=served.formats, find_file=find_file)
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,

@@ -13,19 +13,17 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import TextCompletion, TextCompletionChunk
-from vlmserve.api.auth import Caller, caller_of
+from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.errors import Error
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import EventStream, while_connected
+from vlmserve.api.served_model import EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.answers import AnswerHead
-from vlmserve.frontend.openai.completion_answers import CompletionWriter
-from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.completion_answers import CompletionRequest, CompletionWriter
 from vlmserve.frontend.openai.convert import named, sampling_of
 from vlmserve.frontend.openai.json_bodies import invalid_value
-from vlmserve.frontend.request_builder import GenerateReqInput, TextPrompt, TokensPrompt
+from vlmserve.frontend.requests import Caller, GenerateReqInput, TextPrompt, TokensPrompt
 from vlmserve.frontend.sampling import MAX_TOP_LOGPROBS, check_range
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions
 from vlmserve_common.errors import BadRequestError
@@ -91,12 +89,9 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
             sampling_params=sampling,
             n=body.n or 1,
             num_logprobs=body.logprobs,
-            client=caller.client,
-            tenant=caller.tenant,
             returns=ReturnOptions(prompt_logprobs=k),
             logits_processors=calls,
-            ended=caller.ended,
-            **named(body, own_id if len(prompts) == 1 else f"{own_id}-{index}", caller.priority),
+            **named(body, own_id if len(prompts) == 1 else f"{own_id}-{index}", caller),
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -22,24 +22,21 @@ from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
-    AbortRequestsResult,
     Activity,
     ContinueReq,
     ControlRefused,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
     GetServerInfoReq,
     PauseReq,
-    PauseResult,
     ProfileResult,
     ServerInfo,
     StartProfileReq,
     StopProfileReq,
 )
 from vlmserve.ipc.messages import SchedulerStats
-from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.version import __version__
 
@@ -146,16 +143,16 @@ class ControlApi:
     )
     async def flush_cache(self) -> Response:
         """Forget the cached prefixes that no request uses. The answer is 409 while there are requests."""
-        result = await self._ask(FlushCacheReq(), FlushCacheResult)
+        result = await self._ask(FlushCacheReq(), EngineState)
         there = result.num_running_reqs + result.num_waiting_reqs
         if not there:
-            return JSONResponse({"flushed_tokens": result.tokens})
+            return JSONResponse({"flushed_tokens": result.flushed})
         message = (
             f"{result.num_running_reqs} requests are running and {result.num_waiting_reqs} waiting: what they use "
-            f"stays cached, the other {result.tokens} tokens were forgotten"
+            f"stays cached, the other {result.flushed} tokens were forgotten"
         )
         body = error_body(409, message, code="requests_running")
-        return JSONResponse(body | asdict(result), 409)
+        return JSONResponse(body | {"tokens": result.flushed} | _counts(result), 409)
 
     @operation(*("GET", "/server_info", "getServerInfo", "Operators"), answer=ServerState, errors=ENGINE_ERRORS)
     async def server_info(self) -> ServerState:
@@ -164,7 +161,6 @@ class ControlApi:
         settings = asdict(self._settings)
         settings |= settings.pop("engine")
         settings |= {name: "set" for name in _SECRETS if settings[name] is not None}
-        replicas = replicas_of(info.stats)
         state: ServerState = {
             "version": __version__,
             "model": self._model_name,
@@ -178,8 +174,8 @@ class ControlApi:
             "scheduler": _figures(info.stats),
             "settings": dict(sorted(settings.items())),
         }
-        if replicas:
-            state["replicas"] = [_figures(stats) for stats in replicas]
+        if info.stats.replicas:
+            state["replicas"] = [_figures(stats) for stats in info.stats.replicas]
         return state
 
     @operation(
@@ -242,30 +238,37 @@ class ControlApi:
                 f"there is no request {body.rid!r}: it has ended, or never came", param="rid", status=404
             )
         rids = tuple(rid for one in ended for rid in one.rids)
-        await self._ask(AbortRequestsReq(rids=rids), AbortRequestsResult)
+        await self._ask(AbortRequestsReq(rids=rids), EngineState)
         return {"aborted": [one.request_id for one in ended]}
 
+    async def scheduler_stats(self, timeout_s: float) -> SchedulerStats | None:
+        """Return the figures of all replicas together, or None if one is gone or too busy to tell in time."""
+        try:
+            return (await self._ask(GetServerInfoReq(), ServerInfo, timeout_s)).stats
+        except (BadRequestError, EngineUnavailableError):
+            return None
+
     async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
-        result = await self._ask(question, PauseResult)
+        result = await self._ask(question, EngineState)
         self.paused = result.paused
-        return cast("PauseState", asdict(result))
+        return cast("PauseState", {"paused": result.paused} | _counts(result))
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
         """Read a small JSON object. An empty body stands for an empty object."""
         return await read_body(request, model, self._settings, if_empty=b"{}")  # type: ignore[type-var]
 
-    async def _ask(self, question: ControlRequest, kind: type[_T]) -> _T:
+    async def _ask(self, question: ControlRequest, kind: type[_T], timeout_s: float | None = None) -> _T:
         """Return the engine's result. Raises BadRequestError with the engine's reason, or EngineUnavailableError if the
         engine does not answer."""
-        reason = self._manager.unavailable
+        reason, timeout_s = self._manager.unavailable, timeout_s or ANSWER_S
         if reason is not None:
             raise EngineUnavailableError(reason)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(timeout_s):
                 result = await self._send(question)
         except TimeoutError:
             raise EngineUnavailableError(
-                f"the engine is still at a step after {ANSWER_S:g} s: what was asked for comes after it"
+                f"the engine is still at a step after {timeout_s:g} s: what was asked for comes after it"
             ) from None
         if isinstance(result, ControlRefused):
             raise BadRequestError(result.message, status=result.status)
@@ -273,6 +276,10 @@ class ControlApi:
         return result
 
 
+def _counts(state: EngineState) -> dict[str, int]:
+    return {"num_running_reqs": state.num_running_reqs, "num_waiting_reqs": state.num_waiting_reqs}
+
+
 def _figures(stats: SchedulerStats) -> dict[str, Any]:
     """Return the figures, without those of the encoder and of single replicas."""
-    return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replica", "replicas")}
+    return {name: value for name, value in asdict(stats).items() if name not in ("encoder", "replicas")}

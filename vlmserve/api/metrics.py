@@ -6,16 +6,256 @@ Names are vLLM's if the figure means the same, behind our own prefix (docs/metri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
+from typing import TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from vlmserve.api.metric_aliases import Aliases
-from vlmserve.api.scheduler_metrics import PREFIX, SchedulerCollector
 from vlmserve.frontend.request_stats import RequestStats
-from vlmserve.ipc.messages import SchedulerStats
+from vlmserve.ipc.messages import HistogramStats, SchedulerStats
+
+_WINDOW_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    """Another name of a family. ours: our name, without prefix and `_total`. only: the `finished_reason` to take. over:
+    the label to sum over."""
+
+    ours: str
+    only: str | None = None
+    over: bool = False
+
+
+_LATENCIES = ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
+_SAME_IN_VLLM = (
+    *_LATENCIES,
+    *("num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc"),
+    *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached", "generation_tokens"),
+    *("request_success", "request_time_per_output_token_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_queue_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "iteration_tokens_total"),
+    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+)
+ALIASES: Mapping[str, Mapping[str, _Alias]] = {
+    "vllm": {
+        **{name: _Alias(name) for name in _SAME_IN_VLLM},
+        # the names before these
+        "gpu_cache_usage_perc": _Alias("kv_cache_usage_perc"),
+        "time_per_output_token_seconds": _Alias("inter_token_latency_seconds"),
+    },
+    "sglang": {
+        **{name: _Alias(name) for name in (*_LATENCIES, "prompt_tokens", "generation_tokens")},
+        "time_per_output_token_seconds": _Alias("inter_token_latency_seconds"),  # before that
+        "queue_time_seconds": _Alias("request_queue_time_seconds"),
+        "num_running_reqs": _Alias("num_requests_running"),
+        "num_queue_reqs": _Alias("num_requests_waiting"),
+        "token_usage": _Alias("kv_cache_usage_perc"),
+        "num_used_tokens": _Alias("kv_cache_used_tokens"),
+        "max_total_num_tokens": _Alias("kv_cache_tokens"),
+        "cached_tokens": _Alias("prompt_tokens_cached"),
+        "num_requests": _Alias("request_success", over=True),
+        "num_aborted_requests": _Alias("request_success", only="abort"),
+    },
+}
+_LABELS: Mapping[str, Mapping[str, str]] = {"vllm": {"engine": "0"}, "sglang": {}}
+
+
+class Aliases:
+    """Makes the families under other names. prefixes: of `ALIASES`. clock: in seconds, for SGLang's two rates."""
+
+    def __init__(self, prefixes: Sequence[str], model_name: str, *, clock: Callable[[], float]) -> None:
+        self._prefixes = prefixes
+        self._model_name = model_name
+        self._recent = _Recent(clock)
+
+    def of(self, ours: Sequence[Metric], scheduler: SchedulerStats | None) -> Iterator[Metric]:
+        """Return the families under other names, made of all our own."""
+        known = {metric.name.removeprefix(PREFIX): metric for metric in ours}
+        for prefix in self._prefixes:
+            for name, alias in ALIASES[prefix].items():
+                if alias.ours in known:
+                    yield _renamed(known[alias.ours], f"{prefix}:{name}", alias, _LABELS[prefix])
+        if "sglang" in self._prefixes and scheduler is not None:
+            throughput, hit_rate = self._recent.rates(scheduler)
+            for name, text, value in (
+                ("gen_throughput", "Tokens generated a second, of late", throughput),
+                ("cache_hit_rate", "Part of prompts found in the prefix cache, of late", hit_rate),
+            ):
+                gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=("model_name",))
+                gauge.add_metric((self._model_name,), value)
+                yield gauge
+
+
+def _renamed(metric: Metric, name: str, alias: _Alias, labels: Mapping[str, str]) -> Metric:
+    new = Metric(name, metric.documentation, metric.type)
+    values: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+    for sample in metric.samples:
+        suffix = sample.name.removeprefix(metric.name)
+        its = {**sample.labels, **labels}
+        if alias.over or alias.only is not None:
+            reason = its.pop("finished_reason")
+            if suffix == "_created" or (alias.only is not None and reason != alias.only):
+                continue
+        values[name + suffix, tuple(its.items())] += sample.value
+    for (sample_name, its_labels), value in values.items():
+        new.add_sample(sample_name, dict(its_labels), value)
+    return new
+
+
+class _Recent:
+    """Rates since the last scrape, or since the one before if the last one was just now."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._marks: list[tuple[float, SchedulerStats]] = []
+
+    def rates(self, now: SchedulerStats) -> tuple[float, float]:
+        """Return the tokens generated a second, and the cached part of prompts; 0 while nothing is known."""
+        at = self._clock()
+        if not self._marks or at - self._marks[-1][0] >= _WINDOW_S:
+            self._marks = [*self._marks[-1:], (at, now)]
+        since, before = self._marks[0]
+        queries = now.steps.prefix_queries_total - before.steps.prefix_queries_total
+        hits = now.steps.prefix_hits_total - before.steps.prefix_hits_total
+        generated = now.generation_tokens_total - before.generation_tokens_total
+        return generated / (at - since) if at > since else 0.0, hits / queries if queries else 0.0
+
+
+PREFIX = "vlmserve:"
+# name -> its meaning, and its place in `SchedulerStats`
+_GAUGES = {
+    "num_requests_running": ("Requests being computed", "num_running_reqs"),
+    "num_requests_waiting": ("Requests waiting to be computed", "num_waiting_reqs"),
+    "num_requests_encoding": ("Requests that wait for the vision encoder", "steps.encoding_reqs"),
+    "num_warmups": ("Requests to encode media ahead of time", "num_warmups"),
+    "kv_cache_tokens": ("KV cache slots in all", "kv_total_tokens"),
+    "kv_cache_free_tokens": ("KV cache slots that hold nothing", "kv_free_tokens"),
+    "kv_cache_reusable_tokens": ("KV cache slots of cached prefixes", "kv_cached_tokens"),
+    "expert_imbalance": (
+        "What the busiest ranks of --ep-size had to do before experts were placed anew, in times of the mean",
+        "experts.imbalance",
+    ),
+    "expert_imbalance_after": ("What it would have been with the new placement", "experts.imbalance_after"),
+    "encoder_queued": ("Pictures and temporal patches of videos that wait to be encoded", "encoder.queued"),
+    "encoder_under_way": ("Pictures and temporal patches being encoded, or read from disk", "encoder.under_way"),
+}
+_COUNTERS = {
+    "forward_steps": ("Steps of the model", "forward_steps_total"),
+    "num_preemptions": ("Requests whose KV slots were taken back", "steps.preempted_total"),
+    "retracted_requests": ("Running requests taken back when KV slots ran out", "retracted_total"),
+    "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", "steps.prefix_queries_total"),
+    "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", "steps.prefix_hits_total"),
+    "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.draft_tokens_total"),
+    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.accepted_tokens_total"),
+    "expert_rebalances": ("Times that experts were placed anew", "experts.rebalances_total"),
+    "experts_moved": ("Experts that got another place", "experts.moved_total"),
+    "prompt_tokens_computed": ("Tokens of prompts that were computed", "steps.prompt_tokens_computed_total"),
+    "temporal_patches_encoded": (
+        "Pictures and temporal patches of videos computed by the vision tower",
+        "encoder.encoded",
+    ),
+    "vision_patches_encoded": ("Patches computed by the vision tower", "encoder.patches_encoded"),
+    "encoder_coalesced": (
+        "Pictures and temporal patches that came while an equal one was in work",
+        "encoder.coalesced",
+    ),
+    "encoder_retried": ("Pictures and temporal patches encoded again after a failure", "encoder.retried"),
+    "encoder_failed": ("Pictures and temporal patches given up", "encoder.failed"),
+    "embedding_cache_saved": ("Embeddings written to disk", "encoder.saved"),
+    "embedding_cache_save_failures": ("Embeddings that could not be written to disk", "encoder.save_failures"),
+}
+_HISTOGRAMS = {
+    "iteration_tokens_total": ("Tokens of a step of the model", "steps.step_tokens"),
+    "iteration_requests": ("Requests in a step of the model", "steps.step_reqs"),
+}
+_TIER_GAUGES = {
+    "embedding_cache_bytes": ("Bytes of embeddings in a tier", "bytes"),
+    "embedding_cache_held_bytes": ("Bytes of embeddings that requests need now", "held_bytes"),
+    "embedding_cache_entries": ("Pictures and temporal patches in a tier", "entries"),
+}
+_TIER_COUNTERS = {
+    "embedding_cache_hits": ("Look-ups that found embeddings in a tier", "hits"),
+    "embedding_cache_misses": ("Look-ups in a tier that did not", "misses"),
+    "embedding_cache_evictions": ("Embeddings that gave way to others", "evictions"),
+}
+
+# for each of several replicas; all other figures are sums
+_REPLICA_GAUGES = {
+    "replica_requests_running": ("Requests being computed by a replica", "num_running_reqs"),
+    "replica_requests_waiting": ("Requests waiting at a replica", "num_waiting_reqs"),
+    "replica_kv_cache_free_tokens": ("KV cache slots of a replica that hold nothing", "kv_free_tokens"),
+}
+_REPLICA_COUNTERS = {
+    "replica_prompt_tokens": ("Prompt tokens of a replica's requests", "prompt_tokens_total"),
+    "replica_prompt_tokens_cached": ("Prompt tokens found in a replica's prefix cache", "cached_tokens_total"),
+    "replica_generation_tokens": ("Tokens generated by a replica", "generation_tokens_total"),
+}
+
+
+class SchedulerCollector(Collector):
+    """Shows `stats`, or nothing if there are none."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats: SchedulerStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of the scheduler's figures."""
+        stats = self.stats
+        if stats is None:
+            return
+        labels = (self._model_name,)
+        used = stats.kv_total_tokens - stats.kv_free_tokens - stats.kv_cached_tokens
+        for name, text, value in (
+            ("kv_cache_used_tokens", "KV cache slots of requests", float(used)),
+            ("kv_cache_usage_perc", "Part of the KV cache in use", used / max(1, stats.kv_total_tokens)),
+        ):
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=("model_name",))
+            gauge.add_metric(labels, value)
+            yield gauge
+        whole = [(labels, stats)]
+        encoder = {"device": stats.encoder.device, "host": stats.encoder.host, "disk": stats.encoder.disk}
+        tiers = [((*labels, name), tier) for name, tier in encoder.items() if tier is not None]
+        replicas = [((*labels, str(number)), one) for number, one in enumerate(stats.replicas)]
+        yield from _families(_GAUGES, _COUNTERS, whole)
+        yield from _families(_TIER_GAUGES, _TIER_COUNTERS, tiers, "tier")
+        if replicas:
+            yield from _families(_REPLICA_GAUGES, _REPLICA_COUNTERS, replicas, "replica")
+        for name, (text, where) in _HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
+            values: HistogramStats = attrgetter(where)(stats)
+            histogram.add_metric(labels, _buckets(values), values.sum)
+            yield histogram
+
+
+_Figures: TypeAlias = Mapping[str, tuple[str, str]]
+
+
+def _families(
+    gauges: _Figures, counters: _Figures, labelled: Sequence[tuple[tuple[str, ...], object]], *more: str
+) -> Iterator[Metric]:
+    """Yield the families of some figures. labelled: where they come from, each with its values of the labels. more: the
+    labels besides the model's."""
+    for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (text, where) in figures.items():
+            metric = family(PREFIX + name, text, labels=("model_name", *more))
+            for labels, stats in labelled:
+                metric.add_metric(labels, attrgetter(where)(stats))
+            yield metric
+
+
+def _buckets(stats: HistogramStats) -> list[tuple[str, float]]:
+    """Return the buckets of Prometheus: each counts all values up to its bound."""
+    bounds = [*(str(float(bound)) for bound in stats.bounds), "+Inf"]
+    return list(zip(bounds, accumulate(map(float, stats.counts)), strict=True))
+
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 # From a text request on a GPU to a video on a CPU.

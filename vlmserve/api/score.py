@@ -13,18 +13,17 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import PromptTokensDetails
-from vlmserve.api.auth import Caller, caller_of
+from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import while_connected
+from vlmserve.api.served_model import ServedModel, while_connected
 from vlmserve.frontend.chat_messages import FindFile
 from vlmserve.frontend.openai.answers import finite
 from vlmserve.frontend.openai.convert import named
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.openai.protocol import ScoreRequest
-from vlmserve.frontend.requests import ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
+from vlmserve.frontend.requests import Caller, ChatPrompt, GenerateReqInput, Prompt, TextPrompt, TokensPrompt
 from vlmserve.frontend.scores import label_scores, softmax
 from vlmserve.ipc.messages import ReturnOptions, SamplingParams, TokenOutput
 
@@ -100,12 +99,9 @@ def _requests(served: ServedModel, body: ScoreRequest, own_id: str, caller: Call
             prompt=_prompt(body, item, index, find_file),
             sampling_params=_ONE_TOKEN,
             mm_processor_kwargs=body.mm_processor_kwargs or {},
-            client=caller.client,
-            tenant=caller.tenant,
-            ended=caller.ended,
             returns=ReturnOptions(token_ids_logprob=tuple(body.label_token_ids or ())),
             continuations=tuple(body.labels or ()),
-            **named(body, f"{own_id}-{index}", caller.priority),
+            **named(body, f"{own_id}-{index}", caller),
         )
         for index, item in enumerate(body.items or [None])
     ]

@@ -15,8 +15,7 @@ from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import while_connected
+from vlmserve.api.served_model import ServedModel, while_connected
 from vlmserve.frontend.openai.protocol import Messages, StrictModel, Tool, _keep_raw
 from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, TextPrompt

@@ -13,8 +13,7 @@ from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import while_connected
+from vlmserve.api.served_model import ServedModel, while_connected
 from vlmserve.frontend.openai.protocol import WarmupRequest
 from vlmserve.frontend.tokenizer_manager import WarmupInput
 from vlmserve.ipc.messages import EncodedItem

@@ -14,8 +14,7 @@ from typing import Any
 
 from vision.cache.entry_file import DamagedEntryError, EmbedsFormat, read_entry, read_format
 from vision.cache.folder import EmbeddingFolder, StoredEntry, least_recently_used, remove_damaged
-from vlmserve.config.flags import CommandParser
-from vlmserve.config.number_words import positive
+from vlmserve.config.flags import CommandParser, positive
 from vlmserve.config.settings import ENV_PREFIX
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB")

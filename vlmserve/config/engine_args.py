@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import MISSING, dataclass
+from pathlib import Path
 from typing import Literal
 
 from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, CACHE_SIZE, SECONDS, Allowed, settings_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartSettings:
+    """Settings of the start of a process.
+
+    shared_dir: a private directory for large arrays. startup_timeout_s: the most seconds for a server's start, and
+    later for one process. ready_by: the end of the server's start, by `time.monotonic`, which is the same in all
+    processes.
+    """
+
+    shared_dir: Path
+    log_level: str = "info"
+    startup_timeout_s: float = 600.0
+    ready_by: float = math.inf
+
 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))

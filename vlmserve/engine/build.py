@@ -6,21 +6,20 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import blake3
 import torch
 
 from vision.encoder_pool import EncoderPool
 from vision.towers.tower_graphs import capture_on_gpu
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.engine.activation_memory import cuda_meter, estimate_activations, measure_activations, step_limits
-from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine.encoder import auto_max_pixels, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, Pools, cuda_tools, tools_of_ranks, wanted_sizes
-from vlmserve.engine.kv_tiers import build_prefix_cache
 from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
-from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
 from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
@@ -32,11 +31,15 @@ from vlmserve.executor.model_worker_batch import RECENT_TOKENS
 from vlmserve.ipc.messages import SchedulerOutput
 from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
+from vlmserve.memory.kv_storage import KVStorage
+from vlmserve.memory.kv_transfer import KVTransfer
 from vlmserve.memory.media_keys import MediaKeyTable
+from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, StateShape
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import Activations, graph_room, kv_cache_size
+from vlmserve.memory.sizing import Activations, graph_room, host_pool_size, kv_cache_size
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.vlm import VisionLanguageModel
@@ -52,6 +55,7 @@ from vlmserve_common.compute.tensors import dtype_name
 
 if TYPE_CHECKING:
     from vlmserve_common.parallel.ranks import Ranks
+
 
 log = logging.getLogger(__name__)
 
@@ -346,3 +350,50 @@ def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:
         timeout_s=args.grammar_timeout_s,
     )
     return GrammarQueue(partial(CompileProcess, settings), cache_bytes=args.grammar_cache_mib << 20)
+
+
+def build_prefix_cache(
+    args: EngineArgs,
+    runner: ModelRunner,
+    allocator: TokenToKVPoolAllocator,
+    media_keys: MediaKeyTable,
+    *,
+    bytes_per_token: int,
+) -> RadixCache:
+    """Build the prefix cache that the settings ask for, and connect its host tier to the runner. EngineError for memory
+    or a folder that is missing."""
+    host_slots = host_pool_size(args, bytes_per_token=bytes_per_token, device=runner.device)
+    if not host_slots:
+        return RadixCache(allocator, policy=args.radix_eviction_policy, shares=not args.disable_radix_cache)
+    storage = None
+    if args.hicache_storage_dir is not None:
+        storage = KVStorage(
+            Path(args.hicache_storage_dir) / _fingerprint(args, runner),
+            limit_bytes=int(args.hicache_storage_gib * 2**30),
+            bytes_per_token=bytes_per_token,
+            page_size=args.page_size,
+        )
+    transfer = KVTransfer(runner.kv_cache, host_slots + args.page_size, storage)
+    runner.attach_host_tier(transfer)
+    return HiRadixCache(
+        allocator,
+        TokenToKVPoolAllocator(host_slots, args.page_size),
+        policy=args.radix_eviction_policy,
+        write_policy=args.hicache_write_policy,
+        storage=storage,
+        identity=media_keys.identity,
+        transfer=transfer,
+    )
+
+
+def _fingerprint(args: EngineArgs, runner: ModelRunner) -> str:
+    """Digest everything that KV depends on: weights, how they are computed with, and the cache's dtype and page
+    size."""
+    digest = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    for path in sorted(Path(args.model).glob("*")):
+        if path.suffix in (".safetensors", ".json"):
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+            digest.update_mmap(path)
+    kept = (args.quantization, dtype_name(runner.model.dtype), dtype_name(runner.kv_cache.dtype), args.page_size)
+    digest.update(repr(kept).encode())
+    return digest.hexdigest(length=16)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import assert_never
+from typing import Any, assert_never
+
+import torch
 
 from vlmserve.engine.loop import EventLoop
-from vlmserve.engine.profiling import Profiler
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
-    AbortRequestsResult,
+    Activity,
     ContinueReq,
     ControlRefused,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
     GetServerInfoReq,
     PauseReq,
-    PauseResult,
     ProfileResult,
     ServerInfo,
     StartProfileReq,
@@ -28,6 +31,72 @@ from vlmserve.ipc.control_messages import (
 from vlmserve.ipc.messages import AbortReq
 
 log = logging.getLogger(__name__)
+
+
+class Profiler:
+    """One recording at a time, of all threads of the process. All methods are called in one thread, between turns.
+
+    name: the process's, used in file names. clock: Unix time in seconds. steps: of the recording that is under way, or
+    else of the last one.
+    """
+
+    def __init__(self, name: str = "scheduler", *, clock: Callable[[], float] = time.time) -> None:
+        self.steps = 0
+        self._name = name
+        self._clock = clock
+        self._recording: Any = None
+        self._path = Path()
+        self._most: int | None = None
+
+    @property
+    def recording(self) -> bool:
+        """Whether a recording is under way."""
+        return self._recording is not None
+
+    def start(self, folder: Path, steps: int | None, activities: Sequence[Activity]) -> Path:
+        """Begin a recording, and return the file that the trace will be written to. OSError if the folder cannot be
+        written to; KeyError for an activity that this machine does not have."""
+        assert self._recording is None
+        self._path = folder / f"{self._name}-{os.getpid()}-{int(self._clock() * 1000)}.trace.json.gz"
+        available = {"CPU": torch.profiler.ProfilerActivity.CPU}
+        if torch.cuda.is_available():
+            available["GPU"] = torch.profiler.ProfilerActivity.CUDA
+        wanted = [available[name] for name in activities or available]
+        self._path.touch()  # what cannot be written is known now
+        # A step is computed by the scheduler's thread or by the device's.
+        every_thread = torch.profiler._ExperimentalConfig(profile_all_threads=True)
+        recording = torch.profiler.profile(activities=wanted, experimental_config=every_thread)
+        recording.start()
+        self._recording, self.steps, self._most = recording, 0, steps
+        log.info("profiling %s into %s", "until it is stopped" if steps is None else f"{steps} steps", self._path)
+        return self._path
+
+    def step_done(self) -> None:
+        """Count a computed step. The last one wanted ends the recording."""
+        if self._recording is None:
+            return
+        self.steps += 1
+        if self._most is not None and self.steps >= self._most:
+            try:
+                self.stop()
+            except Exception as error:  # a full disk: the requests have nothing to do with it
+                log.error("the profile of %d steps is lost: %s", self.steps, error)
+
+    def stop(self) -> Path:
+        """End the recording and write the trace, which takes a while. OSError or RuntimeError if that fails."""
+        recording, self._recording = self._recording, None
+        recording.stop()
+        # Under another name until it is whole.
+        unfinished = self._path.with_name(f".{self._path.name.removesuffix('.gz')}.unfinished.gz")
+        try:
+            recording.export_chrome_trace(str(unfinished))
+            unfinished.replace(self._path)
+        except BaseException:
+            for path in (unfinished, self._path):
+                path.unlink(missing_ok=True)
+            raise
+        log.info("profiled %d steps: %s", self.steps, self._path)
+        return self._path
 
 
 class _RefusedError(Exception):
@@ -70,7 +139,7 @@ class EngineControl:
     def _answer(self, message: ControlRequest) -> ControlResult:
         match message:
             case FlushCacheReq():
-                return FlushCacheResult(tokens=self._engine.flush_cache(), **self._counts())
+                return self._state(flushed=self._engine.flush_cache())
             case GetServerInfoReq():
                 return ServerInfo(
                     stats=self._engine.stats(),
@@ -90,24 +159,25 @@ class EngineControl:
             case AbortRequestsReq():
                 for rid in message.rids:
                     self._engine.handle(AbortReq(rid=rid))
-                return AbortRequestsResult(**self._counts())
+                return self._state()
         assert_never(message)
 
-    def _counts(self) -> dict[str, int]:
+    def _state(self, flushed: int = 0) -> EngineState:
         stats = self._engine.stats()
-        return {"num_running_reqs": stats.num_running_reqs, "num_waiting_reqs": stats.num_waiting_reqs}
+        return EngineState(
+            paused=self.paused,
+            num_running_reqs=stats.num_running_reqs,
+            num_waiting_reqs=stats.num_waiting_reqs,
+            flushed=flushed,
+        )
 
-    def _set_paused(self, paused: bool) -> PauseResult:
+    def _set_paused(self, paused: bool) -> EngineState:
         if paused == self.paused:
             raise _RefusedError("generation is paused already" if paused else "generation is not paused")
         self.paused = paused
-        counts = self._counts()
-        log.info(
-            "generation %s: %d requests running, %d waiting",
-            "is paused" if paused else "goes on",
-            *counts.values(),
-        )
-        return PauseResult(paused=paused, **counts)
+        state, what = self._state(), "is paused" if paused else "goes on"
+        log.info("generation %s: %d requests running, %d waiting", what, state.num_running_reqs, state.num_waiting_reqs)
+        return state
 
     def _start_profile(self, message: StartProfileReq) -> ProfileResult:
         if self._profiler.recording:

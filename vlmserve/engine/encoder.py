@@ -1,37 +1,41 @@
-"""Builds the vision encoder: its device, its caches, and its folder on disk."""
+"""Builds the vision encoder: its device, its caches, its folder on disk, and how large pictures may be on a CPU."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from processors.families.config import ProcessorConfig, read_processor_config
+from processors.resize import smart_resize
 from vision.cache.disk_tier import DiskTier
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.store import EmbeddingStore
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
-from vision.towers.blocks import VisionTower
-from vision.towers.loading import tower_fingerprint
+from vision.towers.blocks import VisionTower, encoding_flops
+from vision.towers.loading import outline_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.workers.backend import EncoderBackend
 from vision.workers.inline import BATCHES_IN_WORK, InlineBackend
 from vision.workers.settings import WorkerSettings
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import AUTO, EngineArgs, StartSettings
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.lanes import lane_beside
-from vlmserve_common.compute.linear import pack_linears
+from vlmserve_common.compute.linear import Linear, pack_linears
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
     from vision.workers.process_backend import ProcessBackend
+
 
 log = logging.getLogger(__name__)
 
@@ -175,3 +179,84 @@ def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
     gpus = torch.cuda.device_count()
     first = (device.index or 0) + (0 if args.encodes_on_all_ranks else len(args.own_ranks))
     return tuple(f"cuda:{(first + place) % gpus}" for place in range(count))
+
+
+SMALLEST_PIXELS = 448 * 448
+# What else an encoding takes, beside its products at full speed.
+_OVERHEAD = 1.5
+_ROWS, _MEASURE_S = 256, 0.06
+
+Rate = Callable[[torch.dtype, int, int], float]
+"""As `product_rate`."""
+
+
+def auto_max_pixels(
+    args: EngineArgs, *, dtype: torch.dtype, device: torch.device, rate: Rate | None = None
+) -> int | None:
+    """Return the largest area of a picture, in pixels, or None for the checkpoint's own limit. Log which, and why.
+
+    None also if `--max-pixels` is set, or if a GPU encodes. args.model: the checkpoint folder. dtype: the tower's.
+    device: the model's. Takes some tens of milliseconds.
+    """
+    devices = encoder_devices(args, device) if args.num_encoders else (str(device),)
+    if args.max_pixels != AUTO or "cpu" not in devices:
+        return None
+    folder = Path(args.model)
+    config = read_processor_config(folder, read_hf_config(folder))
+    sizes = allowed_sizes(config)
+    if len(sizes) == 1:
+        return None
+    tower = outline_tower(folder, dtype=dtype)
+    layer = (weight for name, weight in tower.named_parameters() if name.startswith("blocks.0."))
+    outer, inner = max((weight.shape for weight in layer if weight.ndim == 2), key=math.prod)
+    threads = encoder_threads(args) if args.num_encoders else min(args.num_threads or math.inf, available_cpus())
+    measured = threads * (rate or product_rate)(dtype, inner, outer)
+    times = {area: encode_seconds(tower, config, area, measured) for area in sizes}
+    chosen = max((area for area in sizes if times[area] <= args.max_pixels_auto_s), default=sizes[0])
+    if chosen == config.max_pixels:
+        log.debug("pictures have the checkpoint's full size: about %.1f s at %.3g FLOP/s", times[chosen], measured)
+        return None
+    height, width = smart_resize(3072, 4096, factor=config.patches.factor, min_pixels=0, max_pixels=chosen)
+    log.info(
+        "pictures are scaled down to at most %d pixels (%dx%d of 4:3), which this CPU encodes in about %.2g s "
+        "(--max-pixels auto); --max-pixels checkpoint gives the full size, --max-pixels %d keeps this one",
+        chosen,
+        width,
+        height,
+        times[chosen],
+        chosen,
+    )
+    return chosen
+
+
+def allowed_sizes(config: ProcessorConfig) -> list[int]:
+    """Return the areas to choose from, in pixels, smallest first; the last is the checkpoint's limit.
+
+    There are few, so that each start on a machine chooses the same one: kept embeddings belong to one size.
+    """
+    token = config.patches.factor**2
+    steps = max(0, math.ceil(2 * math.log2(config.max_pixels / SMALLEST_PIXELS)))
+    areas = [int(SMALLEST_PIXELS * 2 ** (step / 2)) // token * token for step in range(steps)]
+    return [*(area for area in areas if config.min_pixels <= area < config.max_pixels), config.max_pixels]
+
+
+def encode_seconds(tower: VisionTower, config: ProcessorConfig, area: int, rate: float) -> float:
+    """Estimate the seconds for a picture of so many pixels, at so many FLOP/s."""
+    return _OVERHEAD * encoding_flops(tower, area // config.patches.patch_size**2) / rate
+
+
+def product_rate(dtype: torch.dtype, inner: int, outer: int) -> float:
+    """Measure the FLOP/s of products of that dtype with weights [outer, inner] on one idle core. CPU time of all
+    threads counts, so other work during the start does not."""
+    x = torch.full((_ROWS, inner), 0.5, dtype=dtype)
+    layer = Linear(inner, outer, bias=False).to(dtype)
+    layer.load_state_dict({"weight": torch.full((outer, inner), 0.01)})
+    layer.pack()
+    layer(x)
+    runs, spent, started = 0, 0.0, time.process_time()
+    while spent < _MEASURE_S:
+        layer(x)
+        runs += 1
+        # of all runs: what other threads took of one is told late
+        spent = time.process_time() - started
+    return 2.0 * _ROWS * inner * outer * runs / spent

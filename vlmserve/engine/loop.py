@@ -29,6 +29,7 @@ from vision.encoder_pool import EncoderPool
 from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.engine.step import GroupsWorker, StepHandle
 from vlmserve.executor.device_queue import DeviceQueue, Work
+from vlmserve.ipc.control_messages import sum_stats
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
@@ -38,7 +39,6 @@ from vlmserve.ipc.messages import (
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.replica_sums import sum_stats
 from vlmserve.ipc.routing import ReplicaRouter, demand_of
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
@@ -317,7 +317,7 @@ class EventLoop:
         first = replace(first, encoder=encoder, experts=self._expert_stats(), num_warmups=len(self._warmups))
         none = TierStats()
         nothing = PoolStats(host=None if encoder.host is None else none, disk=None if encoder.disk is None else none)
-        return sum_stats([first, *(replace(one, replica=at, encoder=nothing) for at, one in enumerate(others, 1))])
+        return sum_stats([first, *(replace(one, encoder=nothing) for one in others)])
 
     # ------------------------------------------------------------ the end
 

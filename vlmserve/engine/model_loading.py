@@ -10,8 +10,7 @@ import torch
 
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.engine.activation_memory import estimate_activations, step_limits
-from vlmserve.engine.encoder import encoder_devices
-from vlmserve.engine.picture_limit import SMALLEST_PIXELS
+from vlmserve.engine.encoder import SMALLEST_PIXELS, encoder_devices
 from vlmserve.engine.recurrent import state_bytes
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_part, weight_bytes

@@ -7,17 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, get_args
 
 from vision.encoder_pool import EncoderPool
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.engine.build import build_loop, build_runner
-from vlmserve.engine.control import EngineControl
+from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.engine.loop import EventLoop
-from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.rank_processes import (
     LAST_WORDS_S,
     follow,
@@ -29,17 +26,14 @@ from vlmserve.engine.rank_processes import (
 )
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import FINISH_S, Ready
-from vlmserve.ipc.control import ControlServer
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
     DetokenizerInput,
-    GetStatsReq,
     RequestsLost,
     SchedulerInput,
 )
-from vlmserve.ipc.replica_sums import replicas_of
-from vlmserve.ipc.sockets import Receiver, Sender
+from vlmserve.ipc.sockets import ControlServer, Receiver, Sender
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve_common.process.wake_up import WakeUp
 
@@ -113,7 +107,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)
     control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype)
-    dispatch = message_dispatcher(loop, to_detokenizer.send, channels.replica or 0)
+    dispatch = message_dispatcher(loop, to_detokenizer.send)
     heartbeat = channels.heartbeat("scheduler")
     ending = Ending(FINISH_S)
     ready(
@@ -155,21 +149,14 @@ def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings,
     follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working)
 
 
-def message_dispatcher(
-    loop: EventLoop, send: Callable[[Any], None], replica: int = 0
-) -> Callable[[SchedulerInput | RequestsLost], None]:
-    """Return the function that takes messages to the scheduler process. send: to the detokenizer. replica: of this
-    process."""
+def message_dispatcher(loop: EventLoop, send: Callable[[Any], None]) -> Callable[[SchedulerInput | RequestsLost], None]:
+    """Return the function that takes messages to the scheduler process. send: to the detokenizer."""
 
     def dispatch(message: SchedulerInput | RequestsLost) -> None:
         match message:
             case BatchTokenizedGenerateReqInput():
                 for request in message.requests:
                     loop.handle(request)
-            case GetStatsReq():
-                stats = loop.stats()
-                for group in replicas_of(stats) or (replace(stats, replica=replica),):
-                    send(group)
             case RequestsLost():
                 send(message)
                 for rid in message.rids:  # the request is here if the lost message was its abort

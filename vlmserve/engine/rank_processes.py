@@ -13,9 +13,8 @@ import blake3
 import torch
 
 from processors.pool import prepare_processes
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.fields import flag
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import build_runner
 from vlmserve.executor.distributed.follower import Follower, GroupFollower
 from vlmserve.executor.distributed.leader import GroupLeader, LeadingWorker

@@ -19,8 +19,8 @@ import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from vlmserve.frontend.parsers.answer import OPEN as THINK
 from vlmserve.frontend.parsers.calls import ToolUse
-from vlmserve.frontend.parsers.reasoning import OPEN as THINK
 from vlmserve_common.checkpoint.text_tokenizer import read_json
 from vlmserve_common.errors import BadRequestError, CheckpointError
 

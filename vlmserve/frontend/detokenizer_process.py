@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.frontend.detokenizer import DetokenizerManager
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import Ready

@@ -16,10 +16,16 @@ from processors.inputs import MultimodalInputs
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.frontend.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages, with_files
 from vlmserve.frontend.chat_template import NO_NOTES, ChatTemplate, PromptNotes, check_tool_use, template_kwargs
-from vlmserve.frontend.input_embeds import check_input_embeds
 from vlmserve.frontend.media import RequestMedia
-from vlmserve.frontend.parsers.reasoning import opened_in_prompt
-from vlmserve.frontend.requests import ChatPrompt, EmbedsPrompt, GenerateReqInput, TextPrompt, TokensPrompt
+from vlmserve.frontend.parsers.answer import opened_in_prompt
+from vlmserve.frontend.requests import (
+    ChatPrompt,
+    EmbedsPrompt,
+    GenerateReqInput,
+    TextPrompt,
+    TokensPrompt,
+    check_input_embeds,
+)
 from vlmserve.frontend.sampling import (
     MAX_TOP_LOGPROBS,
     SamplingDefaults,

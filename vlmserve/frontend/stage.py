@@ -13,9 +13,8 @@ from processors.image.decoding import DecodeLimits
 from processors.pool.maker import MediaMaker
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.video.options import VideoLimits, VideoOptions
-from vlmserve.config.engine_args import AUTO, EngineArgs
+from vlmserve.config.engine_args import AUTO, EngineArgs, StartSettings
 from vlmserve.config.settings import ServerSettings
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.executor.logits_processors import load_logits_processors
 from vlmserve.frontend.chat_messages import MediaCounts
 from vlmserve.frontend.chat_template import load_chat_template

@@ -36,16 +36,12 @@ from vlmserve.ipc.messages import (
     EncodeOutput,
     EncodeReqInput,
     FinishReason,
-    GetStatsReq,
     PreparedMessage,
-    RequestsLost,
     SchedulerInput,
-    SchedulerStats,
     TokenizerManagerInput,
     TokenOutput,
     rids_of,
 )
-from vlmserve.ipc.replica_sums import sum_stats
 from vlmserve_common.errors import BadRequestError, EngineError
 
 _P = ParamSpec("_P")
@@ -105,10 +101,10 @@ class TokenizerManager:
     """Serves `generate` calls of one event loop. `handle` takes the other processes' messages.
 
     send: hands a message to the scheduler. prepare: does the same in two halves; the first one copies arrays, in any
-    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429. num_replicas:
-    engines that answer a question for figures. observe: called with the outcome of each choice. observe_tokens: called
-    for each output with its number of tokens and the seconds since the tokens before (None for a choice's first).
-    request_timeout_s: most seconds of a request; 0 is no limit.
+    thread. max_pending: most choices that wait, run or are being prepared; beyond it requests get 429. observe:
+    called with the outcome of each choice. observe_tokens: called for each output with its number of tokens and the
+    seconds since the tokens before (None for a choice's first). request_timeout_s: most seconds of a request; 0 is no
+    limit.
     """
 
     def __init__(
@@ -121,7 +117,6 @@ class TokenizerManager:
         max_pending: int,
         observe: Callable[[RequestStats], None] | None = None,
         request_timeout_s: float = 0.0,
-        num_replicas: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.builder = builder
@@ -137,9 +132,6 @@ class TokenizerManager:
         self._live: LiveRequests[ChoiceOutput] = LiveRequests(max_pending, timeout_s=request_timeout_s, clock=clock)
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
-        self._num_replicas = num_replicas
-        self._stats: dict[int, SchedulerStats] = {}  # of those that answered since the last time all had
-        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
 
     @property
     def num_pending(self) -> int:
@@ -182,9 +174,6 @@ class TokenizerManager:
             if not warmup.done():
                 warmup.set_exception(EngineUnavailableError(reason))
         self._warmups.clear()
-        for waiter in self._stats_waiters:
-            waiter.cancel()
-        self._stats_waiters.clear()
 
     def close(self) -> None:
         """Stop the threads; `generate` must not be called any more."""
@@ -279,39 +268,9 @@ class TokenizerManager:
             warmup = self._warmups.pop(message.rid, None)
             if warmup is not None and not warmup.done():
                 warmup.set_result(message)
-        elif isinstance(message, RequestsLost):
+        else:
             for rid in message.rids:
                 self._lose(rid, message.message)
-        else:
-            self._take_stats(message)
-
-    def _take_stats(self, stats: SchedulerStats) -> None:
-        self._stats[stats.replica] = stats
-        if len(self._stats) < self._num_replicas:
-            return
-        whole = sum_stats([self._stats[replica] for replica in sorted(self._stats)])
-        self._stats.clear()
-        for waiter in self._stats_waiters:
-            if not waiter.done():
-                waiter.set_result(whole)
-        self._stats_waiters.clear()
-
-    async def scheduler_stats(self, timeout_s: float = 1.0) -> SchedulerStats | None:
-        """Return the figures of all replicas together, or None if one is gone or too busy to tell in time."""
-        if self._unavailable is not None:
-            return None
-        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
-        try:
-            self._send(GetStatsReq())
-            async with asyncio.timeout(timeout_s):
-                await asyncio.wait([waiter])
-            return None if waiter.cancelled() else waiter.result()
-        except TimeoutError:
-            return None
-        finally:
-            if waiter in self._stats_waiters:
-                self._stats_waiters.remove(waiter)
 
     def _end(self, state: _Request, error: Exception, finish: str) -> None:
         """End a request before its time; its slots do not wait for its client to read the error."""

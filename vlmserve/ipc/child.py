@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from typing import TypeAlias
 
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S, ChildProcess, Parent

@@ -9,24 +9,21 @@ from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control import ControlClient
-from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq
+from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq, sum_results
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
     EncodeOutput,
     EncodeReqInput,
-    GetStatsReq,
     PreparedMessage,
     RequestsLost,
     SchedulerInput,
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
 )
-from vlmserve.ipc.replica_sums import sum_results
 from vlmserve.ipc.routing import ReplicaRouter, demand_of, parts_of
-from vlmserve.ipc.sockets import Sender
+from vlmserve.ipc.sockets import ControlClient, Sender
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200
@@ -46,7 +43,7 @@ def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStac
 
 class Engines:
     """The engine, or all replicas, seen from the API process. `router` chooses a replica for each request; later
-    messages about it follow. Others go to all replicas. Call `came` for each message taken from an engine."""
+    messages about it follow. Call `came` for each message taken from an engine."""
 
     def __init__(self, senders: Sequence[Sender], operators: Sequence[ControlClient], router: ReplicaRouter) -> None:
         self._senders = senders
@@ -65,9 +62,6 @@ class Engines:
                 self._router.end(message.rid)
                 if replica is not None:
                     self._senders[replica].send(message)
-            case GetStatsReq():
-                for sender in self._senders:
-                    sender.send(message)
             case _:
                 for part in parts_of(message):
                     self._senders[self._router.place(demand_of(part))].send(part)

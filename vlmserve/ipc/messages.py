@@ -194,11 +194,6 @@ class AbortReq:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GetStatsReq:
-    """The request for a `SchedulerStats`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class FinishReason:
     """type: "stop" (matched = the stop token id or stop string), "length", "abort" or "error" (message, status, and the
     field of the request that is at fault)."""
@@ -382,7 +377,8 @@ class ExpertStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
-    """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replica: its number."""
+    """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replicas: the figures of
+    each scheduler, if these are sums."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -403,7 +399,7 @@ class SchedulerStats:
     num_warmups: int = 0
     steps: StepStats = StepStats()
     experts: ExpertStats = ExpertStats()
-    replica: int = 0
+    replicas: tuple[SchedulerStats, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,12 +413,10 @@ class RequestsLost:
     message: str
 
 
-SchedulerInput: TypeAlias = (
-    TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput | AbortReq | GetStatsReq
-)
+SchedulerInput: TypeAlias = TokenizedGenerateReqInput | BatchTokenizedGenerateReqInput | EncodeReqInput | AbortReq
 SchedulerOutput: TypeAlias = BatchTokenOutput | EncodeOutput
-DetokenizerInput: TypeAlias = SchedulerOutput | SchedulerStats | RequestsLost
-TokenizerManagerInput: TypeAlias = BatchTextOutput | EncodeOutput | SchedulerStats | RequestsLost
+DetokenizerInput: TypeAlias = SchedulerOutput | RequestsLost
+TokenizerManagerInput: TypeAlias = BatchTextOutput | EncodeOutput | RequestsLost
 
 
 class PreparedMessage(Protocol):

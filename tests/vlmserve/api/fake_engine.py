@@ -22,11 +22,10 @@ from tokenizers import Tokenizer
 
 from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vision.cache.stats import PoolStats, TierStats
-from vlmserve.api.frontend import ApiFrontend, make_frontend
+from vlmserve.api.app import ApiFrontend, make_frontend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.engine.control import EngineControl
-from vlmserve.engine.profiling import Profiler
+from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager
 from vlmserve.ipc.control_messages import ControlRequest, ControlResult
 from vlmserve.ipc.messages import (
@@ -38,7 +37,6 @@ from vlmserve.ipc.messages import (
     EncodeReqInput,
     ExpertStats,
     FinishReason,
-    GetStatsReq,
     SchedulerInput,
     SchedulerStats,
     StageTimes,
@@ -126,8 +124,6 @@ class FakeScheduler:
                 if not message.finished:
                     self._deliver(self._output(message.rid, (), FinishReason(type="abort"), 1, 0))
             self._note(self.aborts, message)
-        elif isinstance(message, GetStatsReq) and self.answers_stats:
-            loop.call_soon(self.frontend.handle, make_stats(num_running_reqs=len(self._tasks)))
 
     # what operators ask: the real control of a fake engine
 
@@ -147,6 +143,8 @@ class FakeScheduler:
         return 32
 
     async def ask(self, question: ControlRequest) -> ControlResult:
+        if not self.answers_stats:
+            await asyncio.Event().wait()
         return self.control.handle(question)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -308,6 +306,7 @@ def write_checkpoint_folder(folder: Path) -> Path:
 def make_stats(**fields: int) -> SchedulerStats:
     zero = {
         **dict.fromkeys(SchedulerStats.__dataclass_fields__, 0),
+        "replicas": (),
         "encoder": PoolStats(disk=TierStats(hits=3)),
         "steps": StepStats(),
         "experts": ExpertStats(),

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from processors.pool.pool import ProcessorCache
 from tests.vlmserve.api.fake_engine import MODEL, Served, png_url
 from vlmserve.api.api_keys import read_api_keys
-from vlmserve.api.batches.record import ENDED
+from vlmserve.api.batches.journal import ENDED
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings

@@ -14,15 +14,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import Served
-from vlmserve.api.auth import Caller
 from vlmserve.api.batches import runner as runner_module
-from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.lines import count_lines, read_lines, write_file
-from vlmserve.api.batches.record import Batch
+from vlmserve.api.batches.journal import Batch, BatchJournal, count_lines, read_lines, write_file
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.file_store import FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.requests import Caller
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
 

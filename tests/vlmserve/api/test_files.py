@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
@@ -263,13 +264,11 @@ def test_a_slow_upload_may_take_longer_than_the_limit(serve, store):
 
 def test_memory_holds_a_part_of_an_upload_only(serve, store, monkeypatch):
     """What is handed to the form at a time is bounded, however the file comes."""
-    from vlmserve.api import upload_form
+    from vlmserve.api import files
 
     sizes = []
-    feed = upload_form.UploadForm.feed
-    monkeypatch.setattr(
-        upload_form.UploadForm, "feed", lambda self, data: (sizes.append(len(data)), feed(self, data))[1]
-    )
+    feed = files.UploadForm.feed
+    monkeypatch.setattr(files.UploadForm, "feed", lambda self, data: (sizes.append(len(data)), feed(self, data))[1])
     served, _ = serve(file_store_dir=str(store))
     with real_server(served.app) as port:
         with official_client(port) as ai:
@@ -297,7 +296,7 @@ class WatchedLock:
 def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
     files = FileStore(tmp_path, SMALL)
     watched = files._lock = WatchedLock()
-    with real_server(build_app(served.frontend.manager, "m", SMALL, files)) as port:
+    with ExitStack() as stack, real_server(build_app(served.frontend.manager, "m", SMALL, files, stack)) as port:
         waiting, other = (http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S) for _ in range(2))
         with watched.lock:
             waiting.request("GET", "/v1/files" + path)

@@ -11,11 +11,10 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, Served, make_stats, png_url
 from tests.vlmserve.server_process import ROOT
-from vlmserve.api.metric_aliases import ALIASES
-from vlmserve.api.metrics import ServerMetrics
+from vlmserve.api.metrics import ALIASES, ServerMetrics
 from vlmserve.frontend.request_stats import MediaTotals, RequestStats, Timings
+from vlmserve.ipc.control_messages import sum_stats
 from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
-from vlmserve.ipc.replica_sums import sum_stats
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 BOARD = json.loads((ROOT / "configs" / "grafana" / "vlmserve.json").read_text(encoding="utf-8"))
@@ -39,7 +38,7 @@ def test_the_page_has_every_metric_with_its_type_and_labels(client: TestClient, 
     served.scheduler.encodes_pictures = True
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert client.post("/v1/chat/completions", json={}).status_code == 400
-    replicated = observed([0.0]).render(sum_stats([replace(stats(), replica=n) for n in range(2)]))
+    replicated = observed([0.0]).render(sum_stats([stats(), stats()]))
     shown = families(client.get("/metrics").text)
     shown |= {name: own for name, own in families(replicated.decode()).items() if "replica" in own[1]}
     assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROWS} == shown
@@ -115,7 +114,7 @@ def test_figures_of_answers() -> None:
 
 
 def test_figures_of_replicas() -> None:
-    whole = sum_stats([replace(stats(generated=10 * n), replica=n) for n in range(2)])
+    whole = sum_stats([stats(generated=10 * n) for n in range(2)])
     found = values(observed([0.0]), whole)
     assert found["vlmserve:num_requests_running"] == 6
     for replica in "01":

@@ -16,9 +16,8 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, make_served
 from vlmserve.api.app import all_operations
-from vlmserve.api.auth import CONTROL_PATHS
+from vlmserve.api.auth import CONTROL_PATHS, DESCRIPTION_PATHS
 from vlmserve.api.openapi import openapi_document
-from vlmserve.api.web_pages import DESCRIPTION_PATHS
 
 OPERATIONS = all_operations()
 DOCUMENT = openapi_document(OPERATIONS, model=MODEL, keys=True, admin_key=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -79,7 +80,9 @@ def test_metrics(client, served):
 
 def test_metrics_without_the_scheduler(client, served):
     served.scheduler.answers_stats = False
+    began = time.monotonic()
     assert ("vlmserve:num_requests_running",) not in figures(client)
+    assert time.monotonic() - began < 15, "a scrape does not wait as long as an operator"
 
 
 def test_health_follows_the_engine(client, served):

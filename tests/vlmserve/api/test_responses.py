@@ -11,10 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, Served
-from vlmserve.api.responses.items import to_conversation, with_ids
+from vlmserve.api.responses.api import ResponseStore
+from vlmserve.api.responses.items import to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.protocol import ResponsesRequest
-from vlmserve.api.responses.store import ResponseStore
-from vlmserve.api.responses.to_chat import to_chat_request
 from vlmserve.api.responses.writer import ResponseWriter
 from vlmserve.ipc.messages import FinishReason
 from vlmserve_common.errors import BadRequestError

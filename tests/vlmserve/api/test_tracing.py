@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, make_served, png_url
-from vlmserve.api import frontend, tracing
+from vlmserve.api import app, tracing
 from vlmserve.api.tracing import stages_of
 from vlmserve.config.checks import SettingsError
 from vlmserve.frontend.request_stats import Timings
@@ -29,7 +29,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr(frontend, "otlp_processor", lambda endpoint: SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(app, "otlp_processor", lambda endpoint: SimpleSpanProcessor(exporter))
     return exporter
 
 

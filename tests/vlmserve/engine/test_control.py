@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.vlmserve.api.fake_engine import make_stats
-from vlmserve.engine.control import EngineControl
-from vlmserve.engine.profiling import Profiler
+from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ContinueReq,
@@ -87,7 +86,7 @@ def test_requests_end_while_paused(engine: FakeEngine, control: EngineControl) -
 
 def test_flushing_tells_how_much_and_who_is_there(control: EngineControl) -> None:
     result = control.handle(FlushCacheReq())
-    assert (result.tokens, result.num_running_reqs, result.num_waiting_reqs) == (48, 2, 3)
+    assert (result.flushed, result.num_running_reqs, result.num_waiting_reqs) == (48, 2, 3)
 
 
 def test_what_fails_is_told(engine: FakeEngine, control: EngineControl) -> None:

@@ -12,12 +12,10 @@ from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Rig
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.start_settings import StartSettings
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.engine import process
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.messages import EncodeReqInput, GetStatsReq, RequestsLost
-from vlmserve.ipc.replica_sums import sum_stats
+from vlmserve.ipc.messages import EncodeReqInput, RequestsLost
 
 
 class StartedError(Exception):
@@ -50,11 +48,9 @@ def test_a_lost_message_ends_its_requests_and_is_told_on() -> None:
 
 
 def test_figures_of_groups_have_what_is_of_no_group() -> None:
-    rig, sent = Rig(groups=2), []
-    dispatch = process.message_dispatcher(rig.loop, sent.append)
+    rig = Rig(groups=2)
     media = request("", [0] * 4, [(1, 2, b"seen")]).mm_inputs
     assert media is not None
-    dispatch(EncodeReqInput(rid="w", items=tuple(media.items)))
-    dispatch(GetStatsReq())
-    assert [(stats.replica, stats.num_warmups) for stats in sent] == [(0, 1), (1, 0)]
-    assert sum_stats(sent).num_warmups == rig.loop.stats().num_warmups
+    rig.loop.handle(EncodeReqInput(rid="w", items=tuple(media.items)))
+    stats = rig.loop.stats()
+    assert (stats.num_warmups, [group.num_warmups for group in stats.replicas]) == (1, [1, 0])

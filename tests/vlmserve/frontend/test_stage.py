@@ -16,11 +16,10 @@ from processors.pool.process_maker import ProcessMaker, ProcessSettings
 from tests.default_model import copy_default_model
 from tests.processors.fake_media_worker import PAUSE, fake_worker
 from tests.vlmserve.server_process import PATIENCE_S
-from vlmserve.api.frontend import make_frontend
+from vlmserve.api.app import make_frontend
 from vlmserve.commands.warmup.local import LocalTarget
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.settings import ServerSettings
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.frontend import stage
 from vlmserve.frontend.chat_messages import ImageRef, VideoRef
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base

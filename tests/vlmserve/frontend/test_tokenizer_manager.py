@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.vlmserve.api.fake_engine import make_stats
 from tests.vlmserve.tiny_tokenizer import TEMPLATE, make_tokenizer
 from vlmserve.frontend.chat_template import ChatTemplate
 from vlmserve.frontend.media import ExpandedPrompt
@@ -27,7 +26,6 @@ from vlmserve.ipc.messages import (
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
     FinishReason,
-    GetStatsReq,
     RequestsLost,
     SamplingParams,
     TokenizedGenerateReqInput,
@@ -271,43 +269,11 @@ def test_a_dead_engine_fails_everybody_now():
                 await task
         with pytest.raises(EngineUnavailableError):
             await anext(house.manager.generate(ask("later")))
-        assert await house.manager.scheduler_stats() is None
         assert [m.rid for m in house.of(TokenizedGenerateReqInput)] == ["running-0"]
         assert house.of(AbortReq) == []
         assert [s.finish for s in house.stats] == ["error"]
 
     run(scenario)
-
-
-def test_scheduler_stats():
-    async def scenario(house: House) -> None:
-        both = asyncio.gather(house.manager.scheduler_stats(), house.manager.scheduler_stats())
-        await house.arrived.wait()
-        stats = make_stats(num_waiting_reqs=3)
-        house.manager.handle(stats)
-        assert await both == [stats, stats]
-        assert len(house.of(GetStatsReq)) == 2
-        assert await house.manager.scheduler_stats(timeout_s=0.01) is None
-        asked = asyncio.ensure_future(house.manager.scheduler_stats())
-        await asyncio.sleep(0)
-        house.manager.fail("gone")
-        assert await asked is None
-
-    run(scenario)
-
-
-def test_figures_of_replicas_are_added_when_all_are_there():
-    async def scenario(house: House) -> None:
-        asked = asyncio.ensure_future(house.manager.scheduler_stats())
-        await house.arrived.wait()
-        for replica in (1, 1, 0):
-            assert not asked.done()
-            house.manager.handle(make_stats(num_waiting_reqs=3 + replica, replica=replica))
-        whole = await asked
-        assert whole.num_waiting_reqs == 7
-        assert [stats.replica for stats in whole.replicas] == [0, 1]
-
-    run(scenario, num_replicas=2)
 
 
 @pytest.mark.parametrize("wanted", [None, 1])

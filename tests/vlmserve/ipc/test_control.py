@@ -11,19 +11,19 @@ import pytest
 import zmq
 
 from tests.vlmserve.api.fake_engine import make_stats
-from vlmserve.ipc.control import ControlClient, ControlServer
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
     GetServerInfoReq,
     ServerInfo,
 )
+from vlmserve.ipc.sockets import ControlClient, ControlServer
 
 INFO = ServerInfo(stats=make_stats(), paused=False, profiling=True, device="cpu", dtype="bfloat16")
-FLUSHED = FlushCacheResult(tokens=1, num_running_reqs=0, num_waiting_reqs=0)
+FLUSHED = EngineState(paused=False, flushed=1, num_running_reqs=0, num_waiting_reqs=0)
 RESULTS = {GetServerInfoReq: INFO, FlushCacheReq: FLUSHED}
 
 
@@ -55,7 +55,7 @@ def serve(server: ControlServer, questions: int, handle: Callable[[ControlReques
 def test_answers_find_their_questions(server: ControlServer, address: str) -> None:
     def handle(question: ControlRequest) -> ControlResult:
         if isinstance(question, AbortRequestsReq):
-            return FlushCacheResult(tokens=int(question.rids[0]), num_running_reqs=0, num_waiting_reqs=0)
+            return EngineState(paused=False, flushed=int(question.rids[0]), num_running_reqs=0, num_waiting_reqs=0)
         assert isinstance(question, GetServerInfoReq)
         return INFO
 
@@ -67,7 +67,7 @@ def test_answers_find_their_questions(server: ControlServer, address: str) -> No
                 *answers, info = await asyncio.gather(*numbers, client.ask(GetServerInfoReq()))
         finally:
             client.close()
-        assert [answer.tokens for answer in answers] == list(range(20))
+        assert [answer.flushed for answer in answers] == list(range(20))
         assert info == INFO
 
     with ThreadPoolExecutor(1) as pool:
@@ -107,4 +107,4 @@ def test_garbage_is_refused_and_the_next_question_answered(server: ControlServer
         for _ in range(3):
             assert socket.poll(20_000)
             answers.append(socket.recv_multipart()[:2])
-    assert answers == [[b"1", b"ControlRefused"], [b"2", b"ControlRefused"], [b"3", b"FlushCacheResult"]]
+    assert answers == [[b"1", b"ControlRefused"], [b"2", b"ControlRefused"], [b"3", b"EngineState"]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,8 +13,7 @@ import pytest
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control import ControlServer
-from vlmserve.ipc.control_messages import ControlResult, FlushCacheReq, FlushCacheResult
+from vlmserve.ipc.control_messages import ControlResult, EngineState, FlushCacheReq
 from vlmserve.ipc.engines import Engines, connect
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -22,14 +22,13 @@ from vlmserve.ipc.messages import (
     EncodeOutput,
     EncodeReqInput,
     FinishReason,
-    GetStatsReq,
     RequestsLost,
     SamplingParams,
     SchedulerInput,
     TokenizedGenerateReqInput,
     TokenOutput,
 )
-from vlmserve.ipc.sockets import Receiver
+from vlmserve.ipc.sockets import ControlServer, Receiver
 
 PATIENCE_S = 20.0
 
@@ -96,10 +95,11 @@ def test_what_is_about_a_request_follows_it(replicas: Replicated):
         engines.send(EncodeReqInput(rid="ahead", items=()))
         engines.came(EncodeOutput(rid="ahead", items=()))
         engines.send(AbortReq(rid="ahead"))
-        engines.send(GetStatsReq())
+        for replica in range(2):
+            engines.send(replace(ask("end", 1), data_parallel_rank=replica))
         assert [replicas.got(0).rid for _ in range(3)] == ["a", "a", "ahead"]
         assert [replicas.got(1).rid for _ in range(2)] == ["b", "b"]
-        assert [replicas.got(n) for n in range(2)] == [GetStatsReq()] * 2, "and nothing before it"
+        assert [replicas.got(n).rid for n in range(2)] == ["end", "end"], "and nothing before it"
 
     replicas.run(scenario)
     assert replicas.shared.outstanding() == 0
@@ -137,7 +137,7 @@ def test_operators_reach_all(replicas: Replicated):
     servers = [ControlServer(own.control) for own in replicas.channels]
 
     def flush(tokens: int) -> ControlResult:
-        return FlushCacheResult(tokens=tokens, num_running_reqs=0, num_waiting_reqs=0)
+        return EngineState(paused=False, flushed=tokens, num_running_reqs=0, num_waiting_reqs=0)
 
     async def scenario(engines: Engines) -> None:
         engines.send(ask("a", 1, data_parallel_rank=1))

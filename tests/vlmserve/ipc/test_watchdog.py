@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlmserve.ipc.channels import Heartbeat
-from vlmserve.ipc.watchdog import LOOK_S, Watchdog, Watched
+from vlmserve.ipc.channels import LOOK_S, Heartbeat, Watchdog, Watched
 
 
 class House:

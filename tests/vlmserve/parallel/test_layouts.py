@@ -20,7 +20,6 @@ from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.step import OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.ipc.messages import GrammarSpec
-from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve_common.compute.expert_part import first_placement
 from vlmserve_common.compute.experts import SparseMLP
 
@@ -135,7 +134,7 @@ def answers(llm: LLM, *, finds_prefixes: bool) -> list:
     others = [one for how in (PENALTIES, SAMPLED, DIGITS) for one in llm.chat_batch(asked[:3], how, num_logprobs=2)]
     scored = [llm.chat(asked[which], GREEDY, num_logprobs=2, returns=EVERYTHING) for which in (5, 3)]
     stats = llm.stats()
-    for group in replicas_of(stats) or [stats]:
+    for group in stats.replicas or [stats]:
         assert group.forward_steps_total > 0
         assert group.kv_free_tokens + group.kv_cached_tokens == group.kv_total_tokens
         assert group.req_pool_free == group.req_pool_total
@@ -171,7 +170,7 @@ def test_the_answers_are_those_of_one_process(family: str, settings: dict[str, A
         if "enable_eplb" in settings:
             assert_experts_moved(llm, grouped)
         if grouped:
-            assert len(replicas_of(llm.stats())) == 2
+            assert len(llm.stats().replicas) == 2
             assert llm.stats().encoder.encoded == 5, "groups have one encoder"
         elif not staged:
             assert_sums_added(llm, rows_sent=settings.get("moe_a2a_backend") == "torch")

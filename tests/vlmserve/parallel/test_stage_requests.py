@@ -17,9 +17,9 @@ from tests.vlmserve.test_scoring import PROCESSORS
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.commands.offline.async_llm import AsyncLLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.frontend.input_embeds import read_input_embeds
 from vlmserve.frontend.live_requests import RequestAbortedError
 from vlmserve.frontend.request_builder import EmbedsPrompt, GenerateReqInput, TextPrompt
+from vlmserve.frontend.requests import read_input_embeds
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.ipc.messages import LogitsProcessorCall
 from vlmserve_common.errors import EngineError

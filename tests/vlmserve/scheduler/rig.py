@@ -21,7 +21,6 @@ from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput, FinishReason, TokenOutput
-from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
@@ -280,7 +279,7 @@ class Rig:
         """Check that an idle engine holds nothing but what it caches, and after a flush nothing at all."""
         assert self.grammars.held == 0
         stats = self.loop.stats()
-        for one in replicas_of(stats) or (stats,):
+        for one in stats.replicas or (stats,):
             assert one.kv_free_tokens + one.kv_cached_tokens == self.knobs.pool
             assert one.req_pool_free == self.knobs.rows
         self.loop.flush_cache()

@@ -108,4 +108,3 @@ def test_figures_are_of_all_groups_and_of_each():
     first, second = whole.replicas
     assert (first.prompt_tokens_total, second.prompt_tokens_total, whole.prompt_tokens_total) == (20, 30, 50)
     assert (first.encoder.encoded, second.encoder.encoded, whole.encoder.encoded) == (1, 0, 1)
-    assert (first.replica, second.replica) == (0, 1)

@@ -1,4 +1,4 @@
-"""Batches and their finished lines: an SQLite file beside the uploaded files.
+"""Batches, their lines and their files: the journal is an SQLite file beside the uploaded files.
 
 A line is on disk before it is reported, and only once. Whatever ends the server, the next one goes on with the missing
 lines. The lines of a batch are forgotten when its files are written.
@@ -7,15 +7,145 @@ lines. The lines of a batch are forgotten when its files are written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal, cast
 
-from vlmserve.api.batches.record import Batch
+import pydantic_core
+from typing_extensions import TypedDict
+
+from vlmserve.api.answer_types import CompletionTokensDetails
+from vlmserve.api.body import check_values
 from vlmserve.api.database import Database
-from vlmserve.api.errors import not_found
+from vlmserve.api.errors import not_found, shortened
+from vlmserve.api.file_store import FileStore
+from vlmserve.api.openapi import Page
 from vlmserve_common.errors import BadRequestError
+
+Ended = Literal["completed", "failed", "expired", "cancelled"]
+BatchStatus = Literal["validating", "in_progress", "finalizing", "cancelling"] | Ended
+# The states that a batch does not leave any more
+ENDED: tuple[Ended, ...] = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchProblem(TypedDict):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchProblems(TypedDict):
+    object: Literal["list"]
+    data: list[BatchProblem]
+
+
+class RequestCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class BatchUsage(TypedDict):
+    """The tokens of all answers."""
+
+    input_tokens: int
+    input_tokens_details: CachedTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokensDetails
+    total_tokens: int
+
+
+class BatchObject(TypedDict):
+    """A batch. Times are Unix seconds. usage: null until the batch has ended."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchProblems | None
+    input_file_id: str
+    completion_window: str
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    cancelling_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage | None
+    metadata: dict[str, str] | None
+
+
+class BatchList(Page):
+    data: list[BatchObject]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """A batch, as the journal keeps it. Times are Unix seconds.
+
+    owner, client, tenant: as of a `Caller`. outcome: the status when the files are written; None while lines are
+    answered. total, completed, failed: lines; the latter two and usage are set at the end. output_expires_after_s: how
+    long its files are kept; None: as other files. problem: (code, message) of the error that stopped it.
+    """
+
+    id: str
+    owner: str
+    client: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    metadata: dict[str, str]
+    created_at: int
+    expires_at: int
+    tenant: str = ""
+    output_expires_after_s: int | None = None
+    status: BatchStatus = "validating"
+    outcome: Ended | None = None
+    problem: tuple[str, str] | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    usage: BatchUsage | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    cancelling_at: int | None = None
+    ended_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True if the batch is over, and its files are there."""
+        return self.status in ENDED
+
+    def as_json(self, *, completed: int, failed: int) -> BatchObject:
+        """Return OpenAI's object. completed, failed: lines until now."""
+        errors: BatchProblems | None = None
+        if self.problem is not None:
+            code, message = self.problem
+            errors = {"object": "list", "data": [{"code": code, "message": message, "param": None, "line": None}]}
+        same = {name: getattr(self, name) for name in BatchObject.__annotations__ if hasattr(self, name)}
+        ends = {f"{end}_at": self.ended_at if self.status == end else None for end in ENDED}
+        own = {
+            "object": "batch",
+            "errors": errors,
+            "request_counts": {"total": self.total, "completed": completed, "failed": failed},
+            "metadata": self.metadata or None,
+        }
+        return cast("BatchObject", same | ends | own)
+
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS batches (
@@ -112,3 +242,124 @@ def _encoded(batch: Batch) -> str:
 def _decoded(row: tuple[str]) -> Batch:
     raw = json.loads(row[0])
     return Batch(**{**raw, "problem": raw["problem"] and tuple(raw["problem"])})
+
+
+MOST_ID_CHARS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """A line of the input. number: counted from 1, with blank lines. problem: (code, message) if the line cannot be
+    answered; such a line has no body."""
+
+    number: int
+    custom_id: str | None
+    body: dict[str, Any] | None = None
+    problem: tuple[str, str] | None = None
+
+
+def count_lines(file: BinaryIO) -> int:
+    """Count the lines that are not blank. A large file is read in pieces."""
+    count, blank = 0, True
+    while chunk := file.read(2**20):
+        parts = chunk.split(b"\n")
+        for place, part in enumerate(parts):
+            blank = blank and not part.strip()
+            if place < len(parts) - 1:
+                count += not blank
+                blank = True
+    return count + (not blank)
+
+
+def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: int) -> Iterator[Line]:
+    """Yield all lines that are not blank, good and bad. A file gives the same lines each time.
+
+    most_bytes, most_values: the limits of a line.
+    """
+    seen: set[str] = set()
+    number = 0
+    while raw := file.readline(most_bytes + 1):
+        number += 1
+        if len(raw) > most_bytes and not raw.endswith(b"\n"):
+            while rest := file.readline(2**20):
+                if rest.endswith(b"\n"):
+                    break
+            what = f"line {number} is longer than {most_bytes} bytes (setting --max-body-mib)"
+            yield Line(number=number, custom_id=None, problem=("line_too_long", what))
+        elif raw.strip():
+            yield _parsed(raw, number, endpoint, seen, most_values)
+
+
+def _parsed(raw: bytes, number: int, endpoint: str, seen: set[str], most_values: int) -> Line:
+    def bad(code: str, what: str, custom_id: str | None = None) -> Line:
+        return Line(number=number, custom_id=custom_id, problem=(code, f"line {number} {what}"))
+
+    try:
+        check_values(raw, most_values, f"line {number}")
+        given = pydantic_core.from_json(raw, allow_inf_nan=False)
+    except BadRequestError as error:
+        return Line(number=number, custom_id=None, problem=("too_many_values", str(error)))
+    except ValueError as error:
+        return bad("invalid_json_line", f"is not valid JSON: {error}")
+    if not isinstance(given, dict):
+        return bad("invalid_json_line", "is not a JSON object")
+    custom_id = given.get("custom_id")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MOST_ID_CHARS:
+        return bad(
+            "invalid_custom_id", f"has no custom_id, or one that is not a text of 1 to {MOST_ID_CHARS} characters"
+        )
+    if custom_id in seen:
+        return bad("duplicate_custom_id", f"has the custom_id of an earlier line: {custom_id!r}", custom_id)
+    seen.add(custom_id)
+    if given.get("method") != "POST":
+        return bad(
+            "invalid_method", f"has the method {shortened(repr(given.get('method')))}; it must be POST", custom_id
+        )
+    if given.get("url") != endpoint:
+        what = f"has the url {shortened(repr(given.get('url')))}; it must be the batch's endpoint, {endpoint}"
+        return bad("invalid_url", what, custom_id)
+    unknown = sorted(given.keys() - {"custom_id", "method", "url", "body"})
+    if unknown:
+        return bad("invalid_line", f"has the unknown field {shortened(repr(unknown[0]))}", custom_id)
+    if not isinstance(given.get("body"), dict):
+        return bad("invalid_body", "has no body, or one that is not an object", custom_id)
+    if given["body"].get("stream"):
+        return bad("invalid_body", "asks for a stream; answers of batches are whole", custom_id)
+    return Line(number=number, custom_id=custom_id, body=given["body"])
+
+
+PURPOSE = "batch_output"  # no upload may have this purpose
+
+
+def write_file(files: FileStore, journal: BatchJournal, batch: Batch, kind: str) -> str:
+    """Write the file of the kind "output" or "error", unless an earlier server wrote it; return its id. Raises
+    BadRequestError at a limit of the store, and OSError."""
+    name = f"{batch.id}_{kind}.jsonl"
+    for record in files.files(batch.owner):
+        if (record.purpose, record.filename) == (PURPOSE, name):
+            return record.id
+    with files.begin(batch.owner) as upload:
+        for line in journal.lines(batch.id, good=kind == "output"):
+            upload.write(line.encode() + b"\n")
+        record = upload.commit(filename=name, purpose=PURPOSE, expire_after_s=batch.output_expires_after_s)
+        return record.id
+
+
+def add_up(lines: Iterable[str]) -> BatchUsage:
+    """Add up the tokens of a batch's answers."""
+    tokens = dict.fromkeys(("input", "output", "cached", "reasoning"), 0)
+    for line in lines:
+        usage = json.loads(line)["response"]["body"].get("usage") or {}
+        of_input = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+        of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+        tokens["input"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        tokens["output"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        tokens["cached"] += of_input.get("cached_tokens") or 0
+        tokens["reasoning"] += of_output.get("reasoning_tokens") or 0
+    return {
+        "input_tokens": tokens["input"],
+        "input_tokens_details": {"cached_tokens": tokens["cached"]},
+        "output_tokens": tokens["output"],
+        "output_tokens_details": {"reasoning_tokens": tokens["reasoning"]},
+        "total_tokens": tokens["input"] + tokens["output"],
+    }

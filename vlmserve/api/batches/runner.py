@@ -18,10 +18,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from vlmserve.api.auth import Caller
-from vlmserve.api.batches.journal import BatchJournal
-from vlmserve.api.batches.lines import Line, add_up, count_lines, read_lines, write_file
-from vlmserve.api.batches.record import Batch
+from vlmserve.api.batches.journal import Batch, BatchJournal, Line, add_up, count_lines, read_lines, write_file
 from vlmserve.api.body import checked_within
 from vlmserve.api.chat import whole_chat
 from vlmserve.api.completions import whole_completion
@@ -33,8 +30,9 @@ from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
 from vlmserve.config.settings import ServerSettings
-from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.completion_answers import CompletionRequest
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, ScoreRequest
+from vlmserve.frontend.requests import Caller
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id

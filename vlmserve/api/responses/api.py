@@ -1,33 +1,110 @@
-"""OpenAI's Responses API, made of chat completions."""
+"""OpenAI's Responses API, made of chat completions, and the responses that later requests go on from."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import Caller, caller_of, owner_of
+from vlmserve.api.auth import caller_of, owner_of
 from vlmserve.api.body import check_items, read_body
 from vlmserve.api.chat import chat_events
-from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
-from vlmserve.api.paging import page_of, page_query
+from vlmserve.api.database import Database
+from vlmserve.api.errors import not_found
+from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation, page_of, page_query
 from vlmserve.api.request_id import name_answer
-from vlmserve.api.responses.items import Conversation, to_conversation, with_ids
-from vlmserve.api.responses.objects import DeletedResponse, InputItems, ResponseEvent, ResponseObject
-from vlmserve.api.responses.protocol import ResponsesRequest
-from vlmserve.api.responses.store import ResponseStore
-from vlmserve.api.responses.to_chat import to_chat_request
+from vlmserve.api.responses.items import Conversation, to_chat_request, to_conversation, with_ids
+from vlmserve.api.responses.protocol import DeletedResponse, InputItems, ResponseEvent, ResponseObject, ResponsesRequest
 from vlmserve.api.responses.writer import ResponseWriter
-from vlmserve.api.served_model import ServedModel
-from vlmserve.api.streaming import DONE, EventStream, while_connected
+from vlmserve.api.served_model import DONE, EventStream, ServedModel, while_connected
 from vlmserve.frontend.openai.json_bodies import json_text
+from vlmserve.frontend.requests import Caller
 from vlmserve_common.errors import BadRequestError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, previous TEXT, size INTEGER NOT NULL,
+    input TEXT NOT NULL, response TEXT NOT NULL
+);
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredResponse:
+    """A stored response. input: its own items, without those of earlier responses. response: the object. previous: the
+    id of the response before it."""
+
+    input: list[dict[str, Any]]
+    response: dict[str, Any]
+    previous: str | None
+
+
+class ResponseStore(Database):
+    """The responses of a folder. most: responses that it keeps; 0 keeps none. most_bytes: the limit of their JSON."""
+
+    def __init__(self, folder: Path, *, most: int, most_bytes: int) -> None:
+        super().__init__(folder / "responses.sqlite3", _SCHEMA)
+        self._most = most
+        self._most_bytes = most_bytes
+
+    def add(self, owner: str, response: dict[str, Any], given: Sequence[dict[str, Any]]) -> None:
+        """Keep a response, and forget the oldest beyond the limits. A response larger than the store is not kept."""
+        told, items = json_text(response).decode(), json_text(given).decode()
+        row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
+        with self._lock, self._db:
+            self._db.execute(
+                "INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
+            )
+            count, size = self._db.execute("SELECT count(*), total(size) FROM responses").fetchone()
+            while count > self._most or size > self._most_bytes:
+                seq, freed = self._db.execute("SELECT seq, size FROM responses ORDER BY seq LIMIT 1").fetchone()
+                self._db.execute("DELETE FROM responses WHERE seq = ?", (seq,))
+                count, size = count - 1, size - freed
+
+    def find(self, owner: str, response_id: str) -> StoredResponse:
+        """Return a response. Raises BadRequestError (404) for an unknown response and another owner's alike."""
+        query = "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?"
+        rows = self.rows(query, response_id, owner)
+        if not rows:
+            raise not_found("response", response_id)
+        given, response, previous = rows[0]
+        return StoredResponse(input=json.loads(given), response=json.loads(response), previous=previous)
+
+    def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
+        """Return all items up to a response, its output included, the oldest first. Raises BadRequestError (404)."""
+        return [item for found in reversed(list(self._chain(owner, response_id))) for item in found]
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Delete a response, so that no request can go on from it any more. Raises BadRequestError (404)."""
+        self.find(owner, response_id)
+        with self._lock, self._db:
+            self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+
+    def _chain(self, owner: str, response_id: str) -> Iterator[list[dict[str, Any]]]:
+        """Yield the items of responses, the newest first."""
+        at: str | None = response_id
+        while at is not None:
+            try:
+                found = self.find(owner, at)
+            except BadRequestError as error:
+                message = str(error) if at == response_id else f"{error}, which {response_id!r} goes back to"
+                raise BadRequestError(
+                    f"{message}: it was not stored, or has been deleted (setting --max-stored-responses)",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                    status=404,
+                ) from None
+            yield [*found.input, *found.response["output"]]
+            at = found.previous
+
 
 _LIST_LIMIT = 100
 # what a response repeats of its request as it is

@@ -21,7 +21,7 @@ from vlmserve.commands.bench.fake_engine import STEP_VARIABLE
 from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, show_and_write
 from vlmserve.commands.bench.processes import children_of, cpu_time
 from vlmserve.commands.client.own_server import OwnServer
-from vlmserve.config.number_words import positive
+from vlmserve.config.flags import positive
 from vlmserve_common.errors import EngineError
 
 _ABOUT = """\

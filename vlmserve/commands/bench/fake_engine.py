@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import get_args
 
 from vlmserve.api.launch import launch_server
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings
 from vlmserve.config.settings import load_settings
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import Ready
 from vlmserve.ipc.messages import (

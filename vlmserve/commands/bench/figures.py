@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vlmserve.config.flags import CommandParser
-from vlmserve.config.number_words import positive
+from vlmserve.config.flags import CommandParser, positive
 
 _SECRET = ("api_key", "json")
 

@@ -33,7 +33,7 @@ from vlmserve.commands.bench.processes import CpuWatch, wait_until_quiet
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.fields import flag
-from vlmserve.config.number_words import not_negative, positive
+from vlmserve.config.flags import not_negative, positive
 from vlmserve.frontend.request_builder import TokensPrompt
 from vlmserve.ipc.messages import BatchTokenOutput, SamplingParams, SchedulerOutput
 from vlmserve_common.compute.linear import Linear

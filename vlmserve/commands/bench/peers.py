@@ -20,8 +20,7 @@ from vlmserve.commands.bench.media import WORKLOADS, CountTokens, Workload, make
 from vlmserve.commands.bench.processes import LIMIT_CORES, CpuWatch, server_pid, wait_until_quiet
 from vlmserve.commands.client.chat_client import ServerError
 from vlmserve.config.fields import flag
-from vlmserve.config.flags import CommandParser
-from vlmserve.config.number_words import above_zero, positive
+from vlmserve.config.flags import CommandParser, above_zero, positive
 from vlmserve_common.errors import EngineError
 
 _ABOUT = """\

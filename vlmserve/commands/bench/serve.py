@@ -26,8 +26,7 @@ from vlmserve.commands.bench.load import Answered, LoadClient, Round
 from vlmserve.commands.bench.media import make_questions
 from vlmserve.commands.bench.processes import MIB, tree_memory
 from vlmserve.commands.client.own_server import OwnServer
-from vlmserve.config.flags import CommandParser
-from vlmserve.config.number_words import above_zero, not_negative, positive
+from vlmserve.config.flags import CommandParser, above_zero, not_negative, positive
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import EngineError
 

@@ -28,7 +28,7 @@ from vlmserve.commands.bench.figures import bench_parser, write_json
 from vlmserve.commands.bench.processes import MIB, children_of
 from vlmserve.commands.bench.soak_requests import FILES, Mix, SoakClients
 from vlmserve.commands.client.own_server import OwnServer
-from vlmserve.config.number_words import above_zero, not_negative, positive
+from vlmserve.config.flags import above_zero, not_negative, positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,7 @@ from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.inputs import EngineSettings, read_settings
 from vlmserve.commands.offline.llm import build_offline_engine
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.control import EngineControl
-from vlmserve.engine.profiling import Profiler
+from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder
 from vlmserve.frontend.stage import StageLimits
@@ -31,15 +30,16 @@ from vlmserve.ipc.control_messages import (
     ControlRefused,
     ControlRequest,
     ControlResult,
+    EngineState,
     FlushCacheReq,
-    FlushCacheResult,
+    GetServerInfoReq,
     PauseReq,
+    ServerInfo,
 )
 from vlmserve.ipc.messages import (
     BatchTextOutput,
     BatchTokenizedGenerateReqInput,
     BatchTokenOutput,
-    GetStatsReq,
     RequestsLost,
     SchedulerInput,
     SchedulerOutput,
@@ -52,6 +52,7 @@ from vlmserve_common.process.wake_up import WakeUp
 logger = logging.getLogger(__name__)
 
 _STOP = object()
+_STATS_S = 1.0
 
 
 class AsyncLLM:
@@ -130,8 +131,13 @@ class AsyncLLM:
 
     async def stats(self) -> SchedulerStats | None:
         """Return the scheduler's figures. None if the engine has failed, or does not answer within a second."""
-        self._loop = asyncio.get_running_loop()
-        return await self._manager.scheduler_stats()
+        try:
+            async with asyncio.timeout(_STATS_S):
+                info = await self._control_engine(GetServerInfoReq())
+        except (TimeoutError, EngineError):
+            return None
+        assert isinstance(info, ServerInfo)
+        return info.stats
 
     async def abort(self, request_id: str | None = None) -> list[str]:
         """End a request by its `request_id`, or all requests; return the ids of the ended ones.
@@ -145,8 +151,8 @@ class AsyncLLM:
     async def flush_cache(self) -> int:
         """Forget the cached prefixes that no request uses; return how many tokens these had."""
         result = await self._control_engine(FlushCacheReq())
-        assert isinstance(result, FlushCacheResult)
-        return result.tokens
+        assert isinstance(result, EngineState)
+        return result.flushed
 
     async def pause(self) -> None:
         """Begin no further step until `resume`; requests wait. Raises EngineError if the engine is paused already."""
@@ -223,8 +229,6 @@ class AsyncLLM:
                 elif isinstance(message, BatchTokenizedGenerateReqInput):
                     for request in message.requests:
                         engine.handle(request)
-                elif isinstance(message, GetStatsReq):
-                    self._tell(self._manager.handle, engine.stats())
                 elif not isinstance(message, RequestsLost):  # which only processes can lose
                     engine.handle(message)  # type: ignore[arg-type]
         return True

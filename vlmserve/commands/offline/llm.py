@@ -27,10 +27,9 @@ from vlmserve.commands.offline.inputs import (
     sampling_of,
 )
 from vlmserve.config.checks import check_engine_args
-from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.fields import flag
 from vlmserve.config.model_path import resolve_model
-from vlmserve.config.start_settings import StartSettings
 from vlmserve.engine.build import EngineInfo, build_loop, build_runner
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.step import GroupsWorker, ModelWorker

@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vlmserve.commands.plan.gpus import GPUS
-from vlmserve.config.flags import CommandParser, add_settings
+from vlmserve.config.flags import CommandParser, above_zero, add_settings, positive
 from vlmserve.config.model_path import resolve_model
-from vlmserve.config.number_words import above_zero, positive
 from vlmserve.config.settings import load_settings
 
 _ABOUT = """\

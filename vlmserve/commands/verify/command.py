@@ -18,9 +18,8 @@ from vlmserve.commands.verify.answers import (
 )
 from vlmserve.commands.verify.cases import KINDS, Case, CaseFinding, Verdict, compare, made_cases, own_case
 from vlmserve.config.fields import flag
-from vlmserve.config.flags import CommandParser
+from vlmserve.config.flags import CommandParser, above_zero, positive
 from vlmserve.config.model_path import resolve_model
-from vlmserve.config.number_words import above_zero, positive
 from vlmserve.config.settings import iter_settings
 from vlmserve_common.version import __version__
 

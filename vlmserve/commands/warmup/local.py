@@ -21,13 +21,12 @@ from vision.towers.loading import load_tower, outline_tower
 from vision.towers.temporal_patch import temporal_patches
 from vlmserve.commands.batch.item import ChatRequest
 from vlmserve.commands.warmup.run import Warmed, WarmupStopped
+from vlmserve.config.engine_args import StartSettings
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import ServerSettings
-from vlmserve.config.start_settings import StartSettings
-from vlmserve.engine.encoder import build_encoder_pool, resolve_warmup_patches
+from vlmserve.engine.encoder import auto_max_pixels, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.engine.model_loading import prepare_device
-from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.frontend.stage import make_request_media, stage_limits
 from vlmserve.ipc.messages import EncodeOutput, EncodeReqInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base

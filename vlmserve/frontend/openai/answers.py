@@ -13,10 +13,10 @@ import numpy as np
 from processors.families.report import MediumReport, report_json
 from vlmserve.frontend.chat_template import NO_NOTES
 from vlmserve.frontend.openai.json_bodies import json_text, sse_event
+from vlmserve.frontend.parsers.answer import CLOSE as THOUGHT
+from vlmserve.frontend.parsers.answer import OPEN as THINK
 from vlmserve.frontend.parsers.answer import PLAIN_TEXT, AnswerReading
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
-from vlmserve.frontend.parsers.reasoning import CLOSE as THOUGHT
-from vlmserve.frontend.parsers.reasoning import OPEN as THINK
+from vlmserve.frontend.parsers.calls import CallArguments, CallBegin, Piece, Reasoning, Text
 from vlmserve.frontend.request_stats import Timings
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
 from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vlmserve.frontend.chat_messages import FindFile
-from vlmserve.frontend.openai.completion_protocol import CompletionRequest
+from vlmserve.frontend.openai.completion_answers import CompletionRequest
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, NamedRequest, NamedToolChoice
 from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
 from vlmserve.frontend.parsers.calls import Tool, ToolUse
-from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
-from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.requests import NOBODY, Caller, ChatPrompt, GenerateReqInput
 from vlmserve.frontend.structured_output import FORM_FIELDS, grammar_of
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
 from vlmserve_common.errors import BadRequestError
@@ -26,20 +25,17 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 def to_generate_request(
     request: ChatCompletionRequest,
     own_id: str,
+    caller: Caller = NOBODY,
     *,
     formats: AnswerFormats = NO_FORMATS,
     max_n: int = 128,
     find_file: FindFile,
-    client: str = "",
-    owner: str = "",
-    tenant: str = "",
-    ended: Callable[[RequestStats], None] | None = None,
 ) -> GenerateReqInput:
     """Convert a chat completion request.
 
     own_id: an id that no other request has. formats: how the model writes calls and thoughts. max_n: most choices of a
-    request. find_file: finds the uploaded files that the client may use. client, owner, tenant, ended: see
-    `GenerateReqInput`. Raises BadRequestError for fields that contradict each other or are not supported yet.
+    request. find_file: finds the uploaded files that the client may use. Raises BadRequestError for fields that
+    contradict each other or are not supported yet.
     """
     _check_combinations(request)
     _refuse_unsupported(request)
@@ -62,28 +58,27 @@ def to_generate_request(
         mm_processor_kwargs=request.mm_processor_kwargs or {},
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        client=client,
         returns=_returns(request),
         logits_processors=tuple(
             LogitsProcessorCall(name=call.name, params=call.params or {}) for call in request.logits_processors or ()
         ),
-        session_id="" if request.session_id is None else f"{owner} {request.session_id}",
-        tenant=tenant,
-        ended=ended,
-        **named(request, own_id),
+        session_id="" if request.session_id is None else f"{caller.owner} {request.session_id}",
+        **named(request, own_id, caller),
     )
 
 
-def named(request: NamedRequest, own_id: str, priority: int = 0) -> dict[str, Any]:
-    """Return the fields of a `GenerateReqInput` that all requests have. own_id: an id that no other request has.
-    priority: of a request that names none."""
+def named(request: NamedRequest, own_id: str, caller: Caller) -> dict[str, Any]:
+    """Return the fields of a `GenerateReqInput` that all requests have. own_id: an id that no other request has."""
     return {
         "request_id": request.rid or own_id,
         "group": own_id,
         "cache_salt": request.cache_salt or "",
-        "priority": request.priority or priority,
+        "priority": request.priority or caller.priority,
         "data_parallel_rank": request.data_parallel_rank,
         "timeout_s": request.timeout,
+        "client": caller.client,
+        "tenant": caller.tenant,
+        "ended": caller.ended,
     }
 
 

@@ -7,8 +7,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vlmserve.frontend.parsers.calls import CallFormat, CallReader, State, Tool
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, could_begin
+from vlmserve.frontend.parsers.calls import (
+    CallArguments,
+    CallBegin,
+    CallFormat,
+    CallReader,
+    Piece,
+    State,
+    Tool,
+    could_begin,
+)
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # The usual order of the fields: arguments can be passed on as they come.

@@ -10,8 +10,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vlmserve.frontend.parsers.calls import CallFormat, CallReader, State, Tool
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Piece, begun_tag, could_begin
+from vlmserve.frontend.parsers.calls import (
+    CallArguments,
+    CallBegin,
+    CallFormat,
+    CallReader,
+    Piece,
+    State,
+    Tool,
+    begun_tag,
+    could_begin,
+)
 
 STRING = frozenset(("string",))
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from vlmserve.frontend.parsers.answer import AnswerReading
-from vlmserve.frontend.parsers.calls import CallFormat, ToolUse
-from vlmserve.frontend.parsers.pieces import Piece, joined
+from vlmserve.frontend.parsers.calls import CallFormat, Piece, ToolUse, joined
 
 TOOLS = [
     {

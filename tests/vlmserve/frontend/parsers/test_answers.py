@@ -9,12 +9,10 @@ from itertools import pairwise
 import pytest
 
 from tests.vlmserve.frontend.parsers.samples import TOOLS, read
-from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
-from vlmserve.frontend.parsers.calls import CallFormat, CallParser
+from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats, opened_in_prompt
+from vlmserve.frontend.parsers.calls import CallArguments, CallBegin, CallFormat, CallParser, Reasoning, Text, joined
 from vlmserve.frontend.parsers.hermes import HERMES
-from vlmserve.frontend.parsers.pieces import CallArguments, CallBegin, Reasoning, Text, joined
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
-from vlmserve.frontend.parsers.reasoning import opened_in_prompt
 
 
 def found(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
