@@ -1,32 +1,33 @@
-"""What is taught is what is served, and a row of many dialogues teaches what as many prompts would."""
+"""What is taught is what is served, a row of many dialogues teaches what as many prompts would, and a run
+goes on where it was stopped."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 
 from assets.recipe.batches import batches, collate
 from assets.recipe.clips import make_clip
-from assets.recipe.lessons import CHARACTERS, MOTIONS, Lesson, Teacher, see, watch
+from assets.recipe.lessons import Lesson, Seen, Teacher, see, watch
 from assets.recipe.losses import Hinter, losses
 from assets.recipe.network import Network, make_network, write_checkpoint
-from assets.recipe.paint import paint, print_box
-from assets.recipe.plan import PLAN
-from assets.recipe.sizes import MERGE
+from assets.recipe.paint import paint
+from assets.recipe.plan import PLAN, stage_at
 from assets.recipe.tokenizer import make_recipe_tokenizer
-from assets.recipe.wording import about_clip, in_order, side
-from assets.recipe.world import COLOURS, SHAPES, Scene, Thing, apart, make_scene, make_thing, pick_colour
-from assets.recipe.writing import make_page, make_print_scene
-from processors.families.base import ExpandedPrompt
+from assets.recipe.train import Run
+from assets.recipe.world import make_scene
 from processors.families.registry import make_processor
 from processors.video.options import VideoKnobs
 from tests.processors.helpers import values
+from vlmserve import LLM, SamplingOverrides
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
@@ -77,46 +78,38 @@ def test_padding_and_neighbours_change_nothing(tokenizer: Tokenizer, network: Ne
     assert _answers_loss(network, lessons) * sum(counts) == pytest.approx(alone, rel=1e-4)
 
 
-def test_prompt_and_patches_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, network, tokenizer)
-    rng = np.random.default_rng(5)
-    scene = make_scene(rng, 2)
+def _picture() -> tuple[list[Seen], Any]:
+    scene = make_scene(np.random.default_rng(5), 2)
     picture = paint(scene)
-    seen = see(picture, scene)
-    lesson = Teacher(tokenizer, {"scene": 1.0}, 200)._row(
-        np.random.default_rng(1), [seen], [[("Where is it?", "Top left.")]], [], question_first=False
-    )
-    processor = make_processor(tmp_path, read_json(tmp_path, "config.json"))
-    processed = processor.process_image(picture)
-    np.testing.assert_array_equal(values(processed).astype(np.float16), seen.patches)
-    content = [{"type": "image"}, {"type": "text", "text": "Where is it?"}]
-    prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
-    _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
+    return [see(picture, scene)], picture
 
 
-def _assert_begins_with(lesson: Lesson, served: ExpandedPrompt) -> None:
-    """The lesson, up to its first answer, is the prompt that is served."""
-    length = int(np.argmax(lesson.taught))
-    assert served.input_ids.tolist() == lesson.ids[:length].tolist()
-    assert served.mm_inputs is not None
-    np.testing.assert_array_equal(served.mm_inputs.mrope_positions, lesson.positions[:, :length])
-
-
-def test_clips_are_those_that_are_served(tokenizer: Tokenizer, network: Network, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, network, tokenizer)
+def _clip() -> tuple[list[Seen], Any]:
     clip = make_clip(np.random.default_rng(6))
     clip = dataclasses.replace(clip, times=tuple(k / 2 for k in range(len(clip.frames))))
-    seen = watch(clip, np.random.default_rng(0))  # this seed wears nothing
-    lesson = Teacher(tokenizer, {"clip": 1.0}, 400)._row(
-        np.random.default_rng(1), seen, [[("What moves?", "Nothing moves.")]], [], question_first=False
-    )
+    return watch(clip, np.random.default_rng(0)), [paint(frame) for frame in clip.frames]  # this seed wears nothing
+
+
+@pytest.mark.parametrize(("kind", "make"), [("image", _picture), ("video", _clip)])
+def test_prompt_and_patches_are_those_that_are_served(
+    tokenizer: Tokenizer, network: Network, tmp_path: Path, kind: str, make: Callable[[], tuple[list[Seen], Any]]
+) -> None:
+    write_checkpoint(tmp_path, network, tokenizer)
+    seen, medium = make()
+    teacher = Teacher(tokenizer, {"scene" if kind == "image" else "clip": 1.0}, 400)
+    lesson = teacher._row(np.random.default_rng(1), seen, [[("What is it?", "Red.")]], [], question_first=False)
     continue_text = load_text_tokenizer(tmp_path).continue_text
     processor = make_processor(tmp_path, read_json(tmp_path, "config.json"), continue_text=continue_text)
-    processed = processor.process_video([paint(frame) for frame in clip.frames], VideoKnobs(fps=2.0))
+    clip = kind == "video"
+    processed = processor.process_video(medium, VideoKnobs(fps=2.0)) if clip else processor.process_image(medium)
     np.testing.assert_array_equal(values(processed).astype(np.float16), np.concatenate([s.patches for s in seen]))
-    content = [{"type": "video"}, {"type": "text", "text": "What moves?"}]
+    content = [{"type": kind}, {"type": "text", "text": "What is it?"}]
     prompt = load_chat_template(tmp_path).render([{"role": "user", "content": content}])
-    _assert_begins_with(lesson, processor.expand(tokenizer.encode(prompt).ids, [processed]))
+    served = processor.expand(tokenizer.encode(prompt).ids, [processed])
+    length = int(np.argmax(lesson.taught))
+    assert served.input_ids.tolist() == lesson.ids[:length].tolist(), "up to its first answer"
+    assert served.mm_inputs is not None
+    np.testing.assert_array_equal(served.mm_inputs.mrope_positions, lesson.positions[:, :length])
 
 
 def test_the_same_batches_wherever_one_goes_on(tokenizer: Tokenizer) -> None:
@@ -138,137 +131,34 @@ def test_some_batches_only_look(tokenizer: Tokenizer) -> None:
     assert all((batch.hints["characters"] > 0).any() for batch in found if not batch.taught.any())
 
 
-def test_hints_tell_what_is_where() -> None:
-    rng = np.random.default_rng(0)
-    red = make_thing("star", "red", pick_colour("red", rng), (48.0, 112.0), 40, rng)
-    scene = Scene(width=192, height=224, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(red,))
-    seen = see(paint(scene), scene)
-    rows, columns = seen.grid[1] // MERGE, seen.grid[2] // MERGE
-    assert (rows, columns) == (7, 6)
-    things = seen.hints.things.reshape(rows, columns)
-    assert things[3, 1] == 1 + len(COLOURS) * SHAPES.index("star") + COLOURS.index("red")
-    assert things[0].max() == 0
-    assert seen.hints.offsets.reshape(rows, columns, 4)[3, 1] == pytest.approx([0, 0, 40 / 32, 40 / 32], abs=0.15)
-    outline = seen.hints.outline.reshape(rows, columns, MERGE, MERGE, 4, 4)
-    assert outline[3, 1].mean() > 60
-    assert outline[0].max() == 0
-    middle, corner, opposite = seen.hints.places.reshape(rows, columns, 3, 2)[3, 1]
-    assert middle == pytest.approx([48 / 192, 112 / 224])
-    assert corner == pytest.approx([red.box[0] / 192, red.box[1] / 224])
-    assert opposite == pytest.approx([red.box[2] / 192, red.box[3] / 224])
+TINY = (
+    dataclasses.replace(PLAN[0], steps=2, batch=1),
+    dataclasses.replace(PLAN[1], steps=2, batch=1, budget=90, decay=0),
+)
 
 
-def test_hints_tell_the_motion_of_the_actor_alone() -> None:
-    clips = (make_clip(np.random.default_rng(seed)) for seed in range(300))
-    clip = next(c for c in clips if c.event == "up" and len(c.frames[0].things) == 2)
-    for seen in watch(clip, np.random.default_rng(0)):
-        assert set(seen.hints.motion[seen.hints.things > 0]) == {0, 1 + MOTIONS.index("up")}
-        assert not seen.hints.motion[seen.hints.things == 0].any()
+def _train(folder: Path, until: int) -> Run:
+    run = Run(folder, seed=3, device="cpu", plan=TINY)
+    while run.step < until:
+        run.train_stage(until=until, save_every=100, workers=0)
+    return run
 
 
-def test_characters_are_marked_where_they_stand() -> None:
-    for seed in range(8):
-        scene = make_print_scene(np.random.default_rng(seed))
-        seen = see(paint(scene), scene)
-        marked = {CHARACTERS[i - 1] for i in np.unique(seen.hints.characters) if i}
-        assert marked <= set(scene.prints[0].text)
-        if scene.prints[0].size > 0.2 * min(scene.width, scene.height):
-            assert marked, scene.prints[0]
-        for what, turn in zip(seen.hints.characters.flat, seen.hints.turns.flat, strict=True):
-            assert (turn > 0) == (what > 0)
-            if what:
-                assert scene.prints[0].text[turn - 1] == CHARACTERS[what - 1]
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    whole = _train(tmp_path / "whole", 4)
+    for until in (1, 3, 4):
+        parts = _train(tmp_path / "parts", until)
+    assert parts.step == whole.step == 4
+    for name, weight in whole.network.state_dict().items():
+        assert torch.equal(weight, parts.network.state_dict()[name]), name
+        assert torch.equal(whole.average[name], parts.average[name]), name
+    with LLM(str(tmp_path / "parts" / "checkpoint"), max_total_tokens=512) as llm:
+        picture = {"type": "image", "image": Image.new("RGB", (80, 80), "red")}
+        answer = llm.chat([{"role": "user", "content": [picture]}], SamplingOverrides(max_new_tokens=3))
+    assert answer.prompt_tokens > 25, "a small picture is enlarged to at least 25 tokens"
 
 
-def test_pages_have_many_texts_that_do_not_touch() -> None:
-    counts = []
-    for seed in range(30):
-        page = make_page(np.random.default_rng(seed))
-        found = [print_box(text) for text in page.prints]
-        counts.append(len(found))
-        assert all(apart(box, found[:k], 0) for k, box in enumerate(found))
-        assert all(x0 >= -1 and y0 >= -1 and x1 <= page.width + 1 and y1 <= page.height + 1 for x0, y0, x1, y1 in found)
-    assert np.mean(counts) > 3
-
-
-def test_sides_and_orders_are_true() -> None:
-    left, right = _named("red circle", (30.0, 90.0)), _named("blue star", (140.0, 40.0))
-    scene = Scene(
-        width=192, height=128, background=(255, 255, 255), texture="plain", strength=0, seed=0, things=(left, right)
-    )
-    told = [side(scene, np.random.default_rng(seed)) for seed in range(60)]
-    found = [turn for dialogue in told if dialogue for turn in dialogue]
-    assert {answer for _, answer in found} == {"Left.", "Right.", "Above.", "Below."}
-    for question, answer in found:
-        words = question.lower()
-        of_star = max(words.find("star"), words.find("blue")) < max(words.find("circle"), words.find("red"))
-        if ": where is" in words:  # "Left of the circle, or right: where is the star?"
-            of_star = not of_star
-        assert answer in (("Right.", "Above.") if of_star else ("Left.", "Below.")), question
-    orders = {
-        answer
-        for seed in range(60)
-        for turns in [in_order(scene, np.random.default_rng(seed))]
-        if turns
-        for _, answer in turns
-    }
-    assert orders == {"Red circle, blue star.", "Blue star, red circle."}
-    turns = next(
-        t for s in range(99) for t in [in_order(scene, np.random.default_rng(s))] if t and "top to bottom" in t[0][0]
-    )
-    assert turns[0][1] == "Blue star, red circle."
-
-
-def _named(name: str, centre: tuple[float, float]) -> Thing:
-    colour, shape = name.split()
-    rng = np.random.default_rng(0)
-    return make_thing(shape, colour, pick_colour(colour, rng), centre, 30, rng)  # type: ignore[arg-type]
-
-
-def test_a_change_is_told_by_the_label_of_the_patch_that_shows_it() -> None:
-    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
-    seen = watch(clip, np.random.default_rng(0))
-    colours = [{frame.things[0].colour for frame in clip.frames[k : k + 2]} for k in range(0, len(clip.frames), 2)]
-    first = next(k for k, names in enumerate(colours) if clip.later_colour in names)
-    assert clip.change_seen == pytest.approx(seen[first].seconds)
-    answers = {t[1] for s in range(200) for d in [about_clip(clip, np.random.default_rng(s))] if d for t in d}
-    assert f"At about {seen[first].seconds:.1f} seconds." in answers
-
-
-def test_a_colour_at_a_time_is_that_of_the_frames_with_that_label() -> None:
-    clip = next(c for s in range(99) for c in [make_clip(np.random.default_rng(s))] if c.event == "colour")
-    seen = watch(clip, np.random.default_rng(0))
-    pairs = [{frame.things[0].colour for frame in clip.frames[k : k + 2]} for k in range(0, len(clip.frames), 2)]
-    colours = {f"{part.seconds:.1f}": names for part, names in zip(seen, pairs, strict=True)}
-    dialogues = [d for s in range(400) for d in [about_clip(clip, np.random.default_rng(s))] if d]
-    asked = set()
-    for ((question, answer),) in dialogues:
-        found = re.search(r"at (\d+\.\d) seconds", question, re.IGNORECASE)
-        if found is None:
-            continue
-        asked.add(answer)
-        (colour,) = colours[found[1]]  # never of a label whose two frames differ
-        named = re.search(rf"is the {clip.thing.shape} (\w+)", question, re.IGNORECASE)
-        if answer in ("Yes.", "No."):
-            assert named is not None
-            assert answer == ("Yes." if named[1] == colour else "No.")
-        else:
-            assert answer == f"{colour.capitalize()}."
-    assert asked == {"Yes.", "No.", f"{clip.thing.colour.capitalize()}.", f"{clip.later_colour.capitalize()}."}
-
-
-def test_clips_do_what_they_say() -> None:
-    for seed in range(300):
-        clip = make_clip(np.random.default_rng(seed))
-        assert len(clip.frames) == len(clip.times) >= 4
-        assert len(clip.times) % 2 == 0
-        first, last = clip.frames[0].things[0], clip.frames[-1].things[0]
-        dx, dy = (b - a for a, b in zip(first.centre, last.centre, strict=True))
-        way = {"left": dx < -5, "right": dx > 5, "up": dy < -5, "down": dy > 5}
-        for event, happens in way.items():
-            assert happens == (clip.event == event)
-        assert (first.colour != last.colour) == (clip.event == "colour")
-        for frame in clip.frames:
-            for thing in frame.things:
-                assert thing.box[0] > -1
-                assert thing.box[2] < frame.width + 1
+def test_stages_follow_each_other() -> None:
+    assert [stage_at(step, TINY)[0].name for step in range(5)] == ["look", "look", "shapes", "shapes", "shapes"]
+    assert stage_at(3, TINY)[1] == 2

@@ -15,6 +15,7 @@ from processors.families.base import MultimodalProcessor, ProcessedMedium, Proce
 from processors.families.registry import make_processor
 from processors.inputs import MultimodalDataItem
 from processors.normalize import normalize
+from processors.processed import ProcessedImage
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 93, 94, 91, 92
@@ -82,6 +83,18 @@ def noise(width: int, height: int, seed: int = 0, channels: int = 3) -> np.ndarr
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(noise(width, height, seed))
+
+
+def processed(digest: bytes, feature: np.ndarray, source_size: tuple[int, int] = (1, 1)) -> ProcessedImage:
+    """A picture of one token, known by its digest."""
+    return ProcessedImage(
+        digest=digest,
+        patch_digests=(digest,),
+        grid_thw=(1, 2, 2),
+        feature=feature,
+        num_tokens=1,
+        source_size=source_size,
+    )
 
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:

@@ -44,13 +44,6 @@ def test_as_many_at_a_time_as_told_and_no_more():
     assert max(seen) == 3
 
 
-def test_calls_begin_in_the_order_told_and_keep_their_places():
-    begun = []
-    calls = [lambda n=n: begun.append(n) or n for n in range(4)]
-    assert side_by_side(calls, 1, nothing, [2, 0, 3, 1]) == [0, 1, 2, 3]
-    assert begun == [2, 0, 3, 1]
-
-
 def test_a_call_before_the_one_that_failed_is_made_though_it_was_to_begin_later():
     begun = []
     calls = [lambda: begun.append(0), lambda: begun.append(1) or fail(1), lambda: begun.append(2)]
@@ -129,14 +122,6 @@ def test_an_error_comes_where_it_belongs():
     assert [next(items) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="number 3"):
         next(items)
-    assert source.over()
-
-
-def test_who_gives_up_leaves_nothing_behind():
-    source = Source(1000)
-    items = ahead(iter(source))
-    assert next(items) == 0
-    items.close()
     assert source.over()
 
 

@@ -76,20 +76,26 @@ def test_frames_are_fetched_side_by_side_and_come_in_order(frames):
     assert frames.most == 3, "three at a time, and no more"
 
 
-def test_a_failure_breaks_off_what_is_under_way(frames):
+@pytest.mark.parametrize(
+    ("paths", "settings", "match"),
+    [
+        (("/late", "/stall", "/stall"), {}, "HTTP status 404"),
+        (
+            ("/stall", "/late?60", "/late?60", "/frame?1"),
+            {"max_video_bytes": 100},
+            r"together than 100 bytes \(setting --max-video-bytes\)",
+        ),
+    ],
+    ids=["failure", "bytes"],
+)
+def test_what_is_under_way_is_broken_off(frames, paths, settings, match):
     start = time.monotonic()
-    urls = [frames.server.url("/late"), *[frames.server.url("/stall")] * 2]
-    with pytest.raises(BadRequestError, match="HTTP status 404"):
-        fetch(urls)
+    with pytest.raises(BadRequestError, match=match):
+        fetch([frames.server.url(path) for path in paths], **settings)
     assert time.monotonic() - start < 30, "those that stall were broken off"
 
 
-def test_too_many_bytes_break_off_what_is_under_way(frames):
-    start = time.monotonic()
-    urls = [frames.server.url(path) for path in ("/stall", "/late?60", "/late?60", "/frame?1")]
-    with pytest.raises(BadRequestError, match=r"together than 100 bytes \(setting --max-video-bytes\)"):
-        fetch(urls, max_video_bytes=100)
-    assert time.monotonic() - start < 30
+def test_the_limit_of_bytes_is_inclusive(frames):
     assert fetch([frames.server.url("/frame?50")] * 2, max_video_bytes=100) == (bytes([50]) * 50,) * 2
 
 

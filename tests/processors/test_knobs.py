@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import assume, given
@@ -12,7 +13,7 @@ from processors.families.base import ProcessorLimits
 from processors.image.sizes import ImageSizes
 from processors.knobs import Clamp, ImageKnobs, laid_over
 from processors.video.frame_sizes import limit_areas
-from processors.video.options import RuleSettings, VideoConfig, VideoDefaults, VideoKnobs
+from processors.video.options import VideoConfig, VideoDefaults, VideoKnobs
 from processors.video.rules import (
     qwen2_rules,
     qwen3_rules,
@@ -20,8 +21,8 @@ from processors.video.rules import (
     time_grid_rules,
 )
 from tests import hf_env  # noqa: F401
+from tests.processors import test_frame_sampling
 from tests.processors.helpers import picture, tiny_processor
-from tests.processors.test_frame_sampling import PATCHES
 from vlmserve_common.errors import BadRequestError
 
 TOKEN = 28 * 28
@@ -134,11 +135,7 @@ def test_a_size_within_the_servers_limit(tmp_path):
 # ---------------------------------------------------------------- videos
 
 
-def rules(kind, config=None, **more):
-    values = {"fps": None, "cap_pixels_per_frame": None, "max_frames": 20, "max_pixels": None, **more}
-    return kind(RuleSettings(config=config or VideoConfig(), patches=PATCHES, **values))
-
-
+rules = partial(test_frame_sampling.rules, max_frames=20)
 ALL = (qwen2_rules, qwen3_rules, qwen_vl_utils_rules, time_grid_rules)
 TIMES = [i / 10 for i in range(100)]
 
@@ -193,12 +190,16 @@ def test_a_whole_clips_area_has_the_frames_limit_times_the_frames():
 
 
 @pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules])
-def test_the_cap_of_a_frame_is_told(kind):
+def test_the_cap_is_told_of_a_frame_and_of_a_whole_clip(kind):
     config = VideoConfig(max_pixels=10**9, min_pixels=TOKEN, max_video_tokens=100)
-    asked = VideoKnobs(max_pixels=400 * TOKEN, defaults=VideoDefaults(cap_pixels_per_frame=True))
-    (clamp,) = clamps_of(rules(kind, config), asked)
+    made, cap = rules(kind, config), VideoDefaults(cap_pixels_per_frame=True)
+    asked = VideoKnobs(max_pixels=400 * TOKEN, defaults=cap)
+    (clamp,) = clamps_of(made, asked)
     assert (clamp.asked, clamp.setting) == (400 * TOKEN, "cap_pixels_per_frame")
-    assert frame_area(rules(kind, config), asked) <= clamp.limit < 400 * TOKEN
+    assert frame_area(made, asked) <= clamp.limit < 400 * TOKEN
+    (clamp,) = clamps_of(made, VideoKnobs(total_pixels=10**8, defaults=cap))
+    assert (clamp.knob, clamp.setting) == ("total_pixels", "cap_pixels_per_frame")
+    assert clamp.used == (int(90 * TOKEN) if kind is qwen2_rules else 100 * TOKEN * 20)
 
 
 def test_a_request_turns_the_cap_on_and_off():
@@ -332,15 +333,6 @@ def test_a_whole_clips_area_is_clamped_to_the_largest_of_all_clips(kind):
     assert clamps_of(made, within) == ()
     for count in (4, 20):
         assert len({frame_area(made, knobs, count) for knobs in (beyond, within, VideoKnobs())}) == 1
-
-
-@pytest.mark.parametrize("kind", [qwen2_rules, qwen3_rules])
-def test_a_whole_clips_area_has_the_cap(kind):
-    config = VideoConfig(max_pixels=10**9, min_pixels=TOKEN, max_video_tokens=100)
-    asked = VideoKnobs(total_pixels=10**8, defaults=VideoDefaults(cap_pixels_per_frame=True))
-    (clamp,) = clamps_of(rules(kind, config), asked)
-    assert (clamp.knob, clamp.setting) == ("total_pixels", "cap_pixels_per_frame")
-    assert clamp.used == (int(90 * TOKEN) if kind is qwen2_rules else 100 * TOKEN * 20)
 
 
 @pytest.mark.parametrize("kind", ALL)

@@ -15,9 +15,8 @@ from processors.fetch.limits import FetchSettings
 from processors.pool.maker import FatalMediumError
 from processors.pool.pool import PoolSettings, ProcessorPool
 from processors.pool.requests import ImageRequest
-from processors.processed import ProcessedImage
 from tests import hf_env  # noqa: F401
-from tests.processors.helpers import tiny_processor
+from tests.processors.helpers import processed, tiny_processor
 from vlmserve_common.errors import BadRequestError
 
 CONTENTS = (b"one", b"two")
@@ -115,14 +114,7 @@ class Maker:
             world.making[data] -= 1
         if error := world.choose(OUTCOMES):
             raise error("no good")
-        return ProcessedImage(
-            digest=data,
-            patch_digests=(data,),
-            grid_thw=(1, 2, 2),
-            feature=np.zeros(3, np.uint8),
-            num_tokens=1,
-            source_size=(1, 1),
-        )
+        return processed(data, np.zeros(3, np.uint8))
 
     async def close(self):
         pass

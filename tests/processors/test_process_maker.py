@@ -294,35 +294,24 @@ def test_a_worker_killed_while_idle_is_replaced_and_harms_nobody(fakes):
     assert len(fake.pids()) == 2
 
 
-def test_a_file_that_a_worker_did_not_take_is_given_to_the_next_one_and_leaves_nothing(fakes):
+@pytest.mark.parametrize("how", ["killed", "stopped", "stopped in work"])
+def test_a_file_that_a_worker_did_not_take_or_do_is_given_to_the_next_one_and_leaves_nothing(fakes, how):
     async def play() -> Any:
-        call = asyncio.create_task(fake.maker.make(picture_work(bytes(SHARED_FROM_BYTES))))
-        while not SharedArrays(fake.shared_dir).outstanding():
-            await asyncio.sleep(0.01)
-        os.kill(pid, signal.SIGKILL)
-        return await call
-
-    fake = fakes()
-    fake.maker.wait_ready()
-    [pid] = fake.pids()
-    os.kill(pid, signal.SIGSTOP)
-    assert run(play()).source_size[0] == fake.pids()[1]
-    assert SharedArrays(fake.shared_dir).outstanding() == 0
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_file_whose_worker_was_stopped_is_given_to_the_next_one(fakes, begun):
-    async def play() -> Any:
-        call = asyncio.create_task(fake.maker.make(picture_work(fakery.ONCE if begun else GOOD)))
-        if begun:
+        data = fakery.ONCE if how == "stopped in work" else bytes(SHARED_FROM_BYTES)
+        call = asyncio.create_task(fake.maker.make(picture_work(data)))
+        if how == "stopped in work":
             await fake.tried(1)
             os.kill(pid, signal.SIGSTOP)
+        while how == "killed" and not SharedArrays(fake.shared_dir).outstanding():
+            await asyncio.sleep(0.01)
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
         return await call
 
-    fake = fakes(picture_s=1.0)
+    fake = fakes() if how == "killed" else fakes(picture_s=1.0)
     fake.maker.wait_ready()
     [pid] = fake.pids()
-    if not begun:
+    if how != "stopped in work":
         os.kill(pid, signal.SIGSTOP)
     assert run(play()).source_size[0] == fake.pids()[-1] != pid
     assert SharedArrays(fake.shared_dir).outstanding() == 0

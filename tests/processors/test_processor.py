@@ -111,15 +111,6 @@ def test_a_temporal_patch_is_known_by_its_pixels_grid_and_cutting(processor):
     assert patch_digest((2, 4), still, patches) == picture_alone, "a still clip is a picture"
 
 
-def test_a_clip_and_a_part_of_it_have_their_common_temporal_patches_in_common(processor):
-    frames = [picture(56, 56, seed=seed) for seed in range(6)]
-    whole, part = processor.process_video(frames), processor.process_video(frames[2:])
-    assert len(set(whole.patch_digests)) == 3
-    assert whole.patch_digests[1:] == part.patch_digests
-    assert whole.digest != part.digest
-    assert processor.process_video(frames[1:5]).patch_digests[0] not in whole.patch_digests
-
-
 # ---------------------------------------------------------------- checkpoint settings
 
 

@@ -100,20 +100,6 @@ def test_clients_take_turns_whatever_they_bring():
     assert order_of([*many, *[one] * 2]).index(one) <= 1
 
 
-def test_clips_are_never_in_the_last_place():
-    async def play(places: int) -> int:
-        scene = Scene(places)
-        await scene.come(*[Work(clip=True)] * 5)
-        clips = len(scene.at_it)
-        await scene.come(Work())
-        assert (Work() in scene.begun) == (places > 1)
-        await scene.end_all()
-        assert len(scene.begun) == 6
-        return clips
-
-    assert [asyncio.run(play(places)) for places in (1, 2, 4)] == [1, 1, 3]
-
-
 @pytest.mark.parametrize("let_in", [True, False])
 def test_one_cancelled_in_the_moment_in_which_its_turn_comes_gives_way(let_in):
     async def play() -> None:

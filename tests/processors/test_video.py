@@ -71,8 +71,13 @@ def test_frames_are_those_of_plain_decoding(made):
     else:
         assert info.times == pytest.approx([i / rate for i in range(count)], abs=0.011)  # GIF and WebM round
     for indices in (range(count), range(0, count, 7), [count - 1], [0, 0, count // 2, count // 2]):
-        for index, got in zip(indices, clip.read(list(indices)), strict=True):
-            assert np.array_equal(got, frames[index]), index
+        assert_read(clip, list(indices), frames.__getitem__)
+
+
+def assert_read(clip, indices, frame_of=lambda index: frame(index, 112, 84)):
+    """Assert that these frames of a clip are those."""
+    for index, got in zip(indices, clip.read(indices), strict=True):
+        assert np.array_equal(got, frame_of(index)), index
 
 
 class Container:
@@ -101,9 +106,7 @@ def decoded(monkeypatch):
 
 def test_what_lies_between_is_not_decoded(decoded):
     clip = Clip(make_clip(400, gop=10, fps=30), LIMITS)
-    wanted = [5, 203, 399]
-    for index, got in zip(wanted, clip.read(wanted), strict=True):
-        assert np.array_equal(got, frame(index, 112, 84))
+    assert_read(clip, [5, 203, 399])
     assert 0 < len(decoded) <= 6 + 4 + 10
 
 
@@ -114,8 +117,7 @@ def test_what_nothing_refers_to_is_decoded_only_where_it_is_wanted(decoded):
     for start in range(6):
         decoded.clear()
         wanted = range(start, 60, 6)
-        for index, got in zip(wanted, clip.read(wanted), strict=True):
-            assert np.array_equal(got, every[index])
+        assert_read(clip, wanted, every.__getitem__)
         assert len(wanted) < len(decoded) < 50
 
 
@@ -137,8 +139,7 @@ def test_a_stretch_that_is_led_astray_begins_at_the_beginning(decoded, monkeypat
             yield broken, stream
 
     monkeypatch.setattr(VideoFile, "open", open_broken)
-    for index, got in zip(second, clip.read(second), strict=True):
-        assert np.array_equal(got, frame(index, 112, 84))
+    assert_read(clip, second)
     assert len(decoded) >= second.stop - first.start
 
 
@@ -151,8 +152,7 @@ def test_frames_that_vp8_hides_are_not_counted():
     assert len(frames) == 79
     clip = Clip(bytes(data), LIMITS)
     assert clip.info.num_frames == 79
-    for index, got in zip([0, 39, 40, 78], clip.read([0, 39, 40, 78]), strict=True):
-        assert np.array_equal(got, frames[index])
+    assert_read(clip, [0, 39, 40, 78], frames.__getitem__)
 
 
 TURNS = [(a, b, c, d) for a, b, c, d in itertools.product((-1, 0, 1), repeat=4) if abs(a) == abs(d) != abs(b) == abs(c)]
@@ -246,8 +246,7 @@ def test_a_clip_that_begins_between_keyframes(gop):
     assert clip.info.num_frames == 24
     assert clip.info.times == pytest.approx([0.1 * number for number in range(24)])
     for indices in (range(24), [0, 23], [3, 4, 20]):
-        for index, got in zip(indices, clip.read(indices), strict=True):
-            assert np.array_equal(got, frames[index])
+        assert_read(clip, indices, frames.__getitem__)
 
 
 def without_rate(data: bytes) -> bytes:

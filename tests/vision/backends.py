@@ -7,7 +7,11 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import numpy as np
+
 from tests.vision.fake_worker import fake_worker
+from tests.vision.patches import make_patch
+from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncoderBackend, EncodeResult
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
@@ -44,3 +48,18 @@ def collect(backend: EncoderBackend, count: int) -> list[EncodeResult]:
         results += backend.collect()
     assert len(results) == count, results
     return results
+
+
+def make_batch(number: int, *grids: tuple[int, int], order: float | None = None, width: int = 1) -> EncodeBatch:
+    """Noise; order: the first pixel, which tells a fake worker what to do."""
+    patches = tuple(make_patch(grid, width, seed=number) for grid in grids or [(2, 2)])
+    if order is not None:
+        patches[0].pixels[0, 0] = order
+    return EncodeBatch(number=number, patches=patches)
+
+
+def assert_done(result: EncodeResult, of: EncodeBatch) -> None:
+    """Assert that a fake worker has done a batch."""
+    assert (result.number, result.error, result.untried) == (of.number, "", False)
+    for rows, patch in zip(result.embeds, of.patches, strict=True):
+        np.testing.assert_array_equal(rows.numpy(), patch.pixels)

@@ -1,14 +1,17 @@
-"""Random temporal patches for a tower."""
+"""Random temporal patches for a tower, those of media, and their rows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from processors.families.base import ProcessedMedium, data_item
 from processors.inputs import Normalization
 from vision.towers.blocks import VisionTower
-from vision.towers.temporal_patch import TemporalPatch
+from vision.towers.runner import pixel_values
+from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 
 # of one window and several, square, wide and tall; the same grid twice
 SCALE = Normalization(mean=(120.0, 110.0, 100.0), std=(70.0, 60.0, 50.0))
@@ -37,3 +40,14 @@ def make_patch(grid: tuple[int, int], width: int, *, seed: int = 0) -> TemporalP
     """A patch of normal noise, for workers without a tower."""
     pixels = np.random.default_rng(seed).normal(size=(grid[0] * grid[1], width)).astype(np.float32)
     return TemporalPatch(digest=seed.to_bytes(32, "little"), grid=grid, pixels=pixels)
+
+
+def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
+    """A medium's temporal patches."""
+    return temporal_patches(data_item(medium))
+
+
+@torch.inference_mode()
+def directly(tower: VisionTower, patches: list[TemporalPatch]) -> torch.Tensor:
+    """The rows of temporal patches of one grid, as a video's, by a call of the tower."""
+    return tower(pixel_values(patches, torch.device("cpu")), [(len(patches), *patches[0].grid)])

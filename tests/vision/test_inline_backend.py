@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vision.patches import make_levels, random_patches
+from tests.vision.patches import directly, make_levels, random_patches
 from vision.towers.loading import load_tower
 from vision.towers.pieces import Kind, Piece, PieceLimits, Steps
-from vision.towers.runner import TowerRunner, pixel_values
+from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.inline import InlineBackend, Pace
 
@@ -342,12 +342,6 @@ def test_what_fails_on_the_device_is_the_result_s_error():
 CPU = torch.device("cpu")
 
 
-@torch.inference_mode()
-def directly(tower, patch):
-    """The rows of one temporal patch by a call of its own."""
-    return tower(pixel_values([patch], CPU), [(1, *patch.grid)])
-
-
 def test_rows_have_memory_of_their_own(small):
     for rows in TowerRunner(small, CPU).encode(random_patches(small)):
         assert rows.untyped_storage().nbytes() == rows.nbytes
@@ -376,7 +370,7 @@ def test_a_failure_is_the_result_of_its_batch_alone(small, patches, message):
     failed, done = sorted(backend.collect(), key=lambda result: result.number)  # the shortest goes first
     assert (failed.number, failed.embeds) == (1, None)
     assert re.match(message, failed.error)
-    assert torch.equal(done.embeds[0], directly(small, good))
+    assert torch.equal(done.embeds[0], directly(small, [good]))
 
 
 def test_pixels_of_another_grid_are_refused_though_the_batch_has_as_many_as_it_should(small):

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.vision.backends import PATIENCE_S, collect
+from tests.vision.backends import PATIENCE_S, assert_done, collect, make_batch
 from tests.vision.lending_worker import lending_worker
-from tests.vision.patches import make_patch
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers import cuda_rows
 from vision.workers.backend import EncodeResult
@@ -89,25 +88,16 @@ class Lending:
         return len(list(self.folder.iterdir()))
 
 
+def batch(number: int) -> EncodeBatch:
+    return make_batch(number, (2, 2), (4, 2), width=3)
+
+
 @pytest.fixture
 def lending(tmp_path: Path) -> Iterator[Lending]:
     one = Lending(tmp_path)
     yield one
     one.backend.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("encoder-")]
-
-
-def batch(number: int, order: float | None = None) -> EncodeBatch:
-    patches = tuple(make_patch(grid, 3, seed=number) for grid in [(2, 2), (4, 2)])
-    if order is not None:
-        patches[0].pixels[0, 0] = order
-    return EncodeBatch(number=number, patches=patches)
-
-
-def assert_done(result: EncodeResult, of: EncodeBatch) -> None:
-    assert (result.number, result.error, result.untried) == (of.number, "", False)
-    for rows, patch in zip(result.embeds, of.patches, strict=True):
-        np.testing.assert_array_equal(rows.numpy(), patch.pixels)
 
 
 def test_rows_are_kept_until_they_were_copied_or_could_not_be_and_no_longer(lending, caplog):

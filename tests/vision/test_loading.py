@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
+from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vlmserve.models.edits import edit_config, edit_weights
 from vision.towers import loading
 from vision.towers.loading import load_tower, tower_fingerprint
 from vlmserve.models.registry import load_model
 from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
 from vlmserve_common.errors import CheckpointError
-
-
-def edit(folder, change) -> None:
-    """Let `change` edit the dictionary of tensors."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    write_safetensors(folder, tensors)
 
 
 def fingerprint_of(tower, folder, **changes) -> bytes:
@@ -59,7 +51,7 @@ def test_only_the_towers_tensors_are_read(tmp_path, monkeypatch):
 
 def test_every_tensor_of_the_tower_is_accounted_for(tmp_path):
     folder = make_checkpoint("qwen2_5_vl", tmp_path)
-    edit(
+    edit_weights(
         folder,
         lambda tensors: (
             tensors.pop("visual.blocks.2.mlp.up_proj.bias"),
@@ -88,7 +80,7 @@ def test_every_tensor_of_the_tower_is_accounted_for(tmp_path):
 )
 def test_impossible_checkpoints_are_refused(tmp_path, change, message):
     folder = make_checkpoint("qwen2_vl", tmp_path)
-    (folder / "config.json").write_text(json.dumps(read_json(folder, "config.json") | change))
+    edit_config(folder, change)
     with pytest.raises(CheckpointError, match=message):
         load_tower(folder)
 
@@ -96,7 +88,7 @@ def test_impossible_checkpoints_are_refused(tmp_path, change, message):
 def test_a_fingerprint_tells_towers_apart(tmp_path, monkeypatch):
     folder = make_checkpoint("qwen3_vl", tmp_path / "a")
     other = shutil.copytree(folder, tmp_path / "b")
-    edit(other, lambda tensors: tensors["model.visual.blocks.1.attn.proj.bias"][3:4].mul_(1.0001))
+    edit_weights(other, lambda tensors: tensors["model.visual.blocks.1.attn.proj.bias"][3:4].mul_(1.0001))
     tower = load_tower(folder)
     found = {
         "same": fingerprint_of(tower, folder),

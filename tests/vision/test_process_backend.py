@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.vision.backends import PATIENCE_S, Fakes, collect
+from tests.vision.backends import PATIENCE_S, Fakes, assert_done, collect
+from tests.vision.backends import make_batch as batch
 from tests.vision.fake_worker import DIE, EXIT, FAIL, PAUSE
 from tests.vision.patches import make_patch
 from tests.vlmserve.server_process import ROOT, gone
@@ -62,20 +63,6 @@ def stop(pid: int) -> None:
     """Stop a worker; returns when it has."""
     os.kill(pid, signal.SIGSTOP)
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-
-
-def batch(number: int, *grids: tuple[int, int], order: float | None = None, width: int = 1) -> EncodeBatch:
-    """Noise; order: the first pixel."""
-    patches = tuple(make_patch(grid, width, seed=number) for grid in grids or [(2, 2)])
-    if order is not None:
-        patches[0].pixels[0, 0] = order
-    return EncodeBatch(number=number, patches=patches)
-
-
-def assert_done(result, of: EncodeBatch) -> None:
-    assert (result.number, result.error, result.untried) == (of.number, "", False)
-    for rows, patch in zip(result.embeds, of.patches, strict=True):
-        np.testing.assert_array_equal(rows.numpy(), patch.pixels)
 
 
 def assert_works(fake: Fakes, number: int = 99, worker: int = 0) -> None:
@@ -153,25 +140,6 @@ def test_a_worker_that_dies_in_work_fails_its_batches_and_is_started_again(fakes
     assert_works(fake)
     assert len(fake.pids()) == 2
     assert f"the encoder worker on cuda:0 {how}: starting it again" in caplog.text
-
-
-def test_a_worker_killed_while_idle_is_started_again(fakes, caplog):
-    fake = fakes("ok", "ok")
-    fake.backend.wait_ready()
-    for worker in (0, 1):
-        assert_works(fake, worker=worker)
-    for pid in fake.pids():
-        os.kill(pid, signal.SIGKILL)
-    for worker in (0, 1):
-        one = batch(worker)
-        fake.backend.start(worker, one)
-        [result] = collect(fake.backend, 1)
-        if result.embeds is None:  # it was given to the worker before its death was known
-            assert result.error == f"the encoder worker on cuda:{worker} was killed by SIGKILL"
-            fake.backend.start(worker, one)
-            [result] = collect(fake.backend, 1)
-        assert_done(result, one)
-    assert len(fake.pids()) == 4
 
 
 def test_a_worker_that_dies_three_times_in_a_row_is_given_up(fakes, caplog):

@@ -10,20 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
 from processors.families.registry import make_processor
 from processors.inputs import Resizing
 from processors.knobs import ImageKnobs
-from processors.resize import RESAMPLING, PatchConfig, frames_to_patches, resize_frames
+from processors.resize import RESAMPLING, PatchConfig, resize_frames
 from processors.video.options import VideoKnobs, VideoOptions
 from tests.fake_cuda.tensors import CUDA, FakeCuda
 from tests.processors.clips import make_clip
 from tests.processors.helpers import picture
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vision.patches import patches_of
 from vision.towers import device_resize as module
 from vision.towers.device_resize import original_patches, resize
 from vision.towers.runner import pixel_values
-from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.compute.transfers import to_device
 
@@ -61,18 +61,6 @@ def test_outputs_may_be_computed_in_parts(monkeypatch, most):
     check(pixels(2, 61, 90, 1), 56, 112, "bicubic")
 
 
-@pytest.mark.parametrize(("patch", "depth"), [(14, 1), (14, 2), (16, 1), (16, 2)])
-def test_patches_are_those_of_the_cpu(patch, depth):
-    config = PatchConfig(
-        patch_size=patch, merge_size=2, temporal_patch_size=2, mean=(0.0,) * 3, std=(1.0,) * 3, resample="bicubic"
-    )
-    grid = (6, 10)
-    frames = [pixels(depth, 75, 131, seed) for seed in range(3)]
-    made = original_patches(torch.from_numpy(np.stack(frames)), grid, config.resizing)
-    resized = [resize_frames(one, grid[0] * patch, grid[1] * patch, config.resample) for one in frames]
-    assert np.array_equal(made.numpy(), np.concatenate([frames_to_patches(one, config)[0] for one in resized]))
-
-
 def test_nothing_waits_and_little_is_launched():
     config = PatchConfig(patch_size=14, merge_size=2, temporal_patch_size=2, mean=(0.0,) * 3, std=(1.0,) * 3)
     frames = pixels(1, 150, 200, 2)[None]
@@ -99,10 +87,6 @@ def processors(request, tmp_path_factory) -> tuple[MultimodalProcessor, Multimod
         make_processor(folder, read_json(folder, "config.json"), ProcessorLimits(resize_later=later))
         for later in (False, True)
     )
-
-
-def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
-    return temporal_patches(data_item(medium))
 
 
 def assert_same(now: ProcessedMedium, later: ProcessedMedium) -> None:

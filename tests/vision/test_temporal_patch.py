@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
 from processors.families.registry import make_processor
 from processors.inputs import Modality, MultimodalDataItem
 from processors.video.options import VideoKnobs, VideoOptions
 from tests.processors.clips import make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.vision.patches import patches_of
 from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower
-from vision.towers.loading import load_tower, tower_fingerprint
+from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
-from vision.towers.temporal_patch import TemporalPatch, temporal_patches
+from vision.towers.temporal_patch import temporal_patches
 from vision.workers.inline import InlineBackend
 from vlmserve_common.checkpoint.reader import read_json
 
@@ -33,24 +33,16 @@ CPU = torch.device("cpu")
 class House:
     """A checkpoint's processor and tower."""
 
-    folder: Path
     processor: MultimodalProcessor
     tower: VisionTower
 
-    @property
-    def shape(self) -> EmbedShape:
-        width = self.tower.out_hidden_size * (1 + self.tower.num_deepstack_layers)
-        return EmbedShape(merge=2, width=width, dtype=torch.float32)
-
-    def fingerprint(self, **changes: object) -> bytes:
-        return tower_fingerprint(self.tower, read_json(self.folder, "config.json")["vision_config"] | changes)
-
     def pool(self) -> EncoderPool:
+        width = self.tower.out_hidden_size * (1 + self.tower.num_deepstack_layers)
         return EncoderPool(
             InlineBackend(TowerRunner(self.tower, CPU)),
             EmbeddingCache(MemoryTier(2**30, CPU)),
-            fingerprint=self.fingerprint(),
-            embed_shape=self.shape,
+            fingerprint=b"tower",
+            embed_shape=EmbedShape(merge=2, width=width, dtype=torch.float32),
             limits=PoolLimits(max_patches=10**6, space_bytes=2**30, batches_ahead=1),
         )
 
@@ -59,11 +51,7 @@ class House:
 def house(request, tmp_path_factory):
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     limits = ProcessorLimits(video_options=VideoOptions(sampling="time-grid"))
-    return House(folder, make_processor(folder, read_json(folder, "config.json"), limits), load_tower(folder))
-
-
-def patches_of(medium: ProcessedMedium) -> tuple[TemporalPatch, ...]:
-    return temporal_patches(data_item(medium))
+    return House(make_processor(folder, read_json(folder, "config.json"), limits), load_tower(folder))
 
 
 def rows_of(pool: EncoderPool, keys: list[bytes]) -> torch.Tensor:

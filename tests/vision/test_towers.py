@@ -67,14 +67,6 @@ def test_a_packed_batch_of_mixed_sizes_equals_single_calls_and_transformers(pair
     torch.testing.assert_close(rows, pair.expected(pixels, GRIDS), rtol=1e-4, atol=1e-5)
 
 
-@torch.inference_mode()
-def test_rows_of_a_video_are_those_of_its_temporal_patches(pair):
-    grid = (3, 6, 10)
-    pixels = pair.pixels([grid])
-    frames = torch.cat([pair.tower(frame, [(1, 6, 10)]) for frame in pixels.split(60)])
-    torch.testing.assert_close(pair.tower(pixels, [grid]), frames, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("grids", "patches", "message"),
     [

@@ -11,13 +11,12 @@ import torch
 
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vision.backends import collect
-from tests.vision.patches import make_levels, random_patches
-from vision.towers.loading import load_tower, tower_fingerprint
-from vision.towers.runner import pixel_values
+from tests.vision.patches import directly, make_levels, random_patches
+from tests.vision.test_loading import fingerprint_of
+from vision.towers.loading import load_tower
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.process_backend import ProcessBackend
 from vision.workers.settings import WorkerSettings
-from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.errors import EngineError
 
 
@@ -28,16 +27,6 @@ def shared_dir(tmp_path):
     assert list((tmp_path / "shared").iterdir()) == []
 
 
-def fingerprint(tower, folder):
-    return tower_fingerprint(tower, read_json(folder, "config.json")["vision_config"])
-
-
-@torch.inference_mode()
-def directly(tower, patches):
-    """The rows of temporal patches of one grid, as a video's."""
-    return tower(pixel_values(patches, torch.device("cpu")), [(len(patches), *patches[0].grid)])
-
-
 def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir):
     folder = make_checkpoint("qwen3_vl", tmp_path / "model")
     tower = load_tower(folder)
@@ -46,7 +35,7 @@ def test_rows_alone_packed_and_of_a_video_by_two_workers(tmp_path, shared_dir):
     wrong = make_levels((3, 4), patches[0].pixels.shape[1])
     settings = WorkerSettings(model=folder, devices=("cpu", "cpu"), shared_dir=shared_dir)
     with contextlib.closing(ProcessBackend(settings)) as backend:
-        assert backend.wait_ready() == fingerprint(tower, folder)
+        assert backend.wait_ready() == fingerprint_of(tower, folder)
         batches = {
             0: patches,
             1: [patches[0], wrong],
@@ -95,7 +84,7 @@ def test_rows_in_bfloat16(tmp_path, shared_dir):
         model=folder, devices=("cpu",), shared_dir=shared_dir, dtype="bfloat16", cpu_kernels="off"
     )
     with contextlib.closing(ProcessBackend(settings)) as backend:
-        assert backend.wait_ready() == fingerprint(tower, folder)
+        assert backend.wait_ready() == fingerprint_of(tower, folder)
         backend.start(0, EncodeBatch(number=0, patches=(patch,)))
         [result] = collect(backend, 1)
     assert result.embeds[0].dtype == torch.bfloat16

@@ -1,14 +1,16 @@
-"""The KV slot allocator: against a naive model, and where it places what."""
+"""The KV slot allocator: against a naive model, and where it places what; and the device's table of slots."""
 
 import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
+from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve_common.errors import EngineError
 
 NUM_PAGES = 24
@@ -156,27 +158,20 @@ def decode(allocator: TokenToKVPoolAllocator, requests: list[np.ndarray], steps:
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_requests_that_decode_side_by_side_keep_one_run_each(page_size):
-    allocator = TokenToKVPoolAllocator(16 * 256, page_size)
-    requests = [allocator.alloc_extend(0, 30 + i, -1, room=128) for i in range(16)]
+def test_chunks_of_a_prompt_and_its_answer_keep_one_run(page_size):
+    allocator = TokenToKVPoolAllocator(16 * 512, page_size)
+    lengths = [300 + i for i in range(16)]
+    requests = [np.empty(0, dtype=np.int64)] * 16
+    for start in range(0, 320, 64):
+        for i, slots in enumerate(requests):
+            last, end = int(slots[-1]) if len(slots) else -1, min(start + 64, lengths[i])
+            grown = allocator.alloc_extend(start, end, last, room=lengths[i] - end + 128)
+            requests[i] = np.concatenate([slots, grown])
     requests = decode(allocator, requests, 128)
     assert [num_runs(slots) for slots in requests] == [1] * 16
     for slots in requests:
         allocator.free(slots)
     assert allocator.available_size() == allocator.size
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_chunks_of_a_prompt_and_its_answer_keep_one_run(page_size):
-    allocator = TokenToKVPoolAllocator(2048, page_size)
-    requests = [np.empty(0, dtype=np.int64)] * 3
-    for start in range(0, 320, 64):
-        for i, slots in enumerate(requests):
-            last = int(slots[-1]) if len(slots) else -1
-            grown = allocator.alloc_extend(start, start + 64, last, room=320 - start - 64 + 100)
-            requests[i] = np.concatenate([slots, grown])
-    requests = decode(allocator, requests, 100)
-    assert [num_runs(slots) for slots in requests] == [1, 1, 1]
 
 
 def test_rooms_are_halved_when_open_space_is_short():
@@ -248,3 +243,15 @@ def test_what_cannot_be_freed_changes_nothing():
     allocator.free(np.empty(0, dtype=np.int64))
     allocator.free(slots[:1])  # whole pages
     assert allocator.available_size() == 28
+
+
+def test_device_table():
+    pool = ReqToTokenPool(2, 6, "cpu")
+    assert (pool.size, pool.max_context_len) == (2, 6)
+    pool.write(1, 2, torch.tensor([30, 31, 32]))
+    pool.write(1, 5, np.array([33]))
+    assert pool.req_to_token.dtype == torch.int32
+    assert pool.req_to_token.tolist() == [[0] * 6, [0, 0, 30, 31, 32, 33], [0] * 6]
+    for req_pool_idx, start in ((2, 0), (-1, 0), (0, 6), (0, -1)):
+        with pytest.raises(EngineError):
+            pool.write(req_pool_idx, start, torch.tensor([1]))

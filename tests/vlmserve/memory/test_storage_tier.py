@@ -58,6 +58,12 @@ class Engine:
         parts = [part for layer in self.kv.layers for part in vars(layer).values()]
         return [part[slots].clone() for part in parts]
 
+    def loaded(self, key: np.ndarray) -> list[torch.Tensor]:
+        """What is cached of a prefix, brought to the device."""
+        match = self.cache.load_back(self.cache.match_prefix(key, b"tenant"))
+        self.step()
+        return self.read(match.indices)
+
     def step(self) -> None:
         self.transfer.run(self.cache.take_copy_jobs())
 
@@ -85,10 +91,7 @@ def test_a_prefix_goes_to_disk_and_comes_back_after_a_restart(tmp_path):
     assert later.fetch(later.key(1, 2, 3, 4)) == 0
     assert later.fetch(key) == 6
     assert later.fetch(key) == 0
-    match = later.cache.load_back(later.cache.match_prefix(key, b"tenant"))
-    later.step()
-    assert len(match.indices) == 6
-    for was, now in zip(first, later.read(match.indices), strict=True):
+    for was, now in zip(first, later.loaded(key), strict=True):
         assert torch.equal(was, now)
     later.storage.close()
 
@@ -105,10 +108,7 @@ def test_what_is_cached_is_gone_on_from(tmp_path):
     assert engine.cache.match_len(key, b"tenant") == 2
     engine.storage.save([b"x" * 32], torch.zeros(2, 1, dtype=torch.uint8)).result()  # behind the others
     assert engine.fetch(key) == 2
-    match = engine.cache.load_back(engine.cache.match_prefix(key, b"tenant"))
-    engine.step()
-    assert len(match.indices) == 4
-    for was, now in zip(first, engine.read(match.indices), strict=True):
+    for was, now in zip(first, engine.loaded(key), strict=True):
         assert torch.equal(was[:4], now)
     engine.storage.close()
 
@@ -141,9 +141,7 @@ def test_at_the_end_all_that_is_cached_goes_to_disk(tmp_path, monkeypatch, piece
     for key, before in zip(keys, parts, strict=True):
         key = later.key(*["cat" if token < 0 else token for token in key])
         assert later.fetch(key) == 6
-        match = later.cache.load_back(later.cache.match_prefix(key, b"tenant"))
-        later.step()
-        for was, now in zip(before, later.read(match.indices), strict=True):
+        for was, now in zip(before, later.loaded(key), strict=True):
             assert torch.equal(was, now)
     files = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert later.cache.close() == 0

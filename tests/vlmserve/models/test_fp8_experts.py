@@ -13,13 +13,9 @@ from safetensors.torch import load_file
 from tests.fp8_checkpoints import config_of
 from tests.tiny_checkpoints import MOE, make_checkpoint, write_safetensors
 from tests.vlmserve.models.test_expert_parts import experts_of
-from vlmserve.models.registry import WEIGHT_RULES, load_model
-from vlmserve_common.checkpoint.fp8 import Fp8Scheme, Fp8Tensors
-from vlmserve_common.checkpoint.reader import CheckpointReader
-from vlmserve_common.checkpoint.weights import match_weights
-from vlmserve_common.compute.activations import activation
-from vlmserve_common.compute.expert_part import part_of_experts
-from vlmserve_common.compute.experts import ExpertLayout, Experts, choose_layouts
+from vlmserve.models.registry import load_model
+from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.experts import ExpertLayout
 from vlmserve_common.compute.shard import ExpertSharing, Shard
 from vlmserve_common.errors import CheckpointError
 
@@ -74,44 +70,21 @@ def test_or_stay_as_they_are(folders: tuple[Path, Path]):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (4, 2), (5, 1)])
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (4, 2), (4, 1)])
 def test_of_a_part_scales_are_those_of_its_elements(folders: tuple[Path, Path], tp: int, ep: int, keep: bool):
     """Also where it begins within a block."""
-    reader, name = CheckpointReader(folders[0]), "language_model.layers.0.mlp.experts"
-    whole = experts_of(load_model(folders[1]))[0]
+    whole = experts_of(load_model(folders[1]))
     for rank in range(tp):
-        part = part_of_experts(8, 40, Shard(rank, tp, experts=ExpertSharing(ep_size=ep)))
-        module = torch.nn.Module()
-        module.add_module("language_model", layer := torch.nn.Module())
-        for step in name.split(".")[1:-1]:
-            layer.add_module(step, layer := torch.nn.Module())
-        layer.add_module("experts", experts := Experts(part, 64, activation("silu")))
-        tensors = {WEIGHT_RULES.our_name(one): stored for one, stored in reader.tensors.items()}
-        own = {one: stored for one, stored in tensors.items() if one.startswith(f"{name}.")}
-        choose_layouts(module, {one: stored.shape for one, stored in own.items()})
-        reader.tensors, everything = {stored.name: stored for stored in own.values()}, reader.tensors
-        eight = Fp8Tensors(
-            module, reader, WEIGHT_RULES, Fp8Scheme(block=BLOCK, inputs="group"), device=torch.device("cpu"), keep=keep
-        )
-        module.to_empty(device="cpu") if keep else None
-        reader.read_into(
-            match_weights(
-                module,
-                reader,
-                WEIGHT_RULES,
-                otherwise=eight.weights,
-                passed_over=eight.stored,
-                eight_bit=eight.eight_bit,
-            )
-        )
-        eight.load()
-        reader.tensors = everything
-        inner = slice(part.first, part.first + part.size)
-        for slot, expert in enumerate(part.own):
-            gate_up, down = experts._weights_of(slot, torch.float32)
-            wanted = whole.weights[0][expert].unflatten(0, (2, 40))[:, inner].flatten(0, 1)
-            torch.testing.assert_close(gate_up, wanted, rtol=1e-6, atol=0)
-            torch.testing.assert_close(down, whole.weights[1][expert][:, inner], rtol=1e-6, atol=0)
+        comm = Communicator(Shard(rank, tp, experts=ExpertSharing(ep_size=ep)))
+        model = load_model(folders[0], comm=comm, keep_fp8=keep, with_tower=False)
+        for experts, expected in zip(experts_of(model), whole, strict=True):
+            assert all((weights.dtype == FP8) is keep for weights in experts.weights)
+            inner = slice(experts.part.first, experts.part.first + experts.part.size)
+            for slot, expert in enumerate(experts.part.own):
+                gate_up, down = experts._weights_of(slot, torch.float32)
+                wanted = expected.weights[0][expert].unflatten(0, (2, 40))[:, inner].flatten(0, 1)
+                torch.testing.assert_close(gate_up, wanted, rtol=1e-6, atol=0)
+                torch.testing.assert_close(down, expected.weights[1][expert][:, inner], rtol=1e-6, atol=0)
 
 
 def test_a_scale_that_does_not_fit_is_named(folders: tuple[Path, Path], tmp_path: Path):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests import hf_env  # noqa: F401
 from tests.quantized_checkpoints import FORMATS, make_quantized
@@ -15,10 +12,7 @@ from tests.vlmserve.models.dense_attention import assert_close, distance_of, log
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.linear import Linear
-from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import library
-
-KEY = "model.layers.1.self_attn.k_proj."
 
 
 def kinds(model: VisionLanguageModel) -> set[str]:
@@ -60,60 +54,6 @@ def test_a_checkpoint_of_float16_is_computed_in_bfloat16(tmp_path):
     assert load_model(plain).dtype == torch.float16
     assert load_model(made).dtype == torch.bfloat16
     assert load_model(made, dtype=torch.float16).dtype == torch.float16
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported are awq, gptq"),
-        ({"version": "gemv"}, "version is 'gemv'; supported: 'gemm'"),
-        ({"bits": 3}, "bits is 3; supported: 4"),
-        ({"group_size": 12}, "group_size is 12; it must be -1, or a multiple of 8"),
-        ({"group_size": 64}, r"qweight|qzeros is \[2, 8\] of torch.int32, not \[1, 8\].*group_size 64"),
-        ({"quant_method": "gptq", "bits": 2}, "bits is 2; supported: 4, 8"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "format is 'int-quantized'"),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups has 0 entries"),
-    ],
-)
-def test_what_cannot_be_read_is_refused(plain, tmp_path, change, message):
-    made, _ = make_quantized(plain, tmp_path, "awq")
-    config = json.loads((made / "config.json").read_text())
-    config["quantization_config"] |= change
-    (made / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=message) as error:
-        load_model(made)
-    assert str(made) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("leaf", "value", "message"),
-    [
-        ("scales", None, r"k_proj\.scales is missing; qweight, qzeros are there"),
-        ("scales", torch.ones(2, 30), r"k_proj\.scales is \[2, 30\] of torch.float32, not \[2, 32\]"),
-        ("qzeros", torch.ones(2, 4), r"k_proj\.qzeros is \[2, 4\] of torch.float32, not \[2, 4\] of whole numbers"),
-        ("weight", torch.ones(32, 64), "unexpected: model.layers.1.self_attn.k_proj.weight"),
-    ],
-)
-def test_damaged_tensors_are_named(plain, tmp_path, leaf, value, message):
-    made, _ = make_quantized(plain, tmp_path, "awq")
-    tensors = load_file(made / "model.safetensors")
-    if value is None:
-        del tensors[KEY + leaf]
-    else:
-        tensors[KEY + leaf] = value
-    save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message):
-        load_model(made)
-
-
-def test_whole_numbers_are_no_weights(plain, tmp_path):
-    folder, _ = make_quantized(plain, tmp_path, "awq", some="nothing")
-    tensors = load_file(folder / "model.safetensors")
-    tensors[KEY + "weight"] = tensors[KEY + "weight"].int()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"1 of whole numbers: \S+k_proj.weight is of torch.int32"):
-        load_model(folder)
 
 
 @pytest.mark.parametrize("tied", [False, True])

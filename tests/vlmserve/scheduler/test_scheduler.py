@@ -124,27 +124,6 @@ def test_sessions_give_way_when_slots_are_short():
     rig.loop.check_pools()
 
 
-def test_a_hybrid_model_goes_on_from_the_last_state_that_was_kept():
-    rig = Rig(Knobs(chunk=None, snapshots=4))
-    rig.run(request("a", [1] * 30))
-    again = request("b", [1] * 30)
-    rig.run(again)
-    rig.check_answers(again)
-    assert (rig.cached["b"], rig.worker.resumed) == (24, 1), "whole units of eight tokens"
-
-
-def test_pictures_that_differ_share_nothing_from_there_on():
-    rig = Rig(Knobs(chunk=None))
-    first = request("a", list(range(8)) + [0] * 16, [(8, 8, b"red")])
-    rig.run(first)
-    same = request("b", list(range(8)) + [0] * 16, [(8, 8, b"red")])
-    other = request("c", list(range(8)) + [0] * 16, [(8, 8, b"blue")])
-    for message in (same, other):
-        rig.run(message)
-        assert rig.tokens[message.rid] == expected(message)
-    assert rig.cached == {"a": 0, "b": 20, "c": 8}
-
-
 def test_chunks_cut_inside_a_picture_and_send_its_rows_once_each():
     rig = Rig(Knobs(chunk=8, page=4))
     rig.run(request("a", [0] * 40, [(3, 30, b"pic")]))
@@ -187,15 +166,6 @@ def test_requests_that_wait_for_rows_cost_no_look_at_the_prefix_cache(monkeypatc
     assert len(rig.finish) == 50
 
 
-def test_a_hundred_equal_requests_encode_once():
-    rig = Rig(Knobs(encoders=2, radix=False))
-    messages = [request(f"r{i}", [1] * 20, [(3, 12, b"same")], new=1) for i in range(100)]
-    rig.run(*messages)
-    assert rig.backend.encoded() == [messages[0].mm_inputs.items[0].patch_digests[0]]
-    rig.check_answers(*messages)
-    assert rig.pool.stats().coalesced == 99
-
-
 def test_others_go_on_while_a_picture_is_encoded():
     rig = Rig(Knobs(encoders=1, chunk=8))
     picture, text = request("picture", [1] * 20, [(3, 12, b"slow")]), request("text", [2] * 30)
@@ -224,18 +194,6 @@ def test_a_prompt_in_progress_that_waits_for_its_second_picture_lets_others_pass
     rig.check_answers(text)
     rig.run()
     rig.check_answers(two)
-
-
-def test_a_clip_larger_than_the_space_is_encoded_bit_by_bit():
-    rig = Rig(Knobs(chunk=64, space_rows=8, context=128))
-    clip = request("clip", [1] * 60, [(3, 40, b"-".join(bytes([97 + i]) * 2 for i in range(10)))])
-    rig.handle(clip)
-    most = 0
-    while rig.step():
-        most = max(most, rig.pool.cache.device.stats().held_bytes)
-    rig.check_answers(clip)
-    assert most <= 8 * ROW_BYTES
-    assert len(rig.backend.encoded()) == 10
 
 
 def rig_without_room() -> tuple[Rig, list[bytes]]:

@@ -63,6 +63,14 @@ class AgainstModel(RuleBasedStateMachine):
         self.queue.leave(req)
         req.finish(DONE)
 
+    @rule(client=st.sampled_from("abcd"))
+    def go(self, client):
+        """A client that comes again has been given what it was given."""
+        for req in self.alive():
+            if req.client == client:
+                self.queue.leave(req)
+                req.finish(DONE)
+
     @precondition(lambda self: self.alive(ReqStatus.DECODING))
     @rule(data=st.data(), cost=st.integers(1, 20))
     def decode(self, data, cost):
@@ -149,44 +157,16 @@ TestAgainstModel = AgainstModel.TestCase
 TestAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def serve(queue: WaitingQueue, req: Req, cost: float) -> None:
-    """Compute all of a request at once."""
-    queue.remove(req)
-    req.move_to(ReqStatus.PREFILLING)
-    queue.charge(req, cost)
-
-
-def served_one(queue: WaitingQueue, cost: float = 1.0) -> Req:
-    found: list[Req] = []
-
-    def attempt(req: Req) -> bool:
-        serve(queue, req, cost)
-        found.append(req)
-        return False
-
-    queue.visit(attempt)
-    return found[0]
-
-
-def leave(queue: WaitingQueue, req: Req) -> None:
-    queue.leave(req)
-    req.finish(DONE)
-
-
 def test_a_client_does_not_get_rid_of_what_it_was_given_by_coming_anew():
-    queue = make_queue()
-    for i in range(100):
-        queue.arrive(make_req(i, client="steady"))
-    served = Counter()
-    for i in range(100, 160):
-        queue.arrive(make_req(i, client="hopping"))
-        req = served_one(queue, cost=10)
-        served[req.client] += 1
-        leave(queue, req)
-        for other in list(queue):
-            if other.client == "hopping":
-                leave(queue, other)
-    assert abs(served["hopping"] - served["steady"]) <= 2, served
+    machine = AgainstModel()
+    for client in "ab":
+        machine.arrive(client=client, new=8, choice=0)
+    for cost in (20, 1):  # of a, then of b
+        machine.visit(outcomes=["whole"], cost=cost)
+    machine.arrive(client="b", new=8, choice=0)
+    machine.go(client="a")
+    machine.arrive(client="a", new=8, choice=0)
+    machine.visit(outcomes=["stop"], cost=1)
 
 
 def tries(queue: WaitingQueue) -> list[Req]:

@@ -1,4 +1,5 @@
-"""Towers in pieces: the same bits however finely they are cut, and pieces cost what they say."""
+"""Whole towers by our operators and in pieces: torch's answer, the same bits however finely they are cut, whatever else
+is encoded; and pieces cost what they say."""
 
 from __future__ import annotations
 
@@ -38,8 +39,7 @@ def by_operators(request):
     choice = "auto" if request.param == "operators" else "off"
     said = library.activate(choice, threads=2)
     assert (library.active() is not None) == (choice == "auto"), said
-    yield choice == "auto"
-    library.activate("off", threads=1)
+    return choice == "auto"
 
 
 def load(folder, dtype: torch.dtype) -> VisionTower:
@@ -53,6 +53,41 @@ def pixels(folder, grids: list[Grid]) -> torch.Tensor:
     count = sum(t * h * w for t, h, w in grids)
     width = math.prod(load_tower(folder).patch_embed.proj.kernel)
     return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+
+
+def packed(folder, dtype: torch.dtype, threads: int = 2) -> VisionTower:
+    """A checkpoint's tower by the operators."""
+    said = library.activate("auto", threads=threads)
+    assert library.active() is not None, said
+    return load(folder, dtype)
+
+
+@torch.inference_mode()
+def test_float32_is_that_of_torch(folder):
+    x = pixels(folder, GRIDS)
+    expected = load_tower(folder, dtype=torch.float32)(x, GRIDS)
+    torch.testing.assert_close(packed(folder, torch.float32)(x, GRIDS), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_bfloat16_is_as_near_to_float32_as_that_of_torch(folder):
+    x, narrow = pixels(folder, GRIDS), load_tower(folder, dtype=torch.bfloat16)
+    theirs = narrow(x, GRIDS).float()
+    truth = narrow.float()(x, GRIDS)
+    ours = packed(folder, torch.bfloat16)(x, GRIDS)
+    assert ours.dtype == torch.bfloat16
+    assert 0 < (ours.float() - truth).norm() < 1.1 * (theirs - truth).norm()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_embeddings_do_not_depend_on_batch_mates_or_threads_bit_for_bit(folder, dtype):
+    x = pixels(folder, GRIDS)
+    together = packed(folder, dtype)(x, GRIDS)
+    tower = packed(folder, dtype, threads=1)
+    parts = x.split([t * h * w for t, h, w in GRIDS])
+    alone = [tower(part, [grid]) for part, grid in zip(parts, GRIDS, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 @torch.inference_mode()
@@ -112,11 +147,8 @@ def test_pieces_cost_together_what_a_picture_does(folder, by_operators, grid):
 def test_no_piece_of_the_operators_costs_more_than_the_limit(folder):
     said = library.activate("auto", threads=2)
     assert library.active() is not None, said
-    try:
-        tower, limit = load(folder, torch.bfloat16), 5e7
-        _, pieces = cut(tower.steps(pixels(folder, [(1, 60, 60)]), [(1, 60, 60)], at_most(limit)))
-    finally:
-        library.activate("off", threads=1)
+    tower, limit = load(folder, torch.bfloat16), 5e7
+    _, pieces = cut(tower.steps(pixels(folder, [(1, 60, 60)]), [(1, 60, 60)], at_most(limit)))
     assert max(piece.cost for piece in pieces if piece.kind is not Kind.ELEMENTS) <= limit
     assert len(pieces) > 20
 
