@@ -345,7 +345,17 @@ def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
 
 @pytest.mark.parametrize(
     "host",
-    ["127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "[::1]", "[::ffff:127.0.0.1]"],
+    [
+        "127.0.0.1",
+        "localhost",
+        "127.1",
+        "2130706433",
+        "0x7f000001",
+        "0x7f.0.0.1",
+        "0177.0.0.1",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+    ],
 )
 def test_this_machine_is_refused_by_default(web, host):
     before = len(web.paths)

@@ -142,6 +142,25 @@ def test_a_worker_that_dies_in_work_fails_its_batches_and_is_started_again(fakes
     assert f"the encoder worker on cuda:0 {how}: starting it again" in caplog.text
 
 
+def test_a_worker_killed_while_idle_is_started_again(fakes, caplog):
+    fake = fakes("ok", "ok")
+    fake.backend.wait_ready()
+    for worker in (0, 1):
+        assert_works(fake, worker=worker)
+    for pid in fake.pids():
+        os.kill(pid, signal.SIGKILL)
+    for worker in (0, 1):
+        one = batch(worker)
+        fake.backend.start(worker, one)
+        [result] = collect(fake.backend, 1)
+        if result.embeds is None:  # it was given to the worker before its death was known
+            assert result.error == f"the encoder worker on cuda:{worker} was killed by SIGKILL"
+            fake.backend.start(worker, one)
+            [result] = collect(fake.backend, 1)
+        assert_done(result, one)
+    assert len(fake.pids()) == 4
+
+
 def test_a_worker_that_dies_three_times_in_a_row_is_given_up(fakes, caplog):
     fake = fakes("ok die", "ok")
     fake.backend.start(0, batch(1, order=DIE))
