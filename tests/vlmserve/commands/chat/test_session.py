@@ -80,7 +80,9 @@ def test_turns_with_pictures_and_a_clip(served, chat):
 
 def test_what_is_no_medium_is_told_and_nothing_is_lost(served, chat, tmp_path):
     (tmp_path / "broken.png").write_bytes(PICTURE.read_bytes()[:100])
-    chat.ask(f"/image {PICTURE}")
+    chat.ask("/image two words.png")
+    chat.ask(f"/image 'two words.png' {PICTURE}")
+    assert 'there is no file "it\'s"' in chat.ask("/image it's")
     assert "there is no file 'no.png'" in chat.ask("What is in no.png?")
     assert "there is no file 'no.png'" in chat.ask("/image 'no.png' no.png")
     assert "is a picture, not a video" in chat.ask(f"/video {PICTURE}")
@@ -90,7 +92,7 @@ def test_what_is_no_medium_is_told_and_nothing_is_lost(served, chat, tmp_path):
     assert "the PNG picture is broken" in refused
     assert "The question does not count" in refused
     chat.ask("What was it?")
-    assert media_of(served) == [1, 1]
+    assert media_of(served) == [3, 3]
 
 
 def test_options_system_prompt_and_retry(served, chat):

@@ -17,6 +17,7 @@ from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from tests.vlmserve.commands.served import fake_server
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.commands.client.conversation import OptionError
 from vlmserve.commands.client.media import data_url
 from vlmserve.commands.demo.chat import (
     ERROR_TITLE,
@@ -140,6 +141,16 @@ def test_a_refused_question_is_forgotten(client, served, tmp_path):
     assert len(request.mm_inputs.items) == 1
 
 
+def test_a_file_that_is_gone_is_told(tmp_path):
+    async def last() -> View:
+        question = Question(text="?", media=(tmp_path / "gone.png",))
+        return [view async for view in Chat(ChatClient("http://127.0.0.1:9"), MODEL).ask([], question, {})][-1]
+
+    shown = asyncio.run(last()).messages
+    assert shown[-1]["metadata"]["title"] == ERROR_TITLE
+    assert "gone.png" in said(shown)
+
+
 def test_a_failure_after_the_beginning_keeps_what_was_said(checkpoint):
     views: list[View] = []
 
@@ -249,6 +260,8 @@ AGAIN = Question(text="And the colour?")
 def test_what_was_shown_is_read_back():
     messages = [question_message(SHAPES), answer_message("A circle."), question_message(AGAIN), answer_message("Red.")]
     messages = json.loads(json.dumps(messages))  # as through a browser
+    files = [part["file"] for part in messages[0]["content"] if part["type"] == "file"]
+    assert [file["mime_type"] for file in files] == ["image/png", "video/mp4"]
     assert answered_turns(messages) == (
         Turn(question=SHAPES, answer="A circle."),
         Turn(question=AGAIN, answer="Red."),
@@ -323,3 +336,10 @@ def test_a_question_may_lack_a_part_and_an_unknown_file_is_left_to_the_server(tm
 def test_an_empty_field_leaves_it_to_the_server():
     form = {"max_tokens": " 7 ", "temperature": "", "top_p": None, "seed": "  ", "detail": "low", "fps": "0.5"}
     assert read_settings(form) == {"max_tokens": 7, "detail": "low", "fps": 0.5}
+    for name, text, kind in (
+        ("seed", "1.5", "a whole number"),
+        ("top_p", "nan", "a number"),
+        ("fps", "inf", "a number"),
+    ):
+        with pytest.raises(OptionError, match=f"^{name} is '{text}'; it must be {kind}"):
+            read_settings({name: text})

@@ -25,6 +25,7 @@ from tests.vlmserve.commands.warmup.media import (
     warmup,
 )
 from tests.vlmserve.server_process import PATIENCE_S, ROOT
+from vision.cache.store import EmbeddingStore
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve import LLM, SamplingOverrides, cli
@@ -139,25 +140,45 @@ def test_lists_standard_input_patterns_and_urls(model, tmp_path, capsys, monkeyp
         assert sorted(error["code"] for error in lines(failed)) == ["invalid_media_url", "unsupported_content"]
         warmup(capsys, model, web.url("/picture"), *flags, status=1)
         assert "not public" in lines(failed)[0]["message"] or "private" in lines(failed)[0]["message"]
+    for setting in ("--max-image-pixels", "--media-max-bytes"):
+        warmup(capsys, model, media / "a.png", *flags, setting, "100", status=1)
+        assert f"the limit is 100 (setting {setting})" in lines(failed)[0]["message"]
 
 
-def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys):
+def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys, monkeypatch):
     media, cache, journal = fill(tmp_path / "media"), tmp_path / "cache", tmp_path / "done.jsonl"
     words = [model, media, "--embedding-cache-dir", cache, "--resume", journal]
-    first = warmup(capsys, *words)
-    assert first["done"] == 3
+    put, stored, flushed = EmbeddingStore.put, set(), []
+
+    def watched_put(self, key, *args, **more):
+        done = put(self, key, *args, **more)
+        stored.add(key.hex())
+        return done
+
+    def watched_fsync(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(journal):
+            flushed.append(lines(journal))
+            assert stored.issuperset(flushed[-1][-1]["keys"]), "no line is ahead of its entries"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingStore, "put", watched_put)
+        patch.setattr(os, "fsync", watched_fsync)
+        assert warmup(capsys, *words)["done"] == 3
+    assert [len(there) for there in flushed] == [1, 2, 3], "each line is on disk before it counts"
     kept = journal.read_bytes()
     assert warmup(capsys, *words)["skipped"] == 3
     assert journal.read_bytes() == kept
 
-    # without what was done last, cut off in the middle
-    journal.write_bytes(kept[:-20])
+    # without what was done last, cut off in the middle, and with lines that are none
+    journal.write_bytes(b"[1]\n\xff\xfe\n" + kept[:-20])
     torn = warmup(capsys, *words)
     assert (torn["skipped"], torn["done"], torn["encoded"]) == (2, 1, 0)
     assert warmup(capsys, *words)["skipped"] == 3
 
     # an entry was evicted, and a file has changed
-    picture = next(json.loads(line) for line in journal.read_text().splitlines() if "a.png" in line and line[-1] == "}")
+    picture = next(
+        json.loads(line) for line in journal.read_bytes().splitlines() if b"a.png" in line and line[-1:] == b"}"
+    )
     next(cache.rglob(f"{picture['keys'][0]}.safetensors")).unlink()
     (media / "below" / "b").write_bytes(png(22))
     after = warmup(capsys, *words)

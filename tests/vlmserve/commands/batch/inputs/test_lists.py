@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import io
+import itertools
 import tracemalloc
 
 import pytest
 
 from processors.fetch.fetching import BlockingFetcher
 from processors.fetch.limits import FetchSettings
-from tests.vlmserve.commands.batch.inputs.found import ids, media, opened, total, touch, unreadable, web
+from tests.vlmserve.commands.batch.inputs.found import FETCHER, ids, media, opened, total, touch, unreadable, web
 from tests.vlmserve.commands.warmup.media import data_url, png
-from vlmserve.commands.batch.inputs import records
+from vlmserve.commands.batch.inputs import open_inputs, records
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -45,6 +47,10 @@ def test_a_list(here, name):
 
 
 def test_a_list_on_standard_input(here):
+    stdin = io.BytesIO(b"".join(b"%d.png\n" % number for number in range(9)))
+    found = itertools.islice(open_inputs(["-"], fetcher=FETCHER, stdin=stdin), 3)
+    assert [one.id for one in found] == ["0.png", "1.png", "2.png"]
+    assert stdin.tell() == 3 * len(b"0.png\n"), "line by line"
     inputs = opened("-", stdin=b"c.png\nlists/pics/a.png\nnone.png\n")
     assert list(inputs.count()) == [None]
     assert ids(inputs) == ["c.png", "lists/pics/a.png", "none.png"]
