@@ -1,7 +1,9 @@
-"""A checkpoint without weights, for the servers of `served.py`."""
+"""A checkpoint without weights, for the servers of `served.py`; logs that commands of this process set up, undone."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,3 +14,12 @@ from tests.vlmserve.api.fake_engine import write_checkpoint_folder
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint_folder(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

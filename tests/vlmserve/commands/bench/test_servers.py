@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from tests.vlmserve.api.fake_engine import MODEL, Served, real_server
 from tests.vlmserve.commands.served import fake_server
@@ -185,29 +187,21 @@ class Meagre:
         self.bodies: list[dict[str, Any]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] == "/v1/models":
-            await _reply(send, 200, json.dumps({"data": [{"id": "meagre"}]}))
-            return
-        content, more = b"", True
-        while more:
-            message = await receive()
-            content, more = content + message["body"], message.get("more_body", False)
+        request = Request(scope, receive)
+        await self._answer(scope["path"], await request.body())(scope, receive, send)
+
+    def _answer(self, path: str, content: bytes) -> Response:
+        if path == "/v1/models":
+            return JSONResponse({"data": [{"id": "meagre"}]})
         body = json.loads(content)
         if "ignore_eos" in body:
-            await _reply(send, 400, json.dumps({"error": {"message": "what is ignore_eos?"}}))
-            return
+            return JSONResponse({"error": {"message": "what is ignore_eos?"}}, 400)
         self.bodies.append(body)
         if len(self.bodies) == 4:
-            await _reply(send, 500, json.dumps({"error": "out of luck"}))
-            return
+            return JSONResponse({"error": "out of luck"}, 500)
         deltas: list[Any] = [{"role": "assistant"}, {"content": "two "}, {"reasoning_content": "words"}, None]
         lines = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
-        await _reply(send, 200, "".join([*lines, 'data: {"id": "x"}\n\n', "data: [DONE]\n\n"]))
-
-
-async def _reply(send: Any, status: int, text: str) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": []})
-    await send({"type": "http.response.body", "body": text.encode()})
+        return Response("".join([*lines, 'data: {"id": "x"}\n\n', "data: [DONE]\n\n"]))
 
 
 def test_ratios_say_how_many_times_as_fast_the_first_is(capsys):

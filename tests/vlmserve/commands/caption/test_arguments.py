@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from tests.vlmserve.commands.caption.runs import item, lines, output_settings, run_once
-from tests.vlmserve.commands.warmup.media import root_logger_kept
 from vlmserve import cli
 from vlmserve.commands.batch.inputs.files import StandardInput
 from vlmserve.commands.caption.command import DEFAULT_PROMPT, named_folder, read_command, words_to_open
@@ -77,11 +76,9 @@ def test_several_captions_are_sampled_and_files_count(tmp_path):
         (["--shard", "4/4"], "--shard is '4/4'; it must be like 0/4, 1/4, 2/4 or 3/4"),
         (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file: give one"),
         (["--prompt-file", "/nowhere"], "--prompt-file /nowhere: cannot be read"),
-        (["--base-url", "host:80"], "--base-url is 'host:80'; it must be like http://host:port/v1"),
         (["--api-key", "k"], "--api-key goes with --base-url"),
         (["--caption-suffix", "txt"], "--caption-suffix is 'txt'; it must be a suffix such as .txt"),
         (["--output", "out.csv"], "--output is 'out.csv'; it must end with .jsonl, .parquet or .tar"),
-        (["--prompt", "{{"], "--prompt '{{' is no Jinja2 template"),
         (["--page-size", "0"], "--page-size is 0"),
         (["/no/such/folder"], "INPUT '/no/such/folder': No such file or directory"),
     ],
@@ -125,8 +122,7 @@ def test_an_input_is_never_written_to(tmp_path, capsys):
         ["--output", tmp_path / "same.jsonl", "--restart"],
         ["--output", tmp_path / "out.jsonl", "--journal", given],
     ):
-        with root_logger_kept():
-            assert cli.main(["caption", *map(str, [given, *words])]) == 2
+        assert cli.main(["caption", *map(str, [given, *words])]) == 2
         assert "is an INPUT, and would be written to" in capsys.readouterr().err
         assert given.read_text() == '{"image": "a.png"}\n'
         assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "same.jsonl"}

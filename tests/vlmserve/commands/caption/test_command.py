@@ -15,7 +15,7 @@ import pytest
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.commands.caption.runs import captions_in, lines
-from tests.vlmserve.commands.warmup.media import png, root_logger_kept
+from tests.vlmserve.commands.warmup.media import png
 from tests.vlmserve.reference import picture
 from tests.vlmserve.server_process import ROOT, ServerProcess
 from vlmserve import LLM, SamplingOverrides, cli
@@ -35,8 +35,7 @@ def fill(folder: Path, count: int) -> Path:
 def caption(capsys, *words: object, status: int = 0) -> dict:
     """Run the command in this process; its summary."""
     capsys.readouterr()
-    with root_logger_kept():
-        assert cli.main(["caption", *map(str, words), "--json", *FEW]) == status, capsys.readouterr()
+    assert cli.main(["caption", *map(str, words), "--json", *FEW]) == status, capsys.readouterr()
     return json.loads(capsys.readouterr().out)
 
 

@@ -104,15 +104,6 @@ def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_pat
     assert different(found) == {"image", "images, several turns", "video", "image and video"}
 
 
-@pytest.mark.slow
-def test_wrong_positions_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a picture were text: one position a token."""
-    flat = lambda length, spans, **_: (np.tile(np.arange(length, dtype=np.int64), (3, 1)), 0)  # noqa: E731
-    monkeypatch.setattr("processors.families.base.mrope_positions", flat)
-    found = verify(folder, folder)
-    assert different(found) == {"image", "images, several turns", "video", "image and video"}
-
-
 def test_the_command_names_the_case_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,6 @@ from tests.vlmserve.commands.warmup.media import (
     fill_badly,
     lines,
     png,
-    root_logger_kept,
     warmup,
 )
 from tests.vlmserve.server_process import PATIENCE_S, ROOT
@@ -203,8 +202,7 @@ def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys, monkeypatch):
 
 def complaint(capsys, status: int, *words: object) -> str:
     capsys.readouterr()
-    with root_logger_kept():
-        assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
+    assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
     return capsys.readouterr().err
 
 
@@ -266,7 +264,6 @@ def test_a_picture_that_the_tower_fails_on_stops_nobody_else(model, tmp_path, ca
     ("words", "told"),
     [
         ("nowhere --embedding-cache-dir DIR", "INPUT 'nowhere': No such file or directory"),
-        ("*.nothing --embedding-cache-dir DIR", "INPUT '*.nothing': nothing matches this pattern"),
         (".", "--embedding-cache-dir"),
         ("MODEL --embedding-cache-dir DIR", "is a model: name an INPUT"),
         (". --embedding-cache-dir DIR --encoder-dp-size -1", "--encoder-dp-size is -1"),

@@ -20,7 +20,6 @@ from tests.vlmserve.commands.warmup.media import (
     fill_badly,
     lines,
     png,
-    root_logger_kept,
     warmup,
 )
 from tests.vlmserve.server_process import ServerProcess
@@ -40,8 +39,7 @@ def test_a_running_server_is_warmed(tmp_path, capsys):
     try:
         url = f"http://127.0.0.1:{server.port()}"
         sources = [media, manifest, "--url", url, "--errors", failed, "--resume", journal, "--pin"]
-        with root_logger_kept():
-            assert cli.main(["warmup", *map(str, sources), "--api-key", "wrong"]) == 1
+        assert cli.main(["warmup", *map(str, sources), "--api-key", "wrong"]) == 1
         assert "a valid API key is needed" in capsys.readouterr().err
         first = warmup(capsys, *sources, "--api-key", "key", status=1)
         assert (first["done"], first["failed"], first["notes"]) == (4, 1, [])
@@ -79,8 +77,7 @@ def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(checkpoi
         assert "no embeddings on disk" in summary["notes"][0]
         assert journal.read_text() == ""
         served.assert_idle()
-        with root_logger_kept():
-            assert cli.main(["warmup", *map(str, words), "--pin"]) == 1
+        assert cli.main(["warmup", *map(str, words), "--pin"]) == 1
         assert "vlmserve: error: " in capsys.readouterr().err
 
 
@@ -101,8 +98,7 @@ def test_a_busy_server_is_asked_again(checkpoint, tmp_path, capsys, monkeypatch)
         assert len(scheduler.encodes) == 3
         scheduler.fail_with = busy
         monkeypatch.setattr(scheduler, "_encoded", answer)
-        with root_logger_kept():
-            assert cli.main(["warmup", *map(str, words)]) == 1
+        assert cli.main(["warmup", *map(str, words)]) == 1
         assert len(scheduler.encodes) == 3 + 4
         assert "busy" in capsys.readouterr().err
         scheduler.fail_with = FinishReason(type="error", status=500, message="broken picture")
@@ -153,7 +149,7 @@ def test_a_server_that_cannot_write_ends_the_run(checkpoint, tmp_path, capsys, m
         output = answer(message)
         return replace(output, items=tuple(replace(item, saved=False) for item in output.items))
 
-    with fake_server(checkpoint) as (served, url), root_logger_kept():
+    with fake_server(checkpoint) as (served, url):
         answer = served.scheduler._encoded
         monkeypatch.setattr(served.scheduler, "_encoded", unsaved)
         words = ["warmup", tmp_path / "a.png", "--url", url, "--resume", journal]
@@ -166,8 +162,7 @@ def test_no_server_is_one_clear_error(tmp_path, capsys):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(png(number))
     url = f"http://127.0.0.1:{closed_port()}"
-    with root_logger_kept():
-        assert cli.main(["warmup", str(tmp_path), "--url", url]) == 1
+    assert cli.main(["warmup", str(tmp_path), "--url", url]) == 1
     told = capsys.readouterr().err
     assert told.count("vlmserve: error: ") == 1
     assert f"no answer from {url}/v1/warmup" in told
