@@ -46,6 +46,12 @@ def start(*words: object, **more) -> subprocess.Popen[str]:
     )
 
 
+def wait_for_lines(out: Path, process: subprocess.Popen[str]) -> None:
+    while not out.exists() or out.read_bytes().count(b"\n") < 5:
+        assert process.poll() is None
+        threading.Event().wait(0.05)  # for another process, not synchronising with it
+
+
 def group_is_gone(leader: int) -> bool:
     """Whether no process is left of a command's; waits for the ones that are going."""
     gone = threading.Event()
@@ -111,10 +117,7 @@ def test_an_ended_run_goes_on_and_leaves_nothing_behind(tmp_path, number, status
     words = [folder, "--output", out, "--max-tokens", 32, "--concurrency", 2]
     process = start(*words)
     try:
-        for _ in range(int(PATIENCE_S / 0.05)):
-            if out.exists() and out.read_bytes().count(b"\n") >= 5:
-                break
-            threading.Event().wait(0.05)  # for another process, not synchronising with it
+        wait_for_lines(out, process)
         process.send_signal(number)
         told, logged = process.communicate(timeout=PATIENCE_S)
     finally:
@@ -172,9 +175,7 @@ def test_servers_share_the_work_and_one_that_is_killed_is_done_without(capsys, t
         for server in servers:
             words += ["--base-url", f"http://127.0.0.1:{server.port()}"]
         process = start(*words)
-        while out.exists() is False or out.read_bytes().count(b"\n") < 5:
-            assert process.poll() is None
-            threading.Event().wait(0.05)  # for another process, not synchronising with it
+        wait_for_lines(out, process)
         os.killpg(servers[0].process.pid, signal.SIGKILL)
         told, logged = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, logged

@@ -299,10 +299,7 @@ def test_pauses_grow_and_begin_anew_after_an_answer():
 def test_one_request_that_always_fails_makes_the_pauses_no_longer():
     server = ServerStanding("http://a")
     server.leave_out("dead")
-    server.is_in = True
-    assert server.failed(server.era, 1)
-    assert server.leave_out("poison") == 1
-    for _ in range(5):
+    for _ in range(6):
         server.is_in = True
         assert server.failed(server.era, 1)
         assert server.leave_out("poison") == 1
@@ -311,9 +308,6 @@ def test_one_request_that_always_fails_makes_the_pauses_no_longer():
 def test_a_server_that_answers_now_and_then_is_not_left_out():
     server = ServerStanding("http://a")
     for number in range(0, 20, 2):
-        assert not server.failed(0, number)
-        assert not server.failed(0, number + 1)
+        assert [server.failed(0, number), server.failed(0, number + 1)] == [False, False]
         server.answered(0, 1.0)
-    assert not server.failed(0, 20)
-    assert not server.failed(0, 21)
-    assert server.failed(0, 22)
+    assert [server.failed(0, number) for number in (20, 21, 22)] == [False, False, True]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -123,8 +124,7 @@ def test_an_interrupted_answer_ends_with_130(served, url):
 @pytest.mark.slow
 def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path):
     flags = ["--num-threads", "1", "--dtype", "float32", "--temperature", "0"]
-    chat = PtyProcess("chat", str(FOLDER / "shapes.png"), *flags, folder=tmp_path)
-    try:
+    with closing(PtyProcess("chat", str(FOLDER / "shapes.png"), *flags, folder=tmp_path)) as chat:
         assert "Starting a server for the small built-in model ... 0 s" in chat.read_until("vlmserve-default: ask away")
         chat.read_until("> $")
         chat.signal_at_prompt()
@@ -143,5 +143,3 @@ def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path):
         assert all(map(gone, processes))
         assert not any(path.exists() for path in directories)
         assert list(tmp_path.iterdir()) == [tmp_path / "vlmserve"], "only the history is left"
-    finally:
-        chat.end()

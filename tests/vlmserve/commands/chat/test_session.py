@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -33,15 +34,13 @@ def served(server):
 def start(server, tmp_path):
     """Starts a chat with the server, in tmp_path."""
     shutil.copy(PICTURE, tmp_path / "two words.png")
-    started: list[PtyProcess] = []
+    with ExitStack() as started:
 
-    def start(*words: str, key: str = KEY) -> PtyProcess:
-        started.append(PtyProcess("chat", "--url", f"{server[1]}/v1", "--api-key", key, *words, folder=tmp_path))
-        return started[-1]
+        def start(*words: str, key: str = KEY) -> PtyProcess:
+            words = ("chat", "--url", f"{server[1]}/v1", "--api-key", key, *words)
+            return started.enter_context(closing(PtyProcess(*words, folder=tmp_path)))
 
-    yield start
-    for process in started:
-        process.end()
+        yield start
 
 
 @pytest.fixture

@@ -53,3 +53,10 @@ def warmup(capsys, *words: object, status: int = 0) -> dict:
     capsys.readouterr()
     assert cli.main(["warmup", *map(str, words), "--json", "--num-threads", "1"]) == status, capsys.readouterr()
     return json.loads(capsys.readouterr().out)
+
+
+def complaint(capsys, status: int, *words: object) -> str:
+    """Run the command, which fails; what it says on stderr."""
+    capsys.readouterr()
+    assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
+    return capsys.readouterr().err

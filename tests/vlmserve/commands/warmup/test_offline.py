@@ -15,6 +15,7 @@ import pytest
 from tests.processors.web import Server, serve
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.commands.warmup.media import (
+    complaint,
     data_url,
     entries,
     fill,
@@ -198,12 +199,6 @@ def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys, monkeypatch):
     assert [warmup(capsys, *asked)["skipped"] for _ in range(2)] == [0, 1]
     (media / "a.png").write_bytes(png(3))
     assert warmup(capsys, *asked)["encoded"] == 1
-
-
-def complaint(capsys, status: int, *words: object) -> str:
-    capsys.readouterr()
-    assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
-    return capsys.readouterr().err
 
 
 def test_a_full_cache_ends_the_run_with_one_clear_error(model, tmp_path, capsys):
