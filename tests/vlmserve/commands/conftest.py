@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import Served, write_checkpoint_folder
 
 
 @pytest.fixture(scope="session")
@@ -23,3 +23,14 @@ def root_logger() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def served(server: tuple[Served, str]) -> Served:
+    """Of a module's own fixture `server`: what `fake_server` gives."""
+    return server[0]
+
+
+@pytest.fixture
+def url(server: tuple[Served, str]) -> str:
+    return server[1]

@@ -29,16 +29,6 @@ def server(checkpoint):
         yield served, f"{url}/v1"
 
 
-@pytest.fixture
-def served(server):
-    return server[0]
-
-
-@pytest.fixture
-def url(server):
-    return server[1]
-
-
 def run(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLMSERVE_")}
     command = [sys.executable, "-m", "vlmserve.cli", "chat", *words]

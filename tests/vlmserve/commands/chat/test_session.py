@@ -26,11 +26,6 @@ def server(checkpoint):
 
 
 @pytest.fixture
-def served(server):
-    return server[0]
-
-
-@pytest.fixture
 def start(server, tmp_path):
     """Starts a chat with the server, in tmp_path."""
     shutil.copy(PICTURE, tmp_path / "two words.png")
