@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from tests.vlmserve.api.fake_engine import BODY, CHAT, Served, make_served
 from vlmserve.api.http_server import OnceInAWhile
 from vlmserve.api.outermost import access, requests
-from vlmserve.frontend.live_requests import Admission
 from vlmserve_common.logs import configure_logging, request_id
 
 
@@ -31,7 +30,7 @@ def test_the_clients_own_is_kept_and_the_engines_are_different(client: TestClien
 def test_errors_have_it_too(serve, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     served, client = serve(api_key="key", max_body_mib=0.001)
     manager = served.frontend.manager
-    monkeypatch.setattr(manager._live, "_admission", Admission(max_pending=1, setting="--x"))
+    monkeypatch.setattr(manager._live, "_max_pending", 1)
     if status == 500:
         monkeypatch.delattr(manager.builder, "limits")
     if status == 503:
