@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,8 +45,28 @@ def received(connection: Connection) -> list:
         return messages
 
 
-def put_for_ever(connection: Connection, folder: Path, first: int, width: int) -> None:
-    """Entry after entry, of about `width` KiB; each one's number is sent when it is on disk."""
+def put_for_ever(connection: Connection, folder: Path, first: int, width: int, at: int) -> None:
+    """Entry after entry; each one's number is sent when it is on disk. The process is killed at its `at`th write (half
+    of which is done), flush or rename."""
+    write = os.write
+    calls = 0
+
+    def count(name: str) -> None:
+        function = getattr(os, name)
+
+        def counted(*args):
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                if function is write:
+                    write(args[0], args[1][: len(args[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+
+        setattr(os, name, counted)
+
+    for name in ("write", "fsync", "replace"):
+        count(name)
     store = open_store(folder)
     for number in range(first, first + 1000):
         if store.put(key(number), rows(number, width=width), pin=number % 5 == 0):

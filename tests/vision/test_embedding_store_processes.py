@@ -32,12 +32,8 @@ def test_a_killed_writer_loses_nothing_that_it_confirmed(tmp_path, caplog):
     for kill in range(12):
         first, width = 1000 * kill, random.choice((64, 1024, 8192))  # 1 KiB to 128 KiB
         form = {"width": width}
-        with worker(put_for_ever, tmp_path, first, width) as (process, connection):
-            seen = [connection.recv() for _ in range(random.randrange(4))]
-            time.sleep(random.uniform(0, 0.01))  # the moment is what is random
-            process.kill()
-            process.join()
-            seen += received(connection)
+        with worker(put_for_ever, tmp_path, first, width, random.randrange(1, 30)) as (_, connection):
+            seen = received(connection)
         assert seen == list(range(first, first + len(seen)))
         confirmed += [(number, form) for number in seen]
         cut_off += len(temporary_files(tmp_path))

@@ -1,4 +1,4 @@
-"""The GPU benchmark, on a CPU: it runs, compares like with like, counts what it says, and loses nothing on the way."""
+"""`vlmserve bench gpu` and `bench trace`, on a CPU: what they measure, count, and read out of a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import hf_env  # noqa: F401
+from tests import hf_env  # noqa: F401  # noqa: F401
 from vlmserve import cli
 from vlmserve.commands.bench.checkpoints import SHAPES, small, write_folder
 from vlmserve.commands.bench.figures import Spread
@@ -18,6 +18,7 @@ from vlmserve.commands.bench.gpu.command import BARS, Bar, default_parts, table,
 from vlmserve.commands.bench.gpu.measures import PARTS, GpuFigure, measured
 from vlmserve.commands.bench.gpu.run import SMALL, Budget, GpuRun
 from vlmserve.commands.bench.reference import Reference, share_weights
+from vlmserve.commands.bench.trace import figures, range_name, read_steps
 from vlmserve.models.floors import decode_bytes, part_hit, prefill_flops, tower_flops
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.vlm import VisionLanguageModel
@@ -158,19 +159,13 @@ def test_a_decode_step_reads_the_experts_that_are_hit(outlines):
 
 
 def test_operations_of_the_towers(outlines):
-    # 8B: 27 layers of width 1152, three DeepStack mergers beside the main one
-    layer = 2 * (4 * 1152**2 + 2 * 1152 * 4304)
-    embed, merger = 2 * 1536 * 1152, 2 * ((4 * 1152) ** 2 + 4 * 1152 * 4096)
-    patches = 4096
-    wanted = patches * (embed + 27 * layer) + patches / 4 * 4 * merger + 4 * 27 * 1152 * patches**2
-    assert tower_flops(outlines["8b"].visual, 1, patches) == wanted
-    assert tower_flops(outlines["8b"].visual, 16, patches) == 16 * wanted
-    # Qwen2.5-VL: four layers attend to all, 28 inside windows of 64 patches
-    layer = 2 * (4 * 1280**2 + 3 * 1280 * 3420)
+    # Qwen2.5-VL: four layers attend to all, 28 inside windows of 64 patches. Without windows: see docs/parallel.md.
+    patches, layer = 4096, 2 * (4 * 1280**2 + 3 * 1280 * 3420)
     embed, merger = 2 * 1176 * 1280, 2 * ((4 * 1280) ** 2 + 4 * 1280 * 3584)
     attention = 4 * 1280 * patches * (4 * patches + 28 * 64)
     wanted = patches * (embed + 32 * layer) + patches / 4 * merger + attention
     assert tower_flops(outlines["qwen2.5-7b"].visual, 1, patches) == wanted
+    assert tower_flops(outlines["qwen2.5-7b"].visual, 16, patches) == 16 * wanted
 
 
 def test_shapes_have_the_published_sizes(outlines):
@@ -192,3 +187,91 @@ def test_bars():
     assert rows[2] == "| decode |  |  | 1.3 | <= 1.35 | met |"
     assert len(rows) == 2 + len(BARS["8b"]), "bars whose figures are missing are shown, too"
     assert all("| not measured |" in row for row in rows[3:])
+
+
+HOST, OTHER = 1, 2
+
+
+def event(name, cat, ts, dur, *, tid=HOST, **args):
+    return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur, "pid": 1, "tid": tid, "args": args}
+
+
+def step(number: int, at: float, kernels: list[tuple[float, float]], *, kind: str = "decode of 2", waits: int = 0):
+    """A step whose host part begins at `at`, and whose last kernel is a copy; kernels: (start, duration) on the GPU."""
+    yield event(range_name(number, kind), "user_annotation", at, 10)
+    for place, (start, dur) in enumerate(kernels):
+        correlation = 100 * number + place
+        last = place == len(kernels) - 1
+        name, cat = ("cudaMemcpyAsync", "gpu_memcpy") if last else ("cudaLaunchKernel", "kernel")
+        yield event(name, "cuda_runtime", at + 1 + place, 0.5, correlation=correlation)
+        yield event("work", cat, start, dur, tid=7, correlation=correlation)
+    for place in range(waits):
+        yield event("cudaStreamSynchronize", "cuda_runtime", at + 8 + 0.1 * place, 0.05)
+
+
+def test_a_gpu_s_steps():
+    """The second is launched while the first is computed; the third waits for it."""
+    events = [
+        *step(1, 0, [(20, 10), (30, 10), (45, 5)]),
+        *step(2, 12, [(50, 10), (58, 12), (75, 5)]),
+        *step(3, 90, [(100, 4), (110, 10)], waits=2),
+        # of others: an encoder's kernel, and a call outside of every step
+        event("encoder", "cuda_runtime", 11, 0.5, correlation=9999),
+        event("encoder", "kernel", 20, 100, tid=8, correlation=9999),
+        event("cudaStreamSynchronize", "cuda_runtime", 85, 1),
+        event("cudaStreamSynchronize", "cuda_runtime", 1, 1, tid=OTHER),
+        {"ph": "M", "name": "process_name", "pid": 1},
+    ]
+    first, second, third = read_steps(reversed(events))
+    assert (first.number, first.kind, first.busy) == (1, "decode of 2", 25)
+    assert (second.busy, second.launches, second.copies, second.waits) == (25, 2, 1, 0), "what overlaps counts once"
+    assert (third.launches, third.copies, third.waits) == (1, 1, 2)
+    [found] = figures([first, second]).values()
+    assert list(found) == ["steps", "wall", "busy", "gaps", "before", "launches", "copies", "waits"]
+    assert tuple(found.values()) == (1, 30, 25, 5, 0, 2, 1, 0)
+    [found] = figures([second, third]).values()
+    assert tuple(found.values()) == (1, 40, 14, 6, 20, 1, 1, 2)
+
+
+def test_kinds_are_apart_and_medians():
+    events = [
+        e for n, dur in enumerate((5, 5, 7, 30)) for e in step(n, 100 * n, [(100 * n + 20, dur), (100 * n + 60, 1)])
+    ]
+    events += step(9, 900, [(920, 40), (970, 1)], kind="extend of 1")
+    found = figures(read_steps(events))
+    assert {kind: (one["steps"], one["busy"]) for kind, one in found.items()} == {
+        "decode of 2": (3, 8),
+        "extend of 1": (1, 41),
+    }
+
+
+def test_on_a_cpu_outermost_operators_stand_for_kernels():
+    events = [
+        event(range_name(1, "decode of 1"), "user_annotation", 0, 50),
+        event("aten::linear", "cpu_op", 1, 10),
+        event("aten::addmm", "cpu_op", 2, 8),
+        event("aten::add", "cpu_op", 20, 5),
+        event("aten::add", "cpu_op", 21, 5, tid=OTHER),
+    ]
+    [only] = read_steps(events)
+    assert (only.launches, only.busy) == (2, 15)
+
+
+def test_a_trace_is_a_table(tmp_path, capsys):
+    out = tmp_path / "trace.json"
+    words = ["--device", "cpu", "--requests", "2", "--images", "1", "--output-tokens", "4", "--image-size", "64"]
+    assert cli.main(["bench", "trace", *words, "--output", str(out)]) == 0
+    steps = read_steps(json.loads(out.read_text())["traceEvents"])
+    assert "decode of 2" in [one.kind for one in steps]
+    assert all(one.launches > 0 and one.busy > 0 for one in steps)
+    printed = capsys.readouterr().out
+    assert str(out) in printed
+    header, *rows = printed.splitlines()[-1 - len({one.kind for one in steps[1:]}) :]
+    assert header.split()[:3] == ["steps", "wall", "ms"]
+    assert any(row.split()[:3] == ["decode", "of", "2"] for row in rows)
+
+
+def test_too_short_a_workload_is_told(tmp_path, capsys):
+    words = ["--device", "cpu", "--requests", "1", "--images", "0", "--output-tokens", "1"]
+    assert cli.main(["bench", "trace", *words, "--output", str(tmp_path / "trace.json")]) == 1
+    assert "ask for more --output-tokens" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 
 import blake3
 
-from tests.vlmserve.commands.warmup.media import png
+from tests.vlmserve.commands.warmup.media import lines, png
 from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
 from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
@@ -139,10 +139,6 @@ def run_once(
             sink.close()
         errors_file.write_anew(journal.failures())
     return tally
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def captions_in(output: Path) -> list[tuple[str, str]]:

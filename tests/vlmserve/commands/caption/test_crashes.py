@@ -117,9 +117,7 @@ def test_killed_at_any_point_a_run_goes_on(tmp_path_factory, name, kills):
     folder = tmp_path_factory.mktemp("run")
     killed = sum(run_killed(folder, name, at) for at in kills)
     assert not run_killed(folder, name, 10**9)
-    there = captions_in(folder / name)
-    expected = {each.id: caption_of(content(number % 17)) for number, each in enumerate(_readable())}
-    assert Counter(there) == Counter(expected.items()), "each once, with its own caption"
+    assert_whole(folder / name)
     assert [line["id"] for line in runs.lines(folder / "errors.jsonl")] == ["pictures/gone"]
     asked = (folder / "asked").read_text().splitlines()
     # each worker of a killed run had one item at most that was not written yet
@@ -127,8 +125,9 @@ def test_killed_at_any_point_a_run_goes_on(tmp_path_factory, name, kills):
     assert not list(folder.glob("*.part"))
 
 
-def _readable() -> list[MediumItem]:
-    return [each for each in found() if each.id != "pictures/gone"]
+def assert_whole(output: Path) -> None:
+    expected = {f"pictures/{number}": caption_of(content(number % 17)) for number in range(23)}
+    assert Counter(captions_in(output)) == Counter(expected.items()), "each once, with its own caption"
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -152,9 +151,7 @@ def test_a_disk_that_fills_at_any_point_stops_the_run_and_no_more(tmp_path_facto
     assert failed == (faults.left <= 0)
     captioner = FakeCaptioner()
     run_once(found(), output, captioner=captioner)
-    assert Counter(captions_in(folder / name)) == Counter(
-        {each.id: caption_of(content(number % 17)) for number, each in enumerate(_readable())}.items()
-    )
+    assert_whole(folder / name)
     assert failed or not captioner.asked
 
 

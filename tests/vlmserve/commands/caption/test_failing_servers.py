@@ -110,6 +110,21 @@ async def test_a_request_that_takes_too_long_is_tried_elsewhere():
 
 
 @in_loop
+async def test_neither_bad_nor_cancelled_requests_leave_a_server_out():
+    held, refuse = Held(), always(Reply(status=422, body={"error": {"message": "no picture"}}))
+    async with StubServer(refuse) as server, captioner(server) as asked:
+        for _ in range(5):
+            with pytest.raises(BadRequestError, match="no picture"):
+                await ask(asked)
+        server.handle = held
+        asking = asyncio.ensure_future(ask(asked))
+        await held.at_work.wait()
+        asking.cancel()
+        await server.hung_up.wait()
+        assert (len(server.asked), asked.notes()) == (6, [])
+
+
+@in_loop
 async def test_a_server_on_trial_gets_one_request_at_a_time():
     time, release = ToldTime(), asyncio.Event()
     most = under_way = 0

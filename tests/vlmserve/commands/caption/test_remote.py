@@ -237,14 +237,11 @@ def test_the_requests_own_fault(status, body, told):
         (408, {"error": {"message": "m"}}, NoAnswer),
         (405, b"", NoAnswer),
         (301, b"", NoAnswer),
-        (500, {"error": {"message": "m"}}, NoAnswer),
         (503, b"", Away),
         (402, b"", Away),
         (200, b"[" * 100_000, NoAnswer),
-        (200, b"<html>Bad gateway</html>", NoAnswer),
         (200, {"choices": []}, NoAnswer),
         (200, {"error": {"message": "upstream is gone"}}, NoAnswer),
-        (200, {"choices": [{"message": {"content": "half"}, "finish_reason": "abort"}]}, NoAnswer),
         (200, b'{"choices": {"a": 1}}', NoAnswer),
         (200, b'{"choices": [null]}', NoAnswer),
         (200, b'{"choices": [{"message": {"content": [1]}}]}', NoAnswer),
@@ -302,10 +299,7 @@ def test_pauses_grow_and_begin_anew_after_an_answer():
 def test_one_request_that_always_fails_makes_the_pauses_no_longer():
     server = ServerStanding("http://a")
     server.leave_out("dead")
-    server.is_in = True
-    assert server.failed(server.era, 1)
-    assert server.leave_out("poison") == 1
-    for _ in range(5):
+    for _ in range(6):
         server.is_in = True
         assert server.failed(server.era, 1)
         assert server.leave_out("poison") == 1
@@ -314,9 +308,6 @@ def test_one_request_that_always_fails_makes_the_pauses_no_longer():
 def test_a_server_that_answers_now_and_then_is_not_left_out():
     server = ServerStanding("http://a")
     for number in range(0, 20, 2):
-        assert not server.failed(0, number)
-        assert not server.failed(0, number + 1)
+        assert [server.failed(0, number), server.failed(0, number + 1)] == [False, False]
         server.answered(0, 1.0)
-    assert not server.failed(0, 20)
-    assert not server.failed(0, 21)
-    assert server.failed(0, 22)
+    assert [server.failed(0, number) for number in (20, 21, 22)] == [False, False, True]

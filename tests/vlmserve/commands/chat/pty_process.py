@@ -85,7 +85,7 @@ class PtyProcess:
             self.read_until(r"\Z.")
         return self.process.wait(PATIENCE_S)
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

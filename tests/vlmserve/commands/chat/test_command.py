@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,6 @@ def server(checkpoint):
     with fake_server(checkpoint) as (served, url):
         served.scheduler.say("red")
         yield served, f"{url}/v1"
-
-
-@pytest.fixture
-def served(server):
-    return server[0]
-
-
-@pytest.fixture
-def url(server):
-    return server[1]
 
 
 def run(*words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -79,8 +70,6 @@ def test_a_question_and_a_picture_on_standard_input(served, url):
     ("words", "status", "complaint"),
     [
         (["--ask", "?", "no.png"], 1, "vlmserve: error: there is no file 'no.png'"),
-        (["--ask", "?", "README.md"], 1, "vlmserve: error: 'README.md' is neither a picture nor a video"),
-        (["--ask", "?", "--temperature", "-1"], 1, "vlmserve: error: temperature is -1.0; it must be between"),
         (["--ask", "?", "--temperature", "warm"], 2, "error: temperature is 'warm'; it must be a number"),
         (["--ask", "?", "--set", "sed=1"], 2, "error: there is no option 'sed'; did you mean seed?"),
         (["--ask", "?", "--page-size", "1"], 2, "--page-size has no place here"),
@@ -125,8 +114,7 @@ def test_an_interrupted_answer_ends_with_130(served, url):
 @pytest.mark.slow
 def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path):
     flags = ["--num-threads", "1", "--dtype", "float32", "--temperature", "0"]
-    chat = PtyProcess("chat", str(FOLDER / "shapes.png"), *flags, folder=tmp_path)
-    try:
+    with closing(PtyProcess("chat", str(FOLDER / "shapes.png"), *flags, folder=tmp_path)) as chat:
         assert "Starting a server for the small built-in model ... 0 s" in chat.read_until("vlmserve-default: ask away")
         chat.read_until("> $")
         chat.signal_at_prompt()
@@ -145,5 +133,3 @@ def test_a_server_of_its_own_survives_ctrl_c_and_ends_with_the_chat(tmp_path):
         assert all(map(gone, processes))
         assert not any(path.exists() for path in directories)
         assert list(tmp_path.iterdir()) == [tmp_path / "vlmserve"], "only the history is left"
-    finally:
-        chat.end()

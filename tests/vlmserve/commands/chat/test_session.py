@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -25,23 +26,16 @@ def server(checkpoint):
 
 
 @pytest.fixture
-def served(server):
-    return server[0]
-
-
-@pytest.fixture
 def start(server, tmp_path):
     """Starts a chat with the server, in tmp_path."""
     shutil.copy(PICTURE, tmp_path / "two words.png")
-    started: list[PtyProcess] = []
+    with ExitStack() as started:
 
-    def start(*words: str, key: str = KEY) -> PtyProcess:
-        started.append(PtyProcess("chat", "--url", f"{server[1]}/v1", "--api-key", key, *words, folder=tmp_path))
-        return started[-1]
+        def start(*words: str, key: str = KEY) -> PtyProcess:
+            words = ("chat", "--url", f"{server[1]}/v1", "--api-key", key, *words)
+            return started.enter_context(closing(PtyProcess(*words, folder=tmp_path)))
 
-    yield start
-    for process in started:
-        process.end()
+        yield start
 
 
 @pytest.fixture
@@ -80,7 +74,9 @@ def test_turns_with_pictures_and_a_clip(served, chat):
 
 def test_what_is_no_medium_is_told_and_nothing_is_lost(served, chat, tmp_path):
     (tmp_path / "broken.png").write_bytes(PICTURE.read_bytes()[:100])
-    chat.ask(f"/image {PICTURE}")
+    chat.ask("/image two words.png")
+    chat.ask(f"/image 'two words.png' {PICTURE}")
+    assert 'there is no file "it\'s"' in chat.ask("/image it's")
     assert "there is no file 'no.png'" in chat.ask("What is in no.png?")
     assert "there is no file 'no.png'" in chat.ask("/image 'no.png' no.png")
     assert "is a picture, not a video" in chat.ask(f"/video {PICTURE}")
@@ -90,7 +86,7 @@ def test_what_is_no_medium_is_told_and_nothing_is_lost(served, chat, tmp_path):
     assert "the PNG picture is broken" in refused
     assert "The question does not count" in refused
     chat.ask("What was it?")
-    assert media_of(served) == [1, 1]
+    assert media_of(served) == [3, 3]
 
 
 def test_options_system_prompt_and_retry(served, chat):

@@ -54,7 +54,7 @@ class Demo:
             media = [gradio_client.handle_file(str(FOLDER / file)) for file in files]
             return client.predict({"text": text, "files": media}, [], api_name="/ask")
 
-    def end(self) -> None:
+    def close(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,7 @@ def browser():
 @pytest.fixture(scope="module")
 def demo(browser, tmp_path_factory):
     """Opened at once, as people do."""
-    demo = Demo(tmp_path_factory.mktemp("demo"), "--num-threads", "1", "--dtype", "float32")
-    try:
+    with closing(Demo(tmp_path_factory.mktemp("demo"), "--num-threads", "1", "--dtype", "float32")) as demo:
         page = browser.new_page()
         page.goto(demo.url)
         expect(page.locator("#doing")).to_contain_text("Starting the model's server ...")
@@ -54,8 +54,6 @@ def demo(browser, tmp_path_factory):
         page.close()
         demo.ready()
         yield demo
-    finally:
-        demo.end()
 
 
 @pytest.fixture(params=[1280, 400])

@@ -47,20 +47,16 @@ signal.pause()
 
 @pytest.fixture
 def demo(tmp_path):
-    demo = Demo(tmp_path, "--num-threads", "1", "--dtype", "float32")
-    yield demo
-    demo.end()
+    with closing(Demo(tmp_path, "--num-threads", "1", "--dtype", "float32")) as demo:
+        yield demo
 
 
 def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path):
-    demo = Demo(tmp_path)
-    try:
+    with closing(Demo(tmp_path)) as demo:
         assert demo.first_words.startswith("Starting the model's server and loading the page: ")
         assert "Starting the model&#x27;s server ..." in httpx2.get(demo.url).text
         demo.process.send_signal(signal.SIGINT)
         assert demo.process.communicate(timeout=60) == ("", "")
-    finally:
-        demo.end()
     assert demo.process.returncode == 0
     assert list(demo.temporary.iterdir()) == []
 
@@ -86,15 +82,12 @@ def test_a_picture_and_a_clip_and_then_nothing_is_left(demo):
 def test_a_running_server_is_used_and_left_alone(checkpoint, tmp_path):
     with fake_server(checkpoint, api_key="secret") as (served, url):
         served.scheduler.say("red")
-        demo = Demo(tmp_path / "demo", "--url", f"{url}/v1", "--api-key", "secret")
-        try:
+        with closing(Demo(tmp_path / "demo", "--url", f"{url}/v1", "--api-key", "secret")) as demo:
             assert demo.ready() == MODEL
             assert children_of(demo.process.pid) == []
             assert demo.ask("What is it?", "red-circle.png")[1][-1]["content"][0]["text"] == "red"
             demo.process.send_signal(signal.SIGTERM)
             assert demo.process.wait(60) == 0
-        finally:
-            demo.end()
         assert asyncio.run(ChatClient(url, api_key="secret").model()) == MODEL, "it is still there"
 
 

@@ -17,6 +17,7 @@ from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from tests.vlmserve.commands.served import fake_server
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.commands.client.conversation import OptionError
 from vlmserve.commands.client.media import data_url
 from vlmserve.commands.demo.chat import (
     ERROR_TITLE,
@@ -122,22 +123,26 @@ def test_boxes_and_points_are_drawn(client, served, mark):
     assert httpx2.get(image["value"]["url"]).content.startswith(b"\x89PNG")
 
 
-def test_an_error_stands_in_the_chat(client):
-    _, history, *_, saw = client.predict(message("?"), [], temperature="-1", api_name="/ask")
-    assert "temperature is -1" in said(history)
-    assert history[-1]["metadata"]["title"] == ERROR_TITLE
-    assert saw == ""
-
-
 def test_a_refused_question_is_forgotten(client, served, tmp_path):
     (tmp_path / "note.png").write_bytes(b"no picture at all")
     before = len(served.scheduler.requests)
-    _, history, *_ = client.predict(message("?", tmp_path / "note.png"), [], api_name="/ask")
+    _, history, *_, saw = client.predict(message("?", tmp_path / "note.png"), [], api_name="/ask")
     assert said(history).startswith("messages[0].content[0]: the data is not a picture of a supported format")
+    assert (history[-1]["metadata"]["title"], saw) == (ERROR_TITLE, "")
     _, history, *_ = client.predict(message("And this?", PICTURE), history, api_name="/ask")
     assert said(history) == "red"
     [request] = served.scheduler.requests[before:]
     assert len(request.mm_inputs.items) == 1
+
+
+def test_a_file_that_is_gone_is_told(tmp_path):
+    async def last() -> View:
+        question = Question(text="?", media=(tmp_path / "gone.png",))
+        return [view async for view in Chat(ChatClient("http://127.0.0.1:9"), MODEL).ask([], question, {})][-1]
+
+    shown = asyncio.run(last()).messages
+    assert shown[-1]["metadata"]["title"] == ERROR_TITLE
+    assert "gone.png" in said(shown)
 
 
 def test_a_failure_after_the_beginning_keeps_what_was_said(checkpoint):
@@ -249,6 +254,8 @@ AGAIN = Question(text="And the colour?")
 def test_what_was_shown_is_read_back():
     messages = [question_message(SHAPES), answer_message("A circle."), question_message(AGAIN), answer_message("Red.")]
     messages = json.loads(json.dumps(messages))  # as through a browser
+    files = [part["file"] for part in messages[0]["content"] if part["type"] == "file"]
+    assert [file["mime_type"] for file in files] == ["image/png", "video/mp4"]
     assert answered_turns(messages) == (
         Turn(question=SHAPES, answer="A circle."),
         Turn(question=AGAIN, answer="Red."),
@@ -281,30 +288,17 @@ def parts_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     return [part for content in contents for part in ([{"type": "text"}] if isinstance(content, str) else content)]
 
 
-def test_a_conversation_with_its_media():
-    turn = Turn(question=Question(text="How many?", media=(SIX,)), answer="Six.")
-    question = Question(text="Which way?", media=(CLIP,))
-    body = demo_body("m", [turn], question, {})
-    assert [message["role"] for message in body["messages"]] == ["user", "assistant", "user"]
-    assert body["messages"][1]["content"] == "Six."
-    picture, how_many, clip, which_way = parts_of(body)
-    assert picture == {
-        "type": "image_url",
-        "image_url": {"url": data_url(SIX.read_bytes())},
-    }
-    assert clip == {"type": "video_url", "video_url": {"url": data_url(CLIP.read_bytes())}}
-    assert (how_many["text"], which_way["text"]) == ("How many?", "Which way?")
-    assert body["stream"] is body["return_mm_report"] is body["stream_options"]["include_usage"] is True
-    assert "temperature" not in body
-    assert "max_tokens" not in body
-    assert files_of([turn], question) == [SIX, CLIP]
-
-
 def test_settings_go_where_they_belong():
     settings = {"max_tokens": 5, "temperature": 0.0, "top_p": 0.5, "seed": 0}
     settings |= {"detail": "low", "min_pixels": 784, "max_pixels": 1568, "fps": 0.5}
-    body = demo_body("m", [], Question(text="?", media=(SIX, CLIP)), settings)
-    picture, clip, _ = parts_of(body)
+    turn, question = (
+        Turn(question=Question(text="How many?", media=(SIX,)), answer="Six."),
+        Question(text="?", media=(CLIP,)),
+    )
+    body = demo_body("m", [turn], question, settings)
+    picture, _, clip, _ = parts_of(body)
+    assert files_of([turn], question) == [SIX, CLIP], "in the order of the prompt"
+    assert clip["video_url"] == {"url": data_url(CLIP.read_bytes())}
     assert (body["max_tokens"], body["temperature"], body["top_p"], body["seed"]) == (5, 0.0, 0.5, 0)
     assert picture["image_url"]["detail"] == "low"
     assert (picture["min_pixels"], picture["max_pixels"]) == (784, 1568)
@@ -323,3 +317,10 @@ def test_a_question_may_lack_a_part_and_an_unknown_file_is_left_to_the_server(tm
 def test_an_empty_field_leaves_it_to_the_server():
     form = {"max_tokens": " 7 ", "temperature": "", "top_p": None, "seed": "  ", "detail": "low", "fps": "0.5"}
     assert read_settings(form) == {"max_tokens": 7, "detail": "low", "fps": 0.5}
+    for name, text, kind in (
+        ("seed", "1.5", "a whole number"),
+        ("top_p", "nan", "a number"),
+        ("fps", "inf", "a number"),
+    ):
+        with pytest.raises(OptionError, match=f"^{name} is '{text}'; it must be {kind}"):
+            read_settings({name: text})

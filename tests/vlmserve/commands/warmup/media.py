@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.processors.clips import make_clip
@@ -54,17 +51,12 @@ def lines(path: Path) -> list[dict]:
 def warmup(capsys, *words: object, status: int = 0) -> dict:
     """Run the command; its summary."""
     capsys.readouterr()
-    with root_logger_kept():
-        assert cli.main(["warmup", *map(str, words), "--json", "--num-threads", "1"]) == status, capsys.readouterr()
+    assert cli.main(["warmup", *map(str, words), "--json", "--num-threads", "1"]) == status, capsys.readouterr()
     return json.loads(capsys.readouterr().out)
 
 
-@contextlib.contextmanager
-def root_logger_kept() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        root.setLevel(level)
+def complaint(capsys, status: int, *words: object) -> str:
+    """Run the command, which fails; what it says on stderr."""
+    capsys.readouterr()
+    assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
+    return capsys.readouterr().err

@@ -15,16 +15,17 @@ import pytest
 from tests.processors.web import Server, serve
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.commands.warmup.media import (
+    complaint,
     data_url,
     entries,
     fill,
     fill_badly,
     lines,
     png,
-    root_logger_kept,
     warmup,
 )
 from tests.vlmserve.server_process import PATIENCE_S, ROOT
+from vision.cache.store import EmbeddingStore
 from vision.workers import process_backend
 from vision.workers.settings import WorkerSettings
 from vlmserve import LLM, SamplingOverrides, cli
@@ -139,25 +140,45 @@ def test_lists_standard_input_patterns_and_urls(model, tmp_path, capsys, monkeyp
         assert sorted(error["code"] for error in lines(failed)) == ["invalid_media_url", "unsupported_content"]
         warmup(capsys, model, web.url("/picture"), *flags, status=1)
         assert "not public" in lines(failed)[0]["message"] or "private" in lines(failed)[0]["message"]
+    for setting in ("--max-image-pixels", "--media-max-bytes"):
+        warmup(capsys, model, media / "a.png", *flags, setting, "100", status=1)
+        assert f"the limit is 100 (setting {setting})" in lines(failed)[0]["message"]
 
 
-def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys):
+def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys, monkeypatch):
     media, cache, journal = fill(tmp_path / "media"), tmp_path / "cache", tmp_path / "done.jsonl"
     words = [model, media, "--embedding-cache-dir", cache, "--resume", journal]
-    first = warmup(capsys, *words)
-    assert first["done"] == 3
+    put, stored, flushed = EmbeddingStore.put, set(), []
+
+    def watched_put(self, key, *args, **more):
+        done = put(self, key, *args, **more)
+        stored.add(key.hex())
+        return done
+
+    def watched_fsync(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(journal):
+            flushed.append(lines(journal))
+            assert stored.issuperset(flushed[-1][-1]["keys"]), "no line is ahead of its entries"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingStore, "put", watched_put)
+        patch.setattr(os, "fsync", watched_fsync)
+        assert warmup(capsys, *words)["done"] == 3
+    assert [len(there) for there in flushed] == [1, 2, 3], "each line is on disk before it counts"
     kept = journal.read_bytes()
     assert warmup(capsys, *words)["skipped"] == 3
     assert journal.read_bytes() == kept
 
-    # without what was done last, cut off in the middle
-    journal.write_bytes(kept[:-20])
+    # without what was done last, cut off in the middle, and with lines that are none
+    journal.write_bytes(b"[1]\n\xff\xfe\n" + kept[:-20])
     torn = warmup(capsys, *words)
     assert (torn["skipped"], torn["done"], torn["encoded"]) == (2, 1, 0)
     assert warmup(capsys, *words)["skipped"] == 3
 
     # an entry was evicted, and a file has changed
-    picture = next(json.loads(line) for line in journal.read_text().splitlines() if "a.png" in line and line[-1] == "}")
+    picture = next(
+        json.loads(line) for line in journal.read_bytes().splitlines() if b"a.png" in line and line[-1:] == b"}"
+    )
     next(cache.rglob(f"{picture['keys'][0]}.safetensors")).unlink()
     (media / "below" / "b").write_bytes(png(22))
     after = warmup(capsys, *words)
@@ -178,13 +199,6 @@ def test_a_run_is_resumed_by_its_journal(model, tmp_path, capsys):
     assert [warmup(capsys, *asked)["skipped"] for _ in range(2)] == [0, 1]
     (media / "a.png").write_bytes(png(3))
     assert warmup(capsys, *asked)["encoded"] == 1
-
-
-def complaint(capsys, status: int, *words: object) -> str:
-    capsys.readouterr()
-    with root_logger_kept():
-        assert cli.main(["warmup", *map(str, words), "--num-threads", "1"]) == status
-    return capsys.readouterr().err
 
 
 def test_a_full_cache_ends_the_run_with_one_clear_error(model, tmp_path, capsys):
@@ -245,7 +259,6 @@ def test_a_picture_that_the_tower_fails_on_stops_nobody_else(model, tmp_path, ca
     ("words", "told"),
     [
         ("nowhere --embedding-cache-dir DIR", "INPUT 'nowhere': No such file or directory"),
-        ("*.nothing --embedding-cache-dir DIR", "INPUT '*.nothing': nothing matches this pattern"),
         (".", "--embedding-cache-dir"),
         ("MODEL --embedding-cache-dir DIR", "is a model: name an INPUT"),
         (". --embedding-cache-dir DIR --encoder-dp-size -1", "--encoder-dp-size is -1"),

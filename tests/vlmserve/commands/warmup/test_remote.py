@@ -14,17 +14,16 @@ from tests.processors.web import closed_port
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.commands.served import fake_server
 from tests.vlmserve.commands.warmup.media import (
+    complaint,
     data_url,
     entries,
     fill,
     fill_badly,
     lines,
     png,
-    root_logger_kept,
     warmup,
 )
 from tests.vlmserve.server_process import ServerProcess
-from vlmserve import cli
 from vlmserve.ipc.messages import FinishReason
 
 
@@ -40,9 +39,7 @@ def test_a_running_server_is_warmed(tmp_path, capsys):
     try:
         url = f"http://127.0.0.1:{server.port()}"
         sources = [media, manifest, "--url", url, "--errors", failed, "--resume", journal, "--pin"]
-        with root_logger_kept():
-            assert cli.main(["warmup", *map(str, sources), "--api-key", "wrong"]) == 1
-        assert "a valid API key is needed" in capsys.readouterr().err
+        assert "a valid API key is needed" in complaint(capsys, 1, *sources, "--api-key", "wrong")
         first = warmup(capsys, *sources, "--api-key", "key", status=1)
         assert (first["done"], first["failed"], first["notes"]) == (4, 1, [])
         assert first["encoded"] == len(entries(cache)) > 4
@@ -79,9 +76,7 @@ def test_without_a_disk_the_user_is_told_and_nothing_counts_as_finished(checkpoi
         assert "no embeddings on disk" in summary["notes"][0]
         assert journal.read_text() == ""
         served.assert_idle()
-        with root_logger_kept():
-            assert cli.main(["warmup", *map(str, words), "--pin"]) == 1
-        assert "vlmserve: error: " in capsys.readouterr().err
+        assert "vlmserve: error: " in complaint(capsys, 1, *words, "--pin")
 
 
 def test_a_busy_server_is_asked_again(checkpoint, tmp_path, capsys, monkeypatch):
@@ -101,10 +96,8 @@ def test_a_busy_server_is_asked_again(checkpoint, tmp_path, capsys, monkeypatch)
         assert len(scheduler.encodes) == 3
         scheduler.fail_with = busy
         monkeypatch.setattr(scheduler, "_encoded", answer)
-        with root_logger_kept():
-            assert cli.main(["warmup", *map(str, words)]) == 1
+        assert "busy" in complaint(capsys, 1, *words)
         assert len(scheduler.encodes) == 3 + 4
-        assert "busy" in capsys.readouterr().err
         scheduler.fail_with = FinishReason(type="error", status=500, message="broken picture")
         assert warmup(capsys, *words, status=1)["failed"] == 1
 
@@ -153,12 +146,11 @@ def test_a_server_that_cannot_write_ends_the_run(checkpoint, tmp_path, capsys, m
         output = answer(message)
         return replace(output, items=tuple(replace(item, saved=False) for item in output.items))
 
-    with fake_server(checkpoint) as (served, url), root_logger_kept():
+    with fake_server(checkpoint) as (served, url):
         answer = served.scheduler._encoded
         monkeypatch.setattr(served.scheduler, "_encoded", unsaved)
-        words = ["warmup", tmp_path / "a.png", "--url", url, "--resume", journal]
-        assert cli.main([str(word) for word in words]) == 1
-    assert "the server could not write to its embedding cache" in capsys.readouterr().err
+        told = complaint(capsys, 1, tmp_path / "a.png", "--url", url, "--resume", journal)
+    assert "the server could not write to its embedding cache" in told
     assert journal.read_text() == ""
 
 
@@ -166,8 +158,6 @@ def test_no_server_is_one_clear_error(tmp_path, capsys):
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(png(number))
     url = f"http://127.0.0.1:{closed_port()}"
-    with root_logger_kept():
-        assert cli.main(["warmup", str(tmp_path), "--url", url]) == 1
-    told = capsys.readouterr().err
+    told = complaint(capsys, 1, tmp_path, "--url", url)
     assert told.count("vlmserve: error: ") == 1
     assert f"no answer from {url}/v1/warmup" in told

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import http.server
 import io
-import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
 from processors.fetch.fetching import BlockingFetcher
 from processors.fetch.limits import FetchSettings
+from tests.vlmserve.api.fake_engine import real_server
 from vlmserve.commands.batch.inputs import Columns, InputFormat, Inputs, open_inputs
 from vlmserve.commands.batch.item import Failed, Found, MediumItem, RequestItem
 
@@ -69,39 +70,12 @@ def touch(path: Path, data: bytes) -> Path:
     return path
 
 
-class _NoParts(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None: ...
-
-
-class _Parts(_NoParts):
-    def do_GET(self) -> None:
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if wanted is None:
-            super().do_GET()
-            return
-        data = Path(self.translate_path(self.path)).read_bytes()
-        part = data[int(wanted[1]) : int(wanted[2]) + 1]
-        self.send_response(206)
-        self.send_header("Content-Length", str(len(part)))
-        self.send_header("Content-Range", f"bytes {wanted[1]}-{int(wanted[1]) + len(part) - 1}/{len(data)}")
-        self.end_headers()
-        self.wfile.write(part)
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Clients hang up as they like."""
-
-
 @contextlib.contextmanager
 def web(folder: Path, *, parts: bool = True) -> Iterator[str]:
     """Serves the files of a folder; the URL of that. parts: parts of files, too."""
-    handler = functools.partial(_Parts if parts else _NoParts, directory=str(folder))
-    with _Server(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
+        await Response((folder / scope["path"].lstrip("/")).read_bytes())(scope, receive, send)
+
+    with real_server(StaticFiles(directory=folder) if parts else whole) as port:
+        yield f"http://127.0.0.1:{port}"

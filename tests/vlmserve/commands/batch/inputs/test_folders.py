@@ -77,9 +77,19 @@ def test_files_that_cannot_be_read_come_as_items(here):
     (here / "pics/a.png").unlink()
     with pytest.raises(BadRequestError, match="No such file"):
         items["pics/a.png"].read()
+    (here / "pics/gone.png").symlink_to("nowhere")
+    os.mkfifo(here / "pics/pipe.png")
+    touch(here / "pics/text.png", b"no picture")
     touch(here / "pics/huge.png", png(1) + bytes(100_000))
-    with pytest.raises(BadRequestError, match="the limit is 100000"):
-        media(opened("pics"))["pics/huge.png"].read()
+    reasons = ("No such file", "not a regular file", "neither a picture nor a video", "the limit is 100000")
+    for name, why in zip(("gone", "pipe", "text", "huge"), reasons, strict=True):
+        with pytest.raises(BadRequestError, match=why):
+            media(opened("pics"))[f"pics/{name}.png"].read()
+    os.utime("pics/b.JPG", ns=(1, 1))
+    changed = [
+        id for id, item in media(opened("pics")).items() if id in items and item.signature != items[id].signature
+    ]
+    assert changed == ["pics/b.JPG"], "a changed file is another one"
 
 
 def test_a_folder_that_cannot_be_read_is_told_and_the_rest_goes_on(here, monkeypatch):
