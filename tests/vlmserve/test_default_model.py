@@ -16,7 +16,7 @@ from assets.recipe.exam.ask import asker
 from assets.recipe.exam.questions import make_questions
 from assets.recipe.exam.report import examine
 from tests.vlmserve.reference import Reference, assert_equal_answers
-from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url, serving
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.model_path import DEFAULT_MODEL
 
@@ -28,20 +28,8 @@ def _samples() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--dtype", "float32", "--served-model-name", "vlmserve-default", "--max-total-tokens", "32768")
-    with serving(tmp_path_factory.mktemp("serve") / "run", *flags) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def base_url(server: ServerProcess) -> str:
-    return f"http://127.0.0.1:{server.port()}/v1"
-
-
-@pytest.fixture(scope="module")
-def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+def client(shared_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with shared_server.client() as client:
         yield client
 
 
@@ -61,7 +49,7 @@ def _messages(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _answer(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
     return client.chat.completions.create(
-        model="vlmserve-default", messages=messages, **{"max_tokens": 64, "temperature": 0, **options}
+        model="tiny", messages=messages, **{"max_tokens": 64, "temperature": 0, **options}
     )
 
 
@@ -105,9 +93,9 @@ def test_answers_about_clips_are_those_of_transformers() -> None:
             assert_equal_answers(given, reference.answer(messages, 64))
 
 
-def test_passes_a_short_exam(base_url: str) -> None:
+def test_passes_a_short_exam(client: openai.OpenAI) -> None:
     """60 scenes drawn by other code than the training's; the card has the figures of a long one."""
-    report = examine(make_questions("v1", 60, seed=2026), asker(base_url), 4)
+    report = examine(make_questions("v1", 60, seed=2026), asker(str(client.base_url)), 4)
     assert report.overall.accuracy >= 0.9, str(report)
 
 

@@ -56,13 +56,6 @@ def test_damaged_entries_and_those_of_other_weights_are_encoded_anew(tmp_path: P
     assert foreign.encoded == cold.encoded
 
 
-def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
-    model = make_checkpoint("qwen3_vl", tmp_path / "model")
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(Exception, match="--embedding-cache-dir"):
-        run(model, tmp_path / "file")
-
-
 def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_and_the_tower_is_theirs_alone(
     tmp_path: Path, monkeypatch
 ):
@@ -76,11 +69,12 @@ def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_an
     assert [parameter for parameter in made[0].visual.parameters() if not parameter.is_meta] == []
 
 
-def test_a_folder_that_cannot_be_used_leaves_no_encoder_process(tmp_path: Path):
+@pytest.mark.parametrize("encoders", [None, 1])
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path, encoders: int | None):
     model = make_checkpoint("qwen3_vl", tmp_path / "model")
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(Exception, match="--embedding-cache-dir"):
-        run(model, tmp_path / "file", encoder_dp_size=1)
+        run(model, tmp_path / "file", encoder_dp_size=encoders)
     assert multiprocessing.active_children() == []
 
 

@@ -72,24 +72,3 @@ def test_equals_transformers_and_caches_never_mix_knobs(family):
         assert got.cached_tokens >= want.prompt_tokens - 1
         stats = llm.stats()
         assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
-
-
-def test_a_picture_of_another_size_is_not_taken_from_the_cache(family):
-    folder, area, _ = family
-    data = encoded(IMAGE)
-
-    def asked(llm, tokens):
-        part = {"type": "image", "image": data, "max_pixels": tokens * area}
-        return llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}], GREEDY)
-
-    with LLM(str(folder), num_threads=1, page_size=1) as llm:
-        answers = [asked(llm, tokens) for tokens in (9, 30, 9, 30, 12)]
-        before = answers[0].prompt_tokens - answers[0].mm_report["media"][0]["tokens"]
-    assert answers[1].cached_tokens <= before
-    assert answers[4].cached_tokens <= before
-    assert answers[2].cached_tokens >= answers[2].prompt_tokens - 1
-    alone = []
-    for tokens in (9, 30):
-        with LLM(str(folder), num_threads=1, page_size=1, disable_radix_cache=True, encoder_cache_mib=0) as llm:
-            alone.append(asked(llm, tokens).token_ids)
-    assert [answer.token_ids for answer in answers[:4]] == alone * 2

@@ -14,7 +14,6 @@ import pytest
 
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
-from vlmserve.api import file_store
 from vlmserve.api.file_store import FileRecord, FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
@@ -207,34 +206,11 @@ def test_a_damaged_file_is_not_served_and_not_deleted(tmp_path, clock, caplog, d
     again.close()
 
 
-def test_a_commit_that_fails_leaves_nothing(store, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    with store.begin("a") as upload:
-        upload.write(b"data")
-        with monkeypatch.context() as patch:
-            patch.setattr(file_store, "_write_whole", full)
-            with pytest.raises(OSError, match="No space"):
-                upload.commit(filename="x", purpose="vision")
-    assert (store.bytes, names(tmp_path), store.files("a")) == (0, [], [])
-    put(store)
-
-
 def test_one_server_at_a_time(store, tmp_path):
     with pytest.raises(EngineError, match=r"in use by another server \(setting --file-store-dir"):
         FileStore(tmp_path, LIMITS)
     with pytest.raises(EngineError, match="cannot be opened"):
         FileStore(tmp_path / "none", LIMITS)
-
-
-def test_a_closed_upload_takes_no_more(store):
-    upload = store.begin("a")
-    upload.close()
-    upload.close()
-    with pytest.raises(ValueError, match="closed"):
-        upload.write(b"x")
-    assert store.bytes == 0
 
 
 def test_many_threads(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,17 @@ from tokenizers import AddedToken, Tokenizer
 
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.server_process import ROOT, ServerProcess, serve
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, serving
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
 ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'
 
 
-@pytest.fixture(scope="module")
-def qwen2_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def qwen2_5(tmp_path: Path) -> Path:
     """A tiny Qwen2.5-VL with one token more, whose text is a whole answer."""
-    folder = make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+    folder = make_checkpoint("qwen2_5_vl", tmp_path / "model")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(ABSOLUTE, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -35,16 +34,6 @@ def answer_token(folder: Path) -> int:
     token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(ABSOLUTE)
     assert token is not None
     return token
-
-
-@pytest.fixture(scope="module")
-def servers(qwen2_5: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServerProcess]]:
-    """Started side by side."""
-    run = tmp_path_factory.mktemp("run")
-    both = {"default": serve(run / "default", "--dtype", "float32"), "qwen2_5": serve(run / "qwen2_5", model=qwen2_5)}
-    yield both
-    for server in both.values():
-        server.end()
 
 
 def message(data: bytes, question: str, kind: str = "png", **knobs: Any) -> list[dict[str, Any]]:
@@ -64,10 +53,10 @@ def sideways() -> bytes:
     return encoded(image, "JPEG", exif=exif.tobytes())
 
 
-def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
+def test_absolute_coordinates(qwen2_5: Path, tmp_path: Path) -> None:
     """Of the resized picture, of which the knobs decide; the source is upright."""
     bias = {str(answer_token(qwen2_5)): 100}
-    with servers["qwen2_5"].client() as client:
+    with serving(tmp_path / "run", model=qwen2_5) as server, server.client() as client:
 
         def boxes(**knobs: Any) -> tuple[Box, ...]:
             answer = client.chat.completions.create(
@@ -111,11 +100,11 @@ def overlap(box: Box, truth: tuple[float, float, float, float]) -> float:
     ],
 )
 def test_thousandths(
-    servers: dict[str, ServerProcess], name: str, question: str, truth: tuple[float, float, float, float]
+    shared_server: ServerProcess, name: str, question: str, truth: tuple[float, float, float, float]
 ) -> None:
     """The default model's own answers, about places it was told nothing of. It is small, and no surveyor."""
-    data = (ROOT / "assets" / "samples" / name).read_bytes()
-    with servers["default"].client() as client:
+    data = (SAMPLES / name).read_bytes()
+    with shared_server.client() as client:
         answer = client.chat.completions.create(
             model="tiny", messages=message(data, question), max_tokens=64, temperature=0, extra_body=REPORT
         )

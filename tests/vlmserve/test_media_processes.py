@@ -21,7 +21,7 @@ from PIL import Image
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
 from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serving
-from vlmserve_common.transport.shm import SharedArrays
+from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 
 @pytest.fixture
@@ -115,7 +115,9 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
     forks_end = os.pidfd_open(forks)
     [shared] = (SharedArrays(path) for path in processes.directories() if "/shm/" in str(path))
     assert shared.outstanding() == 0
+    assert sum(path.stat().st_size for path in shared.directory.iterdir()) <= SPARE_BYTES
     directories = processes.directories()
+    assert len(directories) == 3
     processes.process.send_signal(signal.SIGINT)
     assert processes.wait() == 0
     assert all(gone(pid) for pid in children)

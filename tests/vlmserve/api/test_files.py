@@ -108,15 +108,6 @@ def test_the_official_client_learns_that_a_file_is_too_large(ai, store):
 # ---------------------------------------------------------------- by hand
 
 
-def test_limits_of_all_files(client):
-    assert upload(client, bytes(290_000)).status_code == 200
-    message = refused(upload(client, bytes(290_000)), 400, "file_store_full")
-    assert "the limit is 500000 (setting --max-file-store-bytes)" in message
-    for _ in range(5):
-        assert upload(client).status_code == 200
-    assert "the limit is 6 (setting --max-files)" in refused(upload(client), 400, "too_many_files")
-
-
 def test_no_files_at_all(serve, store):
     _, client = serve(file_store_dir=str(store), max_files=0)
     with client:
@@ -319,20 +310,16 @@ def test_without_a_folder_files_go_with_the_server(checkpoint_folder, tmp_path, 
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.parametrize("where", ["begin", "write", "commit"])
+@pytest.mark.parametrize("where", ["begin", "write", "commit", "describe"])
 def test_a_full_disk(client, store, monkeypatch, where, number):
     """At whichever step; what was written is gone, and its place is free again."""
 
     def full(*_, **__):
         raise OSError(number, os.strerror(number))
 
+    places = {"begin": (file_store, "_create"), "write": (Upload, "write"), "commit": (file_store.os, "fsync")}
     with monkeypatch.context() as patch:
-        if where == "begin":
-            patch.setattr(file_store, "_create", full)
-        elif where == "write":
-            patch.setattr(Upload, "write", full)
-        else:
-            patch.setattr(file_store.os, "fsync", full)
+        patch.setattr(*places.get(where, (file_store, "_write_whole")), full)
         for _ in range(7):  # one more than there may be files
             reply = upload(client, b"x" * 500)
             assert reply.status_code == 507

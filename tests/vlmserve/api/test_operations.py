@@ -154,9 +154,10 @@ def test_a_full_house_answers_429(serve):
     assert len(served.scheduler.requests) == 3
 
 
-def test_sampling_defaults_can_be_openais(serve):
-    served, client = serve({"sampling_defaults": "openai"})
+def test_settings_of_the_engine_reach_requests(serve):
+    served, client = serve({"sampling_defaults": "openai", "schedule_policy": "priority"})
     with client:
-        client.post(CHAT, json={**BODY, "temperature": None})
-    params = served.scheduler.requests[0].sampling_params
-    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, -1)
+        assert client.post(CHAT, json={**BODY, "temperature": None, "priority": -5}).status_code == 200
+    (request,) = served.scheduler.requests
+    params = request.sampling_params
+    assert (params.temperature, params.top_p, params.top_k, request.priority) == (1.0, 1.0, -1, -5)

@@ -360,7 +360,3 @@ def test_too_many_pictures_are_refused(client):
     content = [{"type": "image_url", "image_url": {"url": png_url()}}] * 65
     error = error_of(client.post(CHAT, json=body(messages=[{"role": "user", "content": content}])), 400)
     assert "--max-images-per-request" in error["message"]
-
-
-def test_a_bad_streaming_request_gets_a_status(client):
-    error_of(client.post(CHAT, json=body(stream=True, temperature=-1)), 400)
