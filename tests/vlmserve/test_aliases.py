@@ -9,21 +9,12 @@ import pytest
 
 from docs.settings_pages import make_table
 from vlmserve import cli
-from vlmserve.api import launch
 from vlmserve.config.aliases import ALIASES, ANY
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags-of-others.md"
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
-    """The settings of every server that would have been started."""
-    seen: list[ServerSettings] = []
-    monkeypatch.setattr(launch, "launch_server", lambda settings: seen.append(settings) or 0)
-    return seen
 
 
 def _refused(words: str, capsys: pytest.CaptureFixture[str]) -> str:

@@ -20,14 +20,6 @@ from vlmserve_common.errors import CheckpointError, EngineError
 _EXAMPLES = ("--page-size", "--disable-radix-cache", "--no-disable-radix-cache")  # of the text before the flags
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
-    """The settings of every server that would have been started."""
-    seen: list[ServerSettings] = []
-    monkeypatch.setattr(launch, "launch_server", lambda settings: seen.append(settings) or 0)
-    return seen
-
-
 def test_serve_takes_its_settings_from_flags(launched: list[ServerSettings]) -> None:
     words = "serve ./ckpt --port 0 --page-size 1 --enable-mixed-chunk --chunked-prefill-size -1 --dtype float32"
     assert cli.main(words.split()) == 0

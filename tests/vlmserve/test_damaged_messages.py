@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url
 from vlmserve_common.transport.shm import SharedArrays
 
@@ -19,12 +19,9 @@ LONG: dict[str, Any] = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("damaging")
-    model = folder / "model"
-    model.mkdir()
-    copy_default_model(model)
-    words = [sys.executable, "-m", "tests.vlmserve.damaging_server", str(model)]
+    words = [sys.executable, "-m", "tests.vlmserve.altered_server", str(default_model)]
     server = ServerProcess(words, folder / "run", DAMAGE=str(folder / "damage"))
     yield server
     server.end()

@@ -172,15 +172,6 @@ def test_replicas_finish_beside_each_other(start, tmp_path) -> None:
     assert "does not stop" not in "".join(server.log)
 
 
-def test_a_replica_that_hangs_is_named(start) -> None:
-    server = start("--dp-size", "2", "--watchdog-timeout-s", "2")
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.get, "freeze")
-        assert answer.result(PATIENCE_S)[0] == 503
-    assert server.wait() == 1
-    assert "the scheduler process of replica 0 was at one step for 2 s" in "".join(server.log)
-
-
 def test_children_die_with_a_killed_launcher_and_the_next_start_clears_up(start) -> None:
     server = start()
     server.port()

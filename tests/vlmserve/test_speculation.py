@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.default_model import copy_default_model
 from vlmserve import LLM, SamplingOverrides
 
 PROMPTS = ["Repeat: one two three four five six one two three four five six", "What is this?", "Name a colour."]
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    copy_default_model(folder)
-    knobs = {"num_threads": 1, "max_total_tokens": 4096, "dtype": "float32"}
-    with LLM(str(folder), **knobs) as plain, LLM(str(folder), **knobs, speculative_algorithm="ngram") as guessing:
+def engines(default_model):
+    knobs = {"model": default_model, "num_threads": 1, "max_total_tokens": 4096}
+    with LLM(**knobs) as plain, LLM(**knobs, speculative_algorithm="ngram") as guessing:
         yield plain, guessing
 
 

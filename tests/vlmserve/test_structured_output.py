@@ -314,11 +314,10 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_schedule(tmp_path):
-    copy_default_model(tmp_path)
+def test_answers_do_not_depend_on_the_schedule(default_model):
     found = []
     for settings in SCHEDULES:
-        with LLM(tmp_path, num_threads=1, page_size=4, **{"max_total_tokens": 4096, **settings}) as llm:
+        with LLM(default_model, num_threads=1, page_size=4, **{"max_total_tokens": 4096, **settings}) as llm:
             answers = []
             for form in FORMS:
                 answers += [a.text for a in llm.chat_batch(PROMPTS, temperature=0.0, max_tokens=70, **form)]

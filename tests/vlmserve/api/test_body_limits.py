@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served, make_served, real_server
+from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served, real_server, serving
 from vlmserve.api import body as body_module
 from vlmserve.api.body import FREE_BYTES
 
@@ -22,19 +21,10 @@ PART = {"type": "text", "text": ""}
 
 @pytest.fixture
 def strict(checkpoint_folder: Path) -> Iterator[Served]:
-    served = make_served(
-        checkpoint_folder,
-        max_json_values=40,
-        max_items_per_request=3,
-        max_parts_per_request=4,
-        max_body_mib=0.5,
-        max_bodies_mib=0.5,
-        body_timeout_s=0.3,
-    )
-    yield served
-    served.assert_idle()
-    assert served.app.state.bodies.held == 0
-    asyncio.run(served.frontend.close())
+    counts = {"max_json_values": 40, "max_items_per_request": 3, "max_parts_per_request": 4}
+    with serving(checkpoint_folder, **counts, max_body_mib=0.5, max_bodies_mib=0.5, body_timeout_s=0.3) as served:
+        yield served
+        assert served.app.state.bodies.held == 0
 
 
 def refusal(served: Served, body: object) -> tuple[int, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import logging
 import select
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
@@ -84,11 +84,8 @@ def read_answer(link: socket.socket) -> None:
 
 
 def get(port: int, path: str) -> tuple[int, bytes]:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    with contextlib.closing(link):
-        link.request("GET", path)
-        reply = link.getresponse()
-        return reply.status, reply.read()
+    reply = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S)
+    return reply.status_code, reply.content
 
 
 def test_a_silent_connection_is_closed_without_a_word() -> None:

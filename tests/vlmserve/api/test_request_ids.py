@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import BODY, CHAT, Served, make_served
+from tests.vlmserve.api.fake_engine import BODY, CHAT, Served
 from vlmserve.api.http_server import OnceInAWhile
 from vlmserve.api.outermost import access, requests
 from vlmserve.frontend.live_requests import Admission
@@ -111,15 +109,15 @@ def test_log_requests(serve, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def logging_client(checkpoint_folder: Path) -> Iterator[TestClient]:
+def logging_client(serve) -> Iterator[TestClient]:
     """As with --log-level error: the lines come all the same."""
-    served = make_served(checkpoint_folder, access_log=True, api_key="secret")
     root = logging.getLogger()
     before = root.level
+    _served, client = serve(access_log=True, api_key="secret")
+    client.headers["Authorization"] = "Bearer secret"
     root.setLevel(logging.ERROR)
-    with TestClient(served.app, headers={"Authorization": "Bearer secret"}, raise_server_exceptions=False) as client:
+    with client:
         yield client
-    asyncio.run(served.frontend.close())
     access.setLevel(logging.NOTSET)
     root.setLevel(before)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import CHAT, MODEL, make_served
+from tests.vlmserve.api.fake_engine import CHAT, MODEL
 
 BODY = b'{"model": "%s", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}' % MODEL.encode()
 JSON = {"Content-Type": "application/json"}
@@ -17,13 +15,10 @@ Ask = Callable[..., tuple[int, str | None]]
 
 
 @pytest.fixture
-def ask_with(checkpoint_folder: Path) -> Iterator[Callable[..., Ask]]:
-    made = []
-
+def ask_with(serve) -> Callable[..., Ask]:
     def make(**settings: object) -> Ask:
-        served = make_served(checkpoint_folder, **{"allowed_hosts": None, **settings})
-        made.append(served)
-        client = TestClient(served.app, base_url="http://localhost:8000", raise_server_exceptions=False)
+        _served, client = serve(**{"allowed_hosts": None, **settings})
+        client.base_url = "http://localhost:8000"
 
         def ask(**headers: str) -> tuple[int, str | None]:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -33,10 +28,7 @@ def ask_with(checkpoint_folder: Path) -> Iterator[Callable[..., Ask]]:
 
         return ask
 
-    yield make
-    for served in made:
-        served.assert_idle()
-        asyncio.run(served.frontend.close())
+    return make
 
 
 @pytest.mark.parametrize(
