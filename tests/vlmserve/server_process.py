@@ -134,6 +134,12 @@ def data_url(file: Path) -> str:
     return f"data:{mimetypes.guess_type(file)[0]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
+def media_part(kind: str, data: bytes, **knobs: Any) -> dict[str, Any]:
+    """A picture (`image`) or clip (`video`) as a part of a message."""
+    url = f"data:{'image/png' if kind == 'image' else 'video/mp4'};base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}, **knobs}
+
+
 def await_that(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -16,7 +16,7 @@ from assets.recipe.exam.ask import asker
 from assets.recipe.exam.questions import make_questions
 from assets.recipe.exam.report import examine
 from tests.vlmserve.reference import Reference, assert_equal_answers
-from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, media_part
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.model_path import DEFAULT_MODEL
 
@@ -38,8 +38,7 @@ def _is_clip(name: str) -> bool:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    kind = "video_url" if _is_clip(path.name) else "image_url"
-    return {"type": kind, kind: {"url": data_url(path)}}
+    return media_part("video" if _is_clip(path.name) else "image", path.read_bytes())
 
 
 def _messages(sample: dict[str, Any]) -> list[dict[str, Any]]:

@@ -69,8 +69,8 @@ def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_an
     assert [parameter for parameter in made[0].visual.parameters() if not parameter.is_meta] == []
 
 
-@pytest.mark.parametrize("encoders", [None, 1])
-def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path, encoders: int | None):
+@pytest.mark.parametrize("encoders", [0, 1])
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path, encoders: int):
     model = make_checkpoint("qwen3_vl", tmp_path / "model")
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(Exception, match="--embedding-cache-dir"):
@@ -88,10 +88,10 @@ def test_encoder_processes_give_the_same_answers_and_are_replaced_when_they_die(
     with LLM(str(model), **settings, encoder_dp_size=2) as llm:
         workers = multiprocessing.active_children()
         assert len(workers) == 2
-        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)] == inline
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:4], SAMPLING)] == inline
         assert llm.stats().encoder.encoded >= encoded
         for worker in workers:
             worker.kill()
         assert [answer.token_ids for answer in llm.chat_batch(conversations()[6:8], SAMPLING)]
-        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)] == inline
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:4], SAMPLING)] == inline
     assert multiprocessing.active_children() == []

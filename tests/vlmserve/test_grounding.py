@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.server_process import SAMPLES, ServerProcess, serving
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, media_part, serving
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
@@ -36,13 +36,18 @@ def answer_token(folder: Path) -> int:
     return token
 
 
-def message(data: bytes, question: str, kind: str = "png", **knobs: Any) -> list[dict[str, Any]]:
-    url = f"data:image/{kind};base64," + base64.b64encode(data).decode()
-    part = {"type": "image_url", "image_url": {"url": url}, **knobs}
-    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
-
-
-REPORT = {"return_mm_report": True}
+def ask(client: openai.OpenAI, data: bytes, question: str, knobs: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The first choice, and what is reported of the picture."""
+    content = [media_part("image", data, **(knobs or {})), {"type": "text", "text": question}]
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        extra_body={"return_mm_report": True},
+        **options,
+    )
+    (medium,) = answer.mm_report["media"]
+    return answer.choices[0], medium
 
 
 def sideways() -> bytes:
@@ -59,19 +64,11 @@ def test_absolute_coordinates(qwen2_5: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "run", model=qwen2_5) as server, server.client() as client:
 
         def boxes(**knobs: Any) -> tuple[Box, ...]:
-            answer = client.chat.completions.create(
-                model="tiny",
-                messages=message(sideways(), "Where is the star?", "jpeg", **knobs),
-                max_tokens=1,
-                temperature=0,
-                logit_bias=bias,
-                extra_body=REPORT,
-            )
-            (medium,) = answer.mm_report["media"]
+            choice, medium = ask(client, sideways(), "Where is the star?", knobs, max_tokens=1, logit_bias=bias)
             assert medium["source_size"] == {"width": 300, "height": 200}
             assert medium["coordinates"] == "absolute"
-            assert answer.choices[0].message.content == ABSOLUTE
-            marks = parse_boxes(answer.choices[0].message.content)
+            assert choice.message.content == ABSOLUTE
+            marks = parse_boxes(choice.message.content)
             assert not marks.problems
             return marks.to_source(medium).boxes
 
@@ -105,19 +102,14 @@ def test_thousandths(
     """The default model's own answers, about places it was told nothing of. It is small, and no surveyor."""
     data = (SAMPLES / name).read_bytes()
     with shared_server.client() as client:
-        answer = client.chat.completions.create(
-            model="tiny", messages=message(data, question), max_tokens=64, temperature=0, extra_body=REPORT
-        )
-        cut = client.chat.completions.create(
-            model="tiny", messages=message(data, question), max_tokens=8, temperature=0, extra_body=REPORT
-        )
-    (medium,) = answer.mm_report["media"]
+        choice, medium = ask(client, data, question, max_tokens=64)
+        cut, _ = ask(client, data, question, max_tokens=8)
     assert medium["coordinates"] == "0-1000"
     with Image.open(io.BytesIO(data)) as image:
         assert medium["source_size"] == {"width": image.width, "height": image.height}
-    marks = parse_boxes(answer.choices[0].message.content)
+    marks = parse_boxes(choice.message.content)
     assert not marks.problems
     (box,) = marks.to_source(medium).boxes
     assert overlap(box, truth) > 0.35, box
-    assert cut.choices[0].finish_reason == "length"
-    assert parse_boxes(cut.choices[0].message.content).problems
+    assert cut.finish_reason == "length"
+    assert parse_boxes(cut.message.content).problems

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import os
@@ -20,7 +19,8 @@ from PIL import Image
 
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serving
+from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, gone, serving
+from tests.vlmserve.server_process import media_part as part
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 
@@ -30,11 +30,6 @@ def serve(default_model: Path, tmp_path: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         runs = itertools.count()
         yield lambda *flags: stack.enter_context(serving(tmp_path / f"run{next(runs)}", *flags, model=default_model))
-
-
-def part(kind: str, data: bytes) -> dict[str, Any]:
-    url = f"data:{'image/png' if kind == 'image' else 'video/mp4'};base64,{base64.b64encode(data).decode()}"
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> Any:
@@ -78,7 +73,7 @@ def await_work(pids: set[int], under_way: Future[Any]) -> int:
 
 
 def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_request(serve: Any) -> None:
-    clip, shapes = make_clip(24), (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
+    clip, shapes = make_clip(24), (SAMPLES / "shapes.png").read_bytes()
     large = encoded(picture(1200, 900), "PNG")
     asked = [[part("image", shapes)], [part("video", clip)], [part("image", large), part("video", clip)]]
     threads, processes = serve("--media-processes", "0"), serve("--processor-cache-mib", "16")

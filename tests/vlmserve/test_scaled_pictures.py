@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from tests.default_model import copy_default_model
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import ServerProcess, serving
+from tests.vlmserve.server_process import ServerProcess, media_part, serving
 from vlmserve import LLM
 
 SMALLEST = 448 * 448
@@ -46,9 +45,7 @@ def server(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def ask(server: ServerProcess, kind: str, data: bytes, **knobs: Any) -> Any:
-    mime = {"image": "image/png", "video": "video/mp4"}[kind]
-    url = f"data:{mime};base64,{base64.b64encode(data).decode()}"
-    content = [{"type": f"{kind}_url", f"{kind}_url": {"url": url}, **knobs}, {"type": "text", "text": "What?"}]
+    content = [media_part(kind, data, **knobs), {"type": "text", "text": "What?"}]
     with server.client() as client:
         return client.chat.completions.create(
             model="tiny",

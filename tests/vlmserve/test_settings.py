@@ -111,13 +111,6 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
     assert load_settings({}, config=str(tmp_path / "empty.yaml")) == ServerSettings(engine=EngineArgs(model=""))
 
 
-@pytest.mark.parametrize("chunk", [-1, 16, 64, 2048])
-@pytest.mark.parametrize("page", [1, 16])
-def test_chunks_of_whole_pages_are_accepted(chunk: int, page: int) -> None:
-    settings = load_settings({"chunked_prefill_size": str(chunk), "page_size": str(page)})
-    assert settings.engine.chunked_prefill_size == chunk
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
