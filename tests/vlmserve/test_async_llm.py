@@ -70,15 +70,6 @@ def test_what_is_cached_is_forgotten(engine: AsyncLLM) -> None:
         assert cached > 0
         assert await engine.flush_cache() == cached
         assert await engine.flush_cache() == 0
-        running = asyncio.ensure_future(answer(engine, "running", 3000))
-        while not (await engine.stats()).num_running_reqs:
-            await asyncio.sleep(0.01)
-        await engine.flush_cache()
-        assert await engine.abort() == ["running"]
-        await asyncio.gather(running, return_exceptions=True)
-        stats = await engine.stats()
-        assert stats.num_running_reqs == 0
-        assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -194,18 +194,6 @@ def test_encoder_processes_are_replaced(start, number: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-def test_killed_itself_it_leaves_no_process_and_no_client_waiting(start) -> None:
-    server = start(fake=False)
-    load = Load(server)
-    await_running(server, 8)
-    pids = named(server)
-    server.process.kill()
-    for status, text in load.results(SEEN_WITHIN_S):
-        assert status == 0 or "[DONE]" not in text
-    await_that(lambda: all(gone(pid) for name, pid in pids.items() if name != "api"), SEEN_WITHIN_S)
-
-
-@pytest.mark.slow
 def test_stopped_itself_it_answers_once_it_goes_on(start) -> None:
     server = start("--watchdog-timeout-s", f"{WATCHDOG_S:g}", fake=False)
     load = Load(server, tokens=300)

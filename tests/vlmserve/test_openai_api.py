@@ -272,19 +272,8 @@ def test_truncation_leaves_out_the_oldest_turns(ai: openai.OpenAI) -> None:
         ({"temperature": 9}, "temperature"),
         ({"background": True}, "background"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "AAAA"}]}]},
-            "input[0].content[0].file_data",
-        ),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": "a"},
-                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]},
-                ]
-            },
-            "input[1].content[0]",
-        ),
+        ({"input": _user({"type": "input_file", "file_data": "AAAA"})}, "input[0].content[0].file_data"),
+        ({"input": [*_user(), *_user({"type": "input_image", "image_url": "data:,x"})]}, "input[1].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[0].output"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -294,12 +283,8 @@ def test_truncation_leaves_out_the_oldest_turns(ai: openai.OpenAI) -> None:
 def test_what_a_response_cannot_do(ai: openai.OpenAI, options: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
-            _respond(ai, **{"given": "Hello", "stream": stream, **_renamed(options)})
+            ai.responses.create(model="tiny", stream=stream, **{"input": "Hello", **options})
         assert caught.value.param == param
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    return {{"input": "given"}.get(name, name): value for name, value in options.items()}
 
 
 # ---------------------------------------------------------------- tokenization

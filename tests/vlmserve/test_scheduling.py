@@ -45,20 +45,6 @@ def test_requests_with_other_salts_share_nothing(client):
     assert len({text for text, _ in answers}) == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("priority", 1, "--schedule-policy priority"),
-        ("priority", 2**40, "below 2147483648"),
-        ("session_id", "", "1 character"),
-        ("cache_salt", "x" * 257, "256"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(client, field, value, words):
-    with pytest.raises(openai.BadRequestError, match=words):
-        ask(client, [QUESTION], **{field: value})
-
-
 def test_prefixes_come_back_from_the_host_and_after_a_restart_from_disk(tmp_path):
     prompts = [f"{i} " + " ".join(str(i * j) for j in range(120)) for i in range(1, 6)]
     settings: dict[str, Any] = {"num_threads": 1, "media_processes": 0}

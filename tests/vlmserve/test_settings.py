@@ -33,7 +33,7 @@ def test_every_setting_can_come_from_each_source(tmp_path: Path, monkeypatch: py
         | {field.name for field in dataclasses.fields(ServerSettings)} - {"engine"}
     )
     for setting in iter_settings():
-        other = _another_value(setting.type, setting.default, setting.name, tmp_path)
+        other = _another_value(setting.type, setting.default, setting.name)
         text = str(other)
         for needed, value in _NEEDED.get(setting.name, {}).items():
             monkeypatch.setenv(f"VLMSERVE_{needed.upper()}", value)
@@ -60,23 +60,22 @@ _NEEDED = {
 """What a setting's other value does not go without."""
 
 
-def _another_value(type_: typing.Any, default: object, name: str, folder: Path) -> object:
-    if name == "page_size":
-        return 32  # chunks are whole pages
-    if name in ("device", "encoder_devices"):
-        return "cpu"
-    if name == "cuda_graph_bs":
-        return "1,2,4"
-    if name == "metrics_prefixes":
-        return "vllm,sglang"
-    if name == "otlp_traces_endpoint":
-        return "http://127.0.0.1:4318/v1/traces"
-    if name in ("allowed_local_media_path", "file_store_dir", "profile_dir"):
-        return str(folder)
-    if name == "api_key_file":
-        return __file__
-    if name == "allowed_origins":
-        return "https://app.example.com"
+_OTHERS = {
+    "page_size": 32,  # chunks are whole pages
+    "device": "cpu",
+    "encoder_devices": "cpu",
+    "cuda_graph_bs": "1,2,4",
+    "metrics_prefixes": "vllm,sglang",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
+    **dict.fromkeys(("allowed_local_media_path", "file_store_dir", "profile_dir"), str(CONFIGS)),
+    "api_key_file": __file__,
+    "allowed_origins": "https://app.example.com",
+}
+
+
+def _another_value(type_: typing.Any, default: object, name: str) -> object:
+    if name in _OTHERS:
+        return _OTHERS[name]
     if type_ is bool:
         return not default
     if typing.get_origin(type_) is typing.Literal:

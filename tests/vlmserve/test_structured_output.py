@@ -60,6 +60,10 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**asked, extra_body=fields)
 
 
+def tag(**form: str) -> dict[str, Any]:
+    return {"response_format": {"type": "structural_tag", "format": form}}
+
+
 def text_of(answer: Any) -> str:
     assert answer.choices[0].finish_reason == "stop"
     return answer.choices[0].message.content
@@ -93,14 +97,8 @@ def test_streams_are_whole(client):
         ({"guided_grammar": 'root ::= "x" | "y"'}, ["x", "y"].index),
         ({"ebnf": 'root ::= "x" | "y"'}, ["x", "y"].index),
         ({"structured_outputs": {"grammar": 'root ::= "x" | "y"'}}, ["x", "y"].index),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "hello"}}},
-            ["hello"].index,
-        ),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "[0-9]{4}"}}},
-            int,
-        ),
+        (tag(type="const_string", value="hello"), ["hello"].index),
+        (tag(type="regex", pattern="[0-9]{4}"), int),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )

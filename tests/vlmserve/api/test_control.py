@@ -89,18 +89,6 @@ def test_a_timeout_is_told_whole_or_in_the_stream(client: TestClient, served: Se
         assert_error(client.post(CHAT, json=BODY | {"timeout": timeout}), 400)
 
 
-def test_refused_because_of_a_limit(serve) -> None:
-    served, client = serve({"max_running_requests": 1, "max_queued_requests": 1})
-    manager = served.frontend.manager
-    now = [0.0]
-    manager._live._clock = lambda: now[0]
-    with client, running(client, served, n=2):
-        now[0] = 7.0
-        reply = client.post(CHAT, json=BODY)
-        assert_error(reply, 429, "rate_limit_error")
-        assert reply.headers["retry-after"] == "7"
-
-
 def test_profiling_needs_its_folder(serve, tmp_path: Path) -> None:
     _, client = serve()
     with client:
