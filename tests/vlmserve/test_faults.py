@@ -169,22 +169,6 @@ def test_without_its_engine_a_server_tells_all_clients_and_ends(start, victim: s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_media_processes_are_replaced(start, number: signal.Signals) -> None:
-    server = start("--media-processes", "1", "--max-image-decode-s", "2", fake=False)
-    server.port()
-    os.kill(named(server)["media-0"], number)
-    answers = Load(server, tokens=4, pictures=True).results(30.0)
-    # at most the one whose picture it had is refused; which says so
-    refused = [text for status, text in answers if status != 200]
-    assert len(refused) <= 1
-    assert all('"media_t' in text or '"media_c' in text for text in refused), refused
-    # which is not tried again, but the others are all answered
-    again = [status for status, _ in Load(server, tokens=4, pictures=True).results(30.0)]
-    assert again.count(200) >= 8 - len(refused), again
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_encoder_processes_are_replaced(start, number: signal.Signals) -> None:
     server = start("--encoder-dp-size", "1", "--encoder-timeout-s", "3", fake=False)
     server.port()

@@ -134,29 +134,23 @@ def test_fields_that_are_refused(client, store, fields, param):
 
 
 def test_forms_that_are_refused(client, store):
-    post = client.post
-    kind = {"Content-Type": "multipart/form-data; boundary=b"}
     head = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nvision\r\n'
     file = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\nabc'
-    refused(post("/v1/files", json={"file": "x"}), 400, "invalid_form")
-    refused(post("/v1/files", content=head, headers={"Content-Type": "multipart/form-data"}), 400, "invalid_form")
-    refused(post("/v1/files", content=b"nonsense", headers=kind), 400, "invalid_form")
-    refused(post("/v1/files", content=b"", headers=kind), 400, "invalid_form")
-    refused(post("/v1/files", content=head + file, headers=kind), 400, "invalid_form")
-    refused(post("/v1/files", content=head + b"--b--\r\n", headers=kind), 400, "invalid_value", "file")
-    refused(post("/v1/files", content=file + b"\r\n--b--\r\n", headers=kind), 400, "invalid_value", "purpose")
-    refused(
-        post("/v1/files", content=head + file + b"\r\n" + file + b"\r\n--b--\r\n", headers=kind),
-        400,
-        "invalid_value",
-        "file",
-    )
-    long = (
-        b'--b\r\nContent-Disposition: form-data; name="file"; filename="' + b"x" * 1500 + b'"\r\n\r\nabc\r\n--b--\r\n'
-    )
-    refused(post("/v1/files", content=head + long, headers=kind), 400, "invalid_value", "file")
+    end = b"--b--\r\n"
+
+    def post(content, kind="multipart/form-data; boundary=b"):
+        return client.post("/v1/files", content=content, headers={"Content-Type": kind})
+
+    refused(post(b'{"file": "x"}', "application/json"), 400, "invalid_form")
+    refused(post(head, "multipart/form-data"), 400, "invalid_form")
+    for broken in (b"nonsense", b"", head + file):
+        refused(post(broken), 400, "invalid_form")
+    long = file.replace(b'"x"', b'"' + b"x" * 1500 + b'"')
+    twice = head + file + b"\r\n" + file
+    for form, param in ((head, "file"), (file, "purpose"), (twice, "file"), (head + long, "file")):
+        refused(post(form.removesuffix(b"\r\n") + b"\r\n" + end), 400, "invalid_value", param)
     assert list(store.glob("file-*")) == []
-    whole = post("/v1/files", content=file + b"\r\n" + head + b"--b--\r\n", headers=kind)
+    whole = post(file + b"\r\n" + head + end)
     assert whole.status_code == 200, "a file may come before its purpose"
     assert client.get(f"/v1/files/{whole.json()['id']}/content").content == b"abc"
 
