@@ -88,7 +88,6 @@ REFUSED = [
     ({"min_p": 1.5}, "min_p"),
     ({"top_k": -2}, "top_k"),
     ({"top_k": 10**30}, "top_k"),
-    ({"priority": 1}, "priority"),
     ({"priority": 2**40}, "priority"),
     ({"session_id": ""}, "session_id"),
     ({"cache_salt": "x" * 257}, "cache_salt"),
