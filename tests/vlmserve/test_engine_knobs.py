@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from processors.pool.maker import DirectMaker
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.reference import Reference, assert_equal_answers, picture
+from tests.vlmserve.reference import Reference, assert_equal_answers, conversations, picture
 from vlmserve import LLM, SamplingOverrides
 
 NEW = 8
@@ -72,3 +75,44 @@ def test_equals_transformers_and_caches_never_mix_knobs(family):
         assert got.cached_tokens >= want.prompt_tokens - 1
         stats = llm.stats()
         assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
+
+
+# ---- wherever pictures are resized
+
+SHORT = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+VIDEO = {"type": "video", "video": make_clip(5, width=113, height=85, fps=2)}
+CLIP = [{"role": "user", "content": [VIDEO, {"type": "text", "text": "What is this?"}]}]
+
+
+def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    asked = [*conversations()[1:], CLIP]
+    return [
+        (answer.token_ids, [one.logprob for one in answer.logprobs])
+        for answer in llm.chat_batch(asked, SHORT, num_logprobs=1)
+    ]
+
+
+def test_answers_are_those_of_the_cpu_to_the_last_bit(tmp_path, monkeypatch):
+    folder = str(make_checkpoint("qwen3_vl", tmp_path))
+    settings: dict[str, Any] = {"num_threads": 1, "max_total_tokens": 4096}
+    later: list[bool] = []
+    monkeypatch.setattr(DirectMaker, "make", _noting(DirectMaker.make, later))
+    with LLM(folder, **settings) as llm:
+        wanted = answers(llm)
+    assert not any(later)
+    for more in ({}, {"encoder_dp_size": 1}, {"media_processes": 0, "encoder_cache_mib": 0}):
+        later.clear()
+        with LLM(folder, resize_device="model", **settings, **more) as llm:
+            assert answers(llm) == wanted
+            assert any(later)
+            llm.flush_cache()
+            assert answers(llm) == wanted, "of embeddings that are there"
+
+
+def _noting(make: Any, later: list[bool]) -> Any:
+    def made(*args: Any) -> Any:
+        medium = make(*args)
+        later.append(medium.resizing is not None)
+        return medium
+
+    return made
