@@ -37,17 +37,11 @@ def refusal(served: Served, body: object) -> tuple[int, str]:
 def test_messages_and_parts_are_counted_before_they_are_checked(strict: Served) -> None:
     message = {"role": "user", "content": [PART, PART]}
     assert refusal(strict, BODY | {"messages": [message, message]})[0] == 200
-    status, told = refusal(strict, BODY | {"messages": [message, message, message]})
-    assert (status, told) == (
-        400,
-        "too_many_parts: the request has 6 parts in the items of messages, the limit is 4 (setting "
-        "--max-parts-per-request)",
-    )
-    status, told = refusal(strict, BODY | {"messages": [{"wrong": 1}] * 4})
-    assert (status, told) == (
-        400,
-        "too_many_parts: the request has 4 items in messages, the limit is 3 (setting --max-items-per-request)",
-    )
+    for messages, told in (
+        ([message] * 3, "6 parts in the items of messages, the limit is 4 (setting --max-parts-per-request)"),
+        ([{"wrong": 1}] * 4, "4 items in messages, the limit is 3 (setting --max-items-per-request)"),
+    ):
+        assert refusal(strict, BODY | {"messages": messages}) == (400, f"too_many_parts: the request has {told}")
 
 
 CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 5
@@ -139,20 +133,16 @@ def test_one_large_body_is_parsed_at_a_time(strict: Served, monkeypatch: pytest.
     assert alone == [False, True]
 
 
-def sent(port: int, body: bytes) -> socket.socket:
+def sent(port: int, body: bytes, length: int | None = None) -> socket.socket:
     link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-    link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (length or len(body)) + body)
     return link
 
 
 def test_a_body_beyond_the_budget_is_told_to_come_again(strict: Served) -> None:
     """Another one holds it, and is not finished; small requests are answered meanwhile."""
     with real_server(strict.app) as port:
-        links = []
-        for _ in range(2):
-            link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-            link.sendall(HEAD + b"Content-Length: 500000\r\n\r\n" + b" " * 400_000)
-            links.append(link)
+        links = [sent(port, b" " * 400_000, 500_000) for _ in range(2)]
         client = sent(port, json.dumps(BODY).encode())
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
         answers = sorted(link.recv(65536) for link in links)
@@ -166,8 +156,7 @@ def test_a_body_beyond_the_budget_is_told_to_come_again(strict: Served) -> None:
 
 def test_a_body_that_comes_too_slowly(strict: Served) -> None:
     """It never stalls: there is a byte every moment."""
-    with real_server(strict.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
-        link.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+    with real_server(strict.app) as port, sent(port, b"", 100_000) as link:
         link.settimeout(0.05)
         answer = b""
         while not answer:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -28,23 +31,17 @@ def test_info_has_no_secrets(serve) -> None:
     assert info["uptime_s"] >= 0
 
 
-class running:
+@contextlib.contextmanager
+def running(client: TestClient, served: Served) -> Iterator[Future[Any]]:
     """A request of the id "mine" at the engine, until it is aborted."""
-
-    def __init__(self, client: TestClient, served: Served, **fields: object) -> None:
-        self.client, self.served, self.fields = client, served, fields
-        self.pool = ThreadPoolExecutor(1)
-
-    def __enter__(self):
-        self.served.scheduler.pause_after = 1
-        body = BODY | {"rid": "mine"} | self.fields
-        reply = self.pool.submit(self.client.post, CHAT, json=body)
-        self.served.scheduler.wait_until(lambda: self.served.scheduler.num_active)
-        return reply
-
-    def __exit__(self, *_):
-        self.client.post("/abort_request", json={"abort_all": True})
-        self.pool.shutdown()
+    served.scheduler.pause_after = 1
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(client.post, CHAT, json=BODY | {"rid": "mine"})
+        served.scheduler.wait_until(lambda: served.scheduler.num_active)
+        try:
+            yield reply
+        finally:
+            client.post("/abort_request", json={"abort_all": True})
 
 
 def test_aborting(client: TestClient, served: Served) -> None:

@@ -75,10 +75,6 @@ def test_langchain_shows_a_picture(chat: ChatOpenAI, served: Served) -> None:
     before = served.scheduler.requests[-1].input_ids.tolist()
     assert chat.invoke([HumanMessage(own)]).content == "a red square"
     assert ids_of(served.scheduler.requests[-1]) == before
-
-
-def test_langchain_streams(chat: ChatOpenAI, served: Served) -> None:
-    served.scheduler.say("a red square")
     chunks = list(chat.stream([HumanMessage(PICTURE)], stream_usage=True))
     assert "".join(chunk.content for chunk in chunks) == "a red square"
     assert len([chunk for chunk in chunks if chunk.content]) > 1
