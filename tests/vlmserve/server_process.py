@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,13 @@ def private_directories(pid: int) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
             targets.append(Path(os.readlink(fd)))
     return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
+
+
+def await_ends(processes: Iterable[int]) -> None:
+    """Wait for the ends of processes, which are given by their descriptors."""
+    for fd in processes:
+        assert wait([fd], PATIENCE_S), "a process outlives the server"
+        os.close(fd)
 
 
 def gone(pid: int) -> bool:

@@ -9,7 +9,6 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from PIL import Image
 
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, gone, serving
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_ends, gone, serving
 from tests.vlmserve.server_process import media_part as part
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
@@ -116,8 +115,7 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
     processes.process.send_signal(signal.SIGINT)
     assert processes.wait() == 0
     assert all(gone(pid) for pid in children)
-    assert wait([forks_end], PATIENCE_S)  # it ends of itself, once it sees that the server is gone
-    os.close(forks_end)
+    await_ends([forks_end])  # it ends of itself, once it sees that the server is gone
     assert not any(path.exists() for path in directories)
     assert not re.search("Traceback", "".join(processes.log))
 
@@ -129,6 +127,4 @@ def test_a_server_that_is_killed_leaves_no_process(serve: Any) -> None:
     watched = [os.pidfd_open(pid) for pid in (forks, *children_of(forks))]
     assert len(watched) == 5
     server.process.kill()
-    for fd in watched:
-        assert wait([fd], PATIENCE_S), "a process outlives the server"
-        os.close(fd)
+    await_ends(watched)

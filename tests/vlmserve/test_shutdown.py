@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, data_url
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_ends, data_url
 from vlmserve.commands.bench.processes import children_of
 
 
@@ -50,9 +49,7 @@ def end(server: ServerProcess, number: int) -> list[int]:
 
 def assert_nothing_is_left(server: ServerProcess, watched: list[int]) -> None:
     assert server.wait() == 0
-    for fd in watched:
-        assert wait([fd], PATIENCE_S), "a process outlives the server"
-        os.close(fd)
+    await_ends(watched)
     assert list(server.runtime.iterdir()) == []
     assert "does not stop" not in "".join(server.log)
 
