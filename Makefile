@@ -2,8 +2,10 @@
 #
 #   make serve ARGS="--port 9000"        flags of `vlmserve serve`, a MODEL too
 #   make test                            linters, types, import rules, and the quick tests
-#   make test-full                       the slow tests (SEED=number repeats their examples), the GPU's tests on the CPU
-#   make test-elsewhere                  the quick tests on an older CPU, with a fresh seed, beside two busy processes
+#   make test-full                       all other tests, in three parts; SEED=number repeats their examples:
+#   make test-slow                         the slow tests
+#   make test-elsewhere                    the quick tests as on an older CPU, beside two busy processes
+#   make test-gpu DEVICE=cpu               the GPU's tests on the CPU
 #   make docs                            docs/flags.md, made of the settings
 #   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
 #   make gpu-report OUT=folder           checks and measures everything on a GPU, with results in files
@@ -66,7 +68,7 @@ test: lint
 	@$(QUICK)
 
 test-full: setup-test
-	@$(MAKE) test-slow SEED=$(SEED)
+	@$(MAKE) test-slow test-elsewhere SEED=$(SEED)
 	@$(MAKE) test-gpu DEVICE=cpu
 
 test-slow: setup-test

@@ -17,17 +17,20 @@ WAIT_S = 60
 
 
 class Together:
-    """Collectives of threads."""
+    """Collectives of threads. moved: rows that each sends, by algorithms that send no more than they must."""
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.moved = 0.0
         self._meet = threading.Barrier(size)
         self._given: list = [None] * size
 
-    def of(self, rank: int) -> Communicator:
-        return Communicator(Shard(rank, self.size), _Rank(self, rank))
+    def of(self, rank: int) -> RankThread:
+        return RankThread(self, rank)
 
-    def exchange(self, rank: int, given: object) -> list:
+    def exchange(self, rank: int, given: object, moved: float = 0.0) -> list:
+        if rank == 0:
+            self.moved += moved
         self._meet.wait(WAIT_S)
         self._given[rank] = given
         self._meet.wait(WAIT_S)
@@ -38,12 +41,13 @@ class Together:
         self._meet.abort()
 
 
-class _Rank:
+class RankThread:
     def __init__(self, together: Together, rank: int) -> None:
         self._together, self._rank = together, rank
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(sum(part.clone() for part in self._together.exchange(self._rank, x.clone())))
+        moved = 2 * (self._together.size - 1) / self._together.size * len(x)
+        return x.copy_(sum(part.clone() for part in self._together.exchange(self._rank, x.clone(), moved)))
 
     def in_operators(self) -> None:
         return None
@@ -53,7 +57,14 @@ class _Rank:
         return given if self._rank == 0 else []
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._together.exchange(self._rank, x.clone()))
+        parts = self._together.exchange(self._rank, x.clone(), (self._together.size - 1) * len(x))
+        assert len({part.shape for part in parts}) == 1, "all must exchange as much"
+        return torch.cat(parts)
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        size = self._together.size
+        parts = self._together.exchange(self._rank, x.clone(), (size - 1) / size * len(x))
+        return torch.stack(parts).sum(0).chunk(size)[self._rank]
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         assert sum(sent) == len(x)
@@ -70,7 +81,7 @@ def at_all(size: int, work: Callable[[Communicator], T]) -> list[T]:
     def one(rank: int) -> T:
         try:
             with torch.inference_mode():
-                return work(together.of(rank))
+                return work(Communicator(Shard(rank, size), together.of(rank)))
         except BaseException:
             together.abort()
             raise

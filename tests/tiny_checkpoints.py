@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests import hf_env  # noqa: F401
+from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
 from vlmserve_common.compute.experts import ExpertLayout
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -30,22 +31,9 @@ MIXERS = ("linear_attention", "full_attention", "linear_attention")
 VOCAB_SIZE = 448
 BPE_SIZE = 400
 MAX_POSITIONS = 1024
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
+_WORDS = "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end vision_start"
+_WORDS += " vision_end vision_pad image_pad video_pad"
+SPECIAL_TOKENS = tuple(f"<|{word}|>" for word in _WORDS.split())
 _TRAINING_TEXT = (
     "system user assistant You are a helpful assistant. Describe this picture in one sentence, please. What is in the "
     "image? How many red circles are there on the left side of the blue square? Count the shapes, name their colours "
@@ -53,22 +41,7 @@ _TRAINING_TEXT = (
 )
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 _SYSTEM = {"qwen2_vl": "You are a helpful assistant.", "qwen2_5_vl": "You are a helpful assistant."}
-_ARCHITECTURES = {
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    MOE: "Qwen3VLMoeForConditionalGeneration",
-    HYBRID: "Qwen3_5ForConditionalGeneration",
-    HYBRID_MOE: "Qwen3_5MoeForConditionalGeneration",
-}
-_PROCESSORS = {
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    MOE: "Qwen3VLProcessor",
-    HYBRID: "Qwen3VLProcessor",
-    HYBRID_MOE: "Qwen3VLProcessor",
-}
+_PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
 _TEMPLATE = """\
 {%- for message in messages %}
 {%- if loop.first and message.role != 'system' and SYSTEM %}
@@ -168,7 +141,7 @@ def make_config(
 ) -> dict[str, Any]:
     """config.json as published checkpoints of the family have it: Qwen2/2.5-VL flat, Qwen3-VL nested."""
     top: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
         "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
@@ -236,23 +209,13 @@ def make_config(
                 },
             }
             del text["rope_scaling"]
+        if family in (MOE, HYBRID_MOE):
+            text |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
         if family == HYBRID_MOE:
             del text["intermediate_size"]
-            text |= {
-                "num_experts": 8,
-                "num_experts_per_tok": 3,
-                "moe_intermediate_size": 40,
-                "shared_expert_intermediate_size": 24,
-            }
+            text["shared_expert_intermediate_size"] = 24
         if family == MOE:
-            text |= {
-                "num_experts": 8,
-                "num_experts_per_tok": 3,
-                "moe_intermediate_size": 40,
-                "decoder_sparse_step": 1,
-                "norm_topk_prob": True,
-                "mlp_only_layers": [1],
-            }
+            text |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [1]}
         return top | {"text_config": text, "vision_config": vision}
     text |= {
         "torch_dtype": dtype,
@@ -309,14 +272,8 @@ def _write_tokenizer(out_dir: Path, tokenizer: Tokenizer, system: str) -> None:
     template = _TEMPLATE.replace("SYSTEM", repr(system))
     (out_dir / "chat_template.jinja").write_text(template)
     added = {
-        str(tokenizer.token_to_id(token)): {
-            "content": token,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": True,
-        }
+        str(tokenizer.token_to_id(token)): {"content": token, "special": True}
+        | dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
         for token in SPECIAL_TOKENS
     }
     _write_json(
@@ -342,7 +299,7 @@ def _write_processor_configs(out_dir: Path, family: str) -> None:
     smallest, largest = 4 * (2 * patch) ** 2, 64 * (2 * patch) ** 2
     image: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessorFast" if not old else "Qwen2VLImageProcessor",
-        "processor_class": _PROCESSORS[family],
+        "processor_class": _PROCESSORS.get(family, "Qwen3VLProcessor"),
         "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,

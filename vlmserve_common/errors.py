@@ -41,3 +41,9 @@ class DeviceLostError(EngineError):
 
 class RankLostError(DeviceLostError):
     """Another process that has a part of the model is gone, or did not answer in time."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else "no reason given"

@@ -18,10 +18,8 @@ from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, position_and_store
-from vlmserve_common.compute.rotary import Rotation
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, Projected, RadixAttention, position_and_store
 from vlmserve_common.compute.transfers import PackedTransfers
-from vlmserve_common.kernels.attention import HeadNorms
 
 
 class GatheringBackend(AttentionBackend):
@@ -36,20 +34,13 @@ class GatheringBackend(AttentionBackend):
         self._slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, :longest][owners].long()
         self._hidden = torch.arange(longest, device=tokens.device)[None] > places[:, None]
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+        q = position_and_store(own, layer, forward_batch)
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         q = q.unflatten(1, (layer.num_kv_heads, -1)).float() * layer.scaling
         keys, values = (part[self._slots].float() for part in (cache.keys, cache.values))  # [N, L, Hkv, D]
         scores = torch.einsum("nhgd,nlhd->nhgl", q, keys).masked_fill(self._hidden[:, None, None], -torch.inf)
-        return torch.einsum("nhgl,nlhd->nhgd", scores.softmax(-1), values).flatten(1).to(qkv.dtype)
+        return torch.einsum("nhgl,nlhd->nhgd", scores.softmax(-1), values).flatten(1).to(own.qkv.dtype)
 
 
 class FakeLane:

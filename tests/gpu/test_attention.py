@@ -9,27 +9,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.attention_steps import Heads, Step, off
+from tests.vlmserve_common.kernels.paged_step import PagedStep, make_step, off
 from vision.towers.attention import segment_attention
 from vision.towers.grids import Segments
 from vision.towers.pieces import UNLIMITED, finish
-from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, RadixAttention
 from vlmserve.models.attention.choice import choose_backend
-from vlmserve_common.compute.rotary import rotation
+from vlmserve_common.compute.rotary import Rotation, rotate, rotation
 
+PAGE = 16
 BACKENDS = ("torch", "triton", "flashinfer")
 FLASHINFER_DIMS = (64, 128, 256)
-HEADS = [
-    Heads(heads=32, kv_heads=8, dim=128),  # Qwen3-VL-8B
-    Heads(heads=28, kv_heads=4, dim=128),  # Qwen2.5-VL-7B
-    Heads(heads=16, kv_heads=8, dim=128),  # Qwen3-VL-2B
-    Heads(heads=16, kv_heads=2, dim=64),
-    Heads(heads=4, kv_heads=4, dim=72),
-    Heads(heads=8, kv_heads=1, dim=80),
-    Heads(heads=8, kv_heads=2, dim=96),
-    Heads(heads=4, kv_heads=2, dim=256),
-]
-SMALL_HEADS = [Heads(heads=4, kv_heads=2, dim=16), Heads(heads=3, kv_heads=1, dim=24)]
+# query heads, KV heads and elements: of Qwen3-VL-8B, Qwen2.5-VL-7B, Qwen3-VL-2B, and others
+HEADS = [(32, 8, 128), (28, 4, 128), (16, 8, 128), (16, 2, 64), (4, 4, 72), (8, 1, 80), (8, 2, 96), (4, 2, 256)]
+SMALL_HEADS = [(4, 2, 16), (3, 1, 24)]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 STEPS = {
     "decode": lambda random: [(int(before), 1) for before in (0, 14, 15, 16, *random.integers(1, 3000, 60))],
@@ -49,41 +42,64 @@ def requests(step: str, device: torch.device) -> list[tuple[int, int]]:
     return STEPS[step](np.random.default_rng(0)) if device.type == "cuda" else SMALL_STEPS[step]
 
 
-def chosen(
-    name: str, heads: Heads, device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> AttentionBackend:
+def chosen(name: str, step: PagedStep) -> AttentionBackend:
     """A backend, by the setting's name; the test is skipped where it has no such kernels, or its package is missing."""
+    _, heads, dim = step.q.shape
+    dtype, cache_dtype, device = step.q.dtype, step.layer.keys.dtype, step.q.device
     if name == "flashinfer":
         if device.type != "cuda" or find_spec("flashinfer") is None:
             pytest.skip("FlashInfer is not installed, or there is no GPU")
-        if dtype == torch.float32 or heads.dim not in FLASHINFER_DIMS or cache_dtype == torch.int8:
+        if dtype == torch.float32 or dim not in FLASHINFER_DIMS or cache_dtype == torch.int8:
             pytest.skip("FlashInfer has no such kernels")
     return choose_backend(
         name,
         AttentionSpec(
-            num_heads=heads.heads,
-            num_kv_heads=heads.kv_heads,
-            head_dim=heads.dim,
-            scaling=heads.dim**-0.5,
+            num_heads=heads,
+            num_kv_heads=step.layer.keys.shape[1],
+            head_dim=dim,
+            scaling=dim**-0.5,
             dtype=dtype,
             cache_dtype=cache_dtype,
-            page_size=16,
+            page_size=PAGE,
             device=device,
         ),
     )
 
 
-def heads_of(device: torch.device) -> list[Heads]:
+def heads_of(device: torch.device) -> list[tuple[int, int, int]]:
     return HEADS if device.type == "cuda" else SMALL_HEADS
 
 
-def check(name: str, heads: Heads, step: Step, tolerance: float) -> None:
-    backend = chosen(name, heads, step.device, step.dtype, step.cache.dtype)
-    found = step.run(backend)
-    assert off(found, step.expected()) < tolerance, f"{heads}, {step.requests}"
-    keys, values, wanted_keys, wanted_values = step.stored()
-    assert off(keys, wanted_keys) < max(tolerance, _ROUNDING[step.cache.dtype])
-    assert off(values, wanted_values) < max(1e-6, _ROUNDING[step.cache.dtype])
+def paged(lengths, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype, **more) -> PagedStep:
+    """Make a step. sizes: as in `HEADS`."""
+    return make_step(lengths, heads=sizes[:2], dim=sizes[2], dtype=dtype, page=PAGE, device=device, **more)
+
+
+def turns(step: PagedStep) -> Rotation:
+    angles = torch.randn((len(step.q), step.q.shape[2] // 2), generator=torch.Generator().manual_seed(7))
+    return rotation(angles.to(step.q.device), step.q.dtype)
+
+
+@torch.inference_mode()
+def run(step: PagedStep, backend: AttentionBackend, rotary: Rotation) -> torch.Tensor:
+    """float32 [N, heads * dim]. This step's keys and values are in the cache then."""
+    _, heads, dim = step.q.shape
+    batch = step.batch(backend)
+    backend.init_forward_metadata(batch)
+    layer = RadixAttention(heads, dim, dim**-0.5, step.layer.keys.shape[1], layer_id=0)
+    return layer(step.qkv.clone(), rotary, None, batch).float()
+
+
+def check(name: str, step: PagedStep, tolerance: float) -> None:
+    backend, rotary, (_, heads, dim) = chosen(name, step), turns(step), step.q.shape
+    found, wide = run(step, backend, rotary), [part.float() for part in rotary]
+    expected = step.truth(dim**-0.5, rotate(step.q.float(), *wide)).flatten(1)
+    assert off(found, expected) < tolerance, f"{heads}x{dim}, {step.lengths}"
+    stored = step.cache.read(0, step.batch(backend).out_cache_loc, torch.float32)
+    keys, values = step.qkv[:, heads:].float().chunk(2, dim=1)
+    rounding = _ROUNDING[step.layer.keys.dtype]
+    assert off(stored[0], rotate(keys, *wide)) < max(tolerance, rounding)
+    assert off(stored[1], values) < max(1e-6, rounding)
 
 
 _ROUNDING = {
@@ -99,37 +115,30 @@ _ROUNDING = {
 @pytest.mark.parametrize("step", list(STEPS))
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backends_attend_as_float32_does(device, name, step, dtype):
-    for number, heads in enumerate(heads_of(device)):
-        if name == "flashinfer" and heads.dim not in FLASHINFER_DIMS:
-            continue
-        made = Step(requests(step, device), heads, dtype=dtype, cache_dtype=None, device=device, seed=number)
-        check(name, heads, made, TOLERANCES[dtype])
+    for number, sizes in enumerate(heads_of(device)):
+        if name != "flashinfer" or sizes[2] in FLASHINFER_DIMS:
+            check(name, paged(requests(step, device), sizes, device, dtype, seed=number), TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 @pytest.mark.parametrize("step", ["decode", "mixed"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_cache_of_eight_bits_is_read_as_it_was_written(device, name, step, cache_dtype):
-    heads = heads_of(device)[0]
-    made = Step(requests(step, device), heads, dtype=torch.bfloat16, cache_dtype=cache_dtype, device=device)
-    check(name, heads, made, 2 * TOLERANCES[torch.bfloat16])
+    made = paged(requests(step, device), heads_of(device)[0], device, torch.bfloat16, stored=cache_dtype)
+    check(name, made, 2 * TOLERANCES[torch.bfloat16])
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_answer_does_not_depend_on_batch_mates(device, name):
     """But for rounding: each request alone, and all together."""
-    heads, dtype = heads_of(device)[0], torch.float16 if name == "flashinfer" else torch.float32
-    together = Step(requests("mixed", device), heads, dtype=dtype, cache_dtype=None, device=device)
-    backend = chosen(name, heads, device, dtype, dtype)
-    rows = together.run(backend).split(together.lengths)
-    for number in (0, len(rows) - 2, len(rows) - 1):
-        alone = Step([together.requests[number]], heads, dtype=dtype, cache_dtype=None, device=device)
-        first = sum(together.lengths[:number])
-        mine = slice(first, first + together.lengths[number])
-        alone.qkv, alone.rotary = together.qkv[mine], tuple(part[mine] for part in together.rotary)
-        before = together.requests[number][0]
-        alone.cache.write(0, alone.slots[0][:before], *together.cache.read(0, together.slots[number][:before], dtype))
-        assert off(alone.run(backend), rows[number]) < TOLERANCES[dtype] / 3
+    dtype = torch.float16 if name == "flashinfer" else torch.float32
+    together = paged(requests("mixed", device), heads_of(device)[0], device, dtype)
+    backend, rotary, bounds = chosen(name, together), turns(together), together.starts.tolist()
+    whole = run(together, backend, rotary)
+    for number in (0, len(bounds) - 3, len(bounds) - 2):
+        mine = slice(bounds[number], bounds[number + 1])
+        alone = run(together.alone(number), backend, tuple(part[mine] for part in rotary))
+        assert off(alone, whole[mine]) < TOLERANCES[dtype] / 3
 
 
 def test_neither_batch_mates_nor_chunks_nor_programs_change_a_bit(cuda, monkeypatch):

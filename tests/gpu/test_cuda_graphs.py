@@ -12,10 +12,7 @@ from tests.vision.patches import random_patches
 from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.tower_graphs import capture_on_gpu
-from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.compute.graphs import CudaCapturer
-
-QUESTIONS = ["Count.", "What is in the picture?", "Name a colour.", "Why?", "Two circles on the left"]
 
 
 def test_a_replay_reads_what_is_there_now(cuda: torch.device) -> None:
@@ -26,25 +23,6 @@ def test_a_replay_reads_what_is_there_now(cuda: torch.device) -> None:
     for graph, expected in zip(both, (10, 15), strict=True):
         graph.replay()
         assert out.tolist() == [expected] * 8
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_same_tokens_with_and_without(
-    cuda: torch.device, folder: Path, overlap: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = [[{"role": "user", "content": question * (1 + number)}] for number, question in enumerate(QUESTIONS)]
-    sampling = SamplingOverrides(temperature=0.0, max_new_tokens=24, ignore_eos=True)
-    settings = {"device": str(cuda), "max_running_requests": 4, "attention_backend": "triton"}
-    answers = []
-    for without in (True, False):
-        caplog.clear()
-        with (
-            caplog.at_level(logging.INFO),
-            LLM(folder, disable_cuda_graph=without, disable_overlap_schedule=not overlap, **settings) as llm,
-        ):
-            answers.append([done.token_ids for done in llm.chat_batch(asked, sampling)])
-        assert ("captured decode steps of 1, 2, 4 requests" in caplog.text) == (not without)
-    assert answers[0] == answers[1]
 
 
 def test_rows_of_a_tower(cuda: torch.device, folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.fp8_checkpoints import make_fp8
-from tests.gpu.attention_steps import off
 from tests.gpu.test_answers import engine, first_logits
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
+from tests.vlmserve_common.kernels.paged_step import off
 from vlmserve_common.compute.fp8 import FP8, GROUP, Fp8Scales, dequantize_
 
 FORMS = ("block", "tensor", "channel", "tensor-static", "compressed-block")

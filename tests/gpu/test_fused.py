@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.gpu.attention_steps import Heads, Step, off
+from tests.vlmserve_common.kernels.paged_step import make_step, off
 from vlmserve.executor.sampler import choose
-from vlmserve.models.attention.base import position_and_store
+from vlmserve.models.attention.base import Projected, RadixAttention, position_and_store
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.layers import GatedMLP, RMSNorm
+from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -73,20 +74,23 @@ def test_gates(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_positions(device, dtype, cache_dtype, normed):
     """Queries, and the cache afterwards: what was written, and what was not."""
-    heads = Heads(heads=32, kv_heads=8, dim=128) if device.type == "cuda" else Heads(heads=4, kv_heads=2, dim=16)
+    heads, kv_heads, dim = (32, 8, 128) if device.type == "cuda" else (4, 2, 16)
     tokens = 700 if device.type == "cuda" else 9
     norms = None
     if normed:
-        q_weight, k_weight = (torch.randn(heads.dim, device=device).to(dtype) for _ in range(2))
+        q_weight, k_weight = (torch.randn(dim, device=device).to(dtype) for _ in range(2))
         norms = HeadNorms(q_weight=q_weight, k_weight=k_weight, eps=1e-6)
     caches = []
 
     def run() -> torch.Tensor:
-        step = Step([(5, tokens), (0, 1)], heads, dtype=dtype, cache_dtype=cache_dtype, device=device)
+        step = make_step(
+            [(5, tokens), (0, 1)], heads=(heads, kv_heads), dim=dim, dtype=dtype, stored=cache_dtype, device=device
+        )
         batch = step.batch(TorchAttentionBackend())
-        layer = type("Layer", (), {"layer_id": 0, "num_kv_heads": heads.kv_heads})()
+        layer = RadixAttention(heads, dim, 1.0, kv_heads, layer_id=0)
+        angles = torch.randn((tokens + 1, dim // 2), generator=torch.Generator().manual_seed(0))
         caches.append(step.cache.layers[0])
-        return position_and_store(step.qkv.clone(), step.rotary, norms, layer, batch)
+        return position_and_store(Projected(step.qkv.clone(), rotation(angles.to(device), dtype), norms), layer, batch)
 
     assert off(*by_both(device, run)) <= ROUNDING[dtype]
     for found, wanted in ((caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)):

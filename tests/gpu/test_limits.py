@@ -58,16 +58,3 @@ def test_a_pool_with_room_for_one_page(tiny, device):
         for conversation, answer in zip(conversations, answers, strict=True):
             assert_equal_answers(answer, reference.answer(conversation, NEW), TOLERANCE)
         assert_balanced(llm)
-
-
-def test_pages_of_a_slot_and_a_pool_that_makes_requests_take_turns(tiny, device):
-    """Three requests come at once, and one has room: the others wait or are taken back."""
-    conversations = [ask(picture(seed, 64, 64), "What is this?") for seed in range(3)]
-    wanted = [Reference(tiny).answer(conversation, 2 * NEW) for conversation in conversations]
-    room = max(answer.prompt_tokens for answer in wanted) + 2 * NEW + 2
-    with engine(
-        tiny, device, dtype="float32", page_size=1, max_total_tokens=room, schedule_conservativeness=0.01
-    ) as llm:
-        for answer, truth in zip(llm.chat_batch(conversations, greedy(2 * NEW), num_logprobs=2), wanted, strict=True):
-            assert_equal_answers(answer, truth, TOLERANCE)
-        assert_balanced(llm)

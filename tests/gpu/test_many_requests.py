@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.asking import async_engine, some_at_a_time
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import conversations
 from vlmserve import SamplingOverrides
 from vlmserve.commands.offline.async_llm import AsyncLLM
+from vlmserve.commands.offline.inputs import read_settings
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
 
 TOGETHER = 48
@@ -43,6 +43,28 @@ class Ended:
     sampling: SamplingOverrides
     token_ids: tuple[int, ...]
     reason: str
+
+
+@asynccontextmanager
+async def async_engine(folder: Path, device: torch.device, **settings: object) -> AsyncIterator[AsyncLLM]:
+    """Start an engine that takes up to a thousand requests at a time."""
+    args, limits = read_settings(folder, None, {"device": str(device), "num_threads": 1} | settings)
+    llm = AsyncLLM(args, limits, joined=False, max_pending=1000)
+    try:
+        yield llm
+    finally:
+        await asyncio.to_thread(llm.close)
+
+
+async def some_at_a_time(most: int, calls: Iterable[Callable[[], Awaitable[Ended]]]) -> list[Ended]:
+    """Make calls in order, up to `most` of them at a time; return their results in the same order."""
+    turns = asyncio.Semaphore(most)
+
+    async def call(one: Callable[[], Awaitable[Ended]]) -> Ended:
+        async with turns:
+            return await one()
+
+    return list(await asyncio.gather(*map(call, calls)))
 
 
 async def ask(

@@ -33,8 +33,7 @@ from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.child import STOP_PATIENCE_S
-from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
-from vlmserve_common.transport.shm_block import block_of
+from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays, block_of
 from vlmserve_common.transport.wire import SHARED_FROM_BYTES
 
 GOOD = encoded(picture(60, 60))

@@ -117,7 +117,7 @@ def test_attention_by_the_words_of_others() -> None:
     [
         ("serve --page-siz 1", "there is no --page-siz; did you mean --page-size?"),
         ("serve --max-num-seq 1", "did you mean --max-num-seqs?"),
-        ("bench processors --rounds x", "argument --rounds: 'x' must be a whole number of 1 or more"),
+        ("bench processors --rounds x", "--rounds: 'x' must be a whole number of 1 or more"),
         ("", "name a command; vlmserve --help lists them"),
         ("bench", "name a benchmark: serve, peers, caption, processors"),
         ("serve --xyzzy", "there is no --xyzzy\n"),

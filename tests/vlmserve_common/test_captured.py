@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from tests.fake_graphs import Recorder
 from tests.recordable_group import make_recordable_groups
-from vlmserve_common.parallel.captured import CountingCapturer
-from vlmserve_common.parallel.group import ProcessGroup
+from vlmserve_common.parallel.group import CountingCapturer, ProcessGroup
 
 
 @pytest.fixture

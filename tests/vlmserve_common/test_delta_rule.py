@@ -60,16 +60,6 @@ def test_both_equal_transformers(tokens):
         torch.testing.assert_close(got[1], want[1][0], rtol=1e-4, atol=1e-5)
 
 
-def test_cuts_at_chunks_change_nothing():
-    parts, state = inputs(3 * CHUNK + 7)
-    whole, end = chunk_rule(*parts, state)
-    for cut in (CHUNK, 2 * CHUNK):
-        first, between = chunk_rule(*(part[:cut] for part in parts), state)
-        rest, last = chunk_rule(*(part[cut:] for part in parts), between)
-        assert torch.equal(torch.cat((first, rest)), whole)
-        assert torch.equal(last, end)
-
-
 def test_convolution():
     generator = torch.Generator().manual_seed(2)
     x, weight = torch.randn(9, 6, generator=generator), torch.randn(6, 4, generator=generator)

@@ -93,19 +93,6 @@ def test_in_bfloat16_routing_rounds_where_transformers_does(with_operators):
     torch.testing.assert_close(scores[clear], wanted_scores[clear], rtol=0.03, atol=0)
 
 
-@torch.inference_mode()
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_without_operators(dtype):
-    library.activate("off", threads=1)
-    mlp = make().to(dtype)
-    x = torch.randn(40, SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
-    wide = make()
-    wide.load_state_dict(mlp.state_dict())
-    choice = mlp.gate.choose(x)
-    exact = wide.experts(x.float(), (choice[0], choice[1].float()))
-    torch.testing.assert_close(mlp.experts(x, choice).float(), exact, rtol=0.02, atol=0.05)
-
-
 @pytest.mark.parametrize("layout", ["inputs_first", "outputs_first", "each"])
 @pytest.mark.parametrize("sizes", [(48, 40), (48, 24), (40, 40)], ids=str)
 def test_every_layout_is_known_by_its_shapes(layout, sizes):

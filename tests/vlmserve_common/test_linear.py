@@ -7,16 +7,11 @@ import torch
 from torch import nn
 
 import vlmserve_common.compute.linear as module
-from vlmserve_common.compute.activations import activation
-from vlmserve_common.compute.linear import Linear, MergedLinear, PatchProjection, Workspace, linear, share_workspace
+from tests.vlmserve_common.kernels.products import random
+from vlmserve_common.compute.linear import Linear, Workspace, linear, share_workspace
 
 torch.set_num_threads(1)
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers, seeded."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.fixture
@@ -57,13 +52,6 @@ def test_rows_do_not_depend_on_their_neighbours():
 
 
 @pytest.mark.usefixtures("no_native")
-def test_leading_dimensions_are_kept():
-    x, weight = random(2, 3, 5, 8, dtype=torch.bfloat16, seed=0), random(6, 8, dtype=torch.bfloat16, seed=1)
-    assert linear(x, weight).shape == (2, 3, 5, 6)
-    assert linear(x[:0], weight).shape == (0, 3, 5, 6)
-
-
-@pytest.mark.usefixtures("no_native")
 def test_the_workspace_is_bounded_and_does_not_grow():
     workspace = Workspace()
     x, weight = random(20, 2048, dtype=torch.bfloat16, seed=0), random(3000, 2048, dtype=torch.bfloat16, seed=1)
@@ -73,21 +61,6 @@ def test_the_workspace_is_bounded_and_does_not_grow():
     for rows in (5, 200, 64):
         linear(x[:1].expand(rows, -1), weight[: rows * 5], workspace=workspace)
     assert workspace.take(1, 1).untyped_storage().nbytes() == size
-
-
-@pytest.mark.parametrize("act", [None, "gelu", "gelu_pytorch_tanh", "quick_gelu"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 600])
-def test_an_activation_follows_the_product(rows, bias, act):
-    x, weight = random(rows, 48, dtype=torch.bfloat16, seed=0), random(40, 48, dtype=torch.bfloat16, seed=1) / 8
-    offset = random(40, dtype=torch.bfloat16, seed=2) if bias else None
-    function = activation(act) if act else None
-    truth = x.double() @ weight.double().t() + (offset.double() if bias else 0)
-    truth = truth if function is None else function(truth)
-    out = linear(x.view(1, rows, 48), weight, offset, act=function)
-    assert out.shape == (1, rows, 40)
-    # rounded before and after the activation
-    torch.testing.assert_close(out[0].double(), truth, rtol=2**-7, atol=2**-7)
 
 
 def test_float32_is_left_to_torch(monkeypatch):
@@ -115,27 +88,3 @@ def test_modules_share_one_workspace():
     layers = nn.Sequential(Linear(4, 4, bias=True), nn.Sequential(Linear(4, 2, bias=False)))
     share_workspace(layers)
     assert layers[0].workspace is layers[1][0].workspace is not None
-
-
-def test_merged_layers_are_stored_under_the_names_of_their_parts():
-    layer = MergedLinear(3, {"q_proj": 2, "k_proj": 1}, bias=True)
-    layer.weight.copy_(torch.arange(9.0).view(3, 3))
-    layer.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
-    parts = dict(layer.stored_parameters("layers.0.self_attn.qkv_proj"))
-    assert {name: value.tolist() for name, value in parts.items()} == {
-        "layers.0.self_attn.q_proj.weight": [[0, 1, 2], [3, 4, 5]],
-        "layers.0.self_attn.k_proj.weight": [[6, 7, 8]],
-        "layers.0.self_attn.q_proj.bias": [1, 2],
-        "layers.0.self_attn.k_proj.bias": [3],
-    }
-
-
-def test_patch_projections_are_stored_as_convolutions():
-    layer = PatchProjection((3, 2, 4, 4), 5, bias=False)
-    layer.weight.copy_(random(5, 96, dtype=torch.float32, seed=0))
-    [(name, kernel)] = layer.stored_parameters("proj")
-    assert name == "proj.weight"
-    assert kernel.shape == (5, 3, 2, 4, 4)
-    patches = random(7, 3, 2, 4, 4, dtype=torch.float32, seed=1)
-    expected = nn.functional.conv3d(patches, kernel)[:, :, 0, 0, 0]
-    torch.testing.assert_close(layer(patches.flatten(1)), expected)

@@ -16,7 +16,7 @@ import torch
 
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError, RankLostError
-from vlmserve_common.parallel.group import ProcessGroup
+from vlmserve_common.parallel.group import Orders, ProcessGroup, TakenAhead
 from vlmserve_common.parallel.meeting import MeetingPlace, meet, split_address
 from vlmserve_common.parallel.presence import Presence
 from vlmserve_common.parallel.ranks import Ranks
@@ -172,3 +172,20 @@ def test_a_rank_of_another_machine_that_goes_is_noticed_while_nothing_is_compute
     error, _ = both(run)
     assert isinstance(error, RankLostError)
     assert str(error) == "rank 1 of 2 is gone"
+
+
+@pytest.mark.parametrize("error", [RankLostError("rank 1 of 2 lost another one"), MemoryError("no room")], ids=repr)
+def test_what_goes_wrong_comes_behind_what_was_taken(error: Exception):
+    """Orders that are taken before their turn."""
+    given: list[torch.Tensor] = []
+    Orders(lambda x: given.append(x.clone()) or x).give(b"an order")
+
+    def exchange(x: torch.Tensor) -> torch.Tensor:
+        if not given:
+            raise error
+        return x.copy_(given.pop(0))
+
+    ahead = TakenAhead(Orders(exchange))
+    assert ahead.take() == b"an order"
+    with pytest.raises(type(error), match=str(error)):
+        ahead.take()

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmserve_common.transport import shm
-from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, SharedArrays
-from vlmserve_common.transport.shm_block import Block, block_of
+from vlmserve_common.transport.shm import MAPPED_FROM_BYTES, Block, SharedArrays, block_of
 
 LARGE = (2, MAPPED_FROM_BYTES)
 _Room = namedtuple("_Room", "f_bavail f_frsize f_blocks")
@@ -73,16 +72,6 @@ def test_what_was_taken_is_handed_on_without_a_copy(tmp_path):
         on = middle.put(got)
         assert os.stat(tmp_path / on).st_ino == inode
         assert last.take(on, np.dtype("u1"), LARGE).min() == 3
-
-
-def test_who_does_not_map_gets_a_copy_of_its_own(tmp_path):
-    maker = SharedArrays(tmp_path)
-    array = filled(maker, 3)
-    got = SharedArrays(tmp_path).take(maker.put(array), array.dtype, array.shape)
-    array[...] = 4
-    assert (got == 3).all()
-    got[...] = 5  # writable
-    assert (array == 4).all()
 
 
 @pytest.mark.parametrize("part", [np.s_[1:], np.s_[:, ::2], np.s_[:, :5]], ids=["rest", "every-second", "columns"])
@@ -158,11 +147,6 @@ def test_where_half_of_the_file_system_is_taken_arrays_do_not_stay_in_it(tmp_pat
     assert block_of(taker.take(name, np.dtype("u1"), LARGE)) is None
     assert block_of(filled(maker, 1, (9, MAPPED_FROM_BYTES))) is None
     assert block_of(filled(maker, 1)) is not None, "what is kept, is used"
-
-
-def test_without_a_folder_an_array_lies_elsewhere(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    assert block_of(filled(SharedArrays(tmp_path / "absent"), 1)) is None
 
 
 def test_mapped_arrays_hold_no_file_descriptors(tmp_path):

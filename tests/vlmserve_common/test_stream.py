@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vlmserve_common.checkpoint.stream import HostCopies, Part, Progress, Stream, cut
+from vlmserve_common.checkpoint.stream import Copies, Part, Progress, StoredTensor, Stream, cut
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 
 THREADS, PART_BYTES = 3, 64
@@ -49,7 +50,8 @@ def numbers(file: Path) -> torch.Tensor:
 
 
 def part_of(file: Path, first: int, target: torch.Tensor) -> Part:
-    return Part(file=file, name=f"t{first}", start=4 * first, dtype=torch.float32, target=target)
+    stored = StoredTensor(name=f"t{first}", file=file, dtype=torch.float32, shape=tuple(target.shape), start=4 * first)
+    return Part(stored=stored, start=stored.start, target=target)
 
 
 def test_copies_that_end_late_find_their_bytes_and_the_ring_stays_small(file):
@@ -111,6 +113,13 @@ def test_parts_are_cut_at_whole_elements(file):
     assert sizes == [(40, 15), (100, 15), (160, 10)]
 
 
+def test_columns_are_read_a_few_rows_at_a_time(file):
+    whole = StoredTensor(name="t", file=file, dtype=torch.float32, shape=(500, 10), start=0)
+    part = Part(stored=whole.cut(Cut(1, 3, 4, 10)), start=0, target=torch.zeros(500, 4))
+    Stream(LateCopies(), threads=THREADS, part_bytes=100).run([part], int)
+    assert torch.equal(part.target, numbers(file).view(500, 10)[:, 3:7])
+
+
 def test_progress_is_told_every_few_seconds_and_at_the_end(caplog):
     caplog.set_level(logging.INFO)
     now = [100.0]
@@ -153,5 +162,5 @@ def test_tensors_for_another_device_have_no_second_copy_in_host_memory(tmp_path)
         nonlocal most
         most = max(most, resident_bytes() - before)
 
-    Stream(HostCopies(), threads=THREADS, part_bytes=part_bytes).run(parts, watch)
+    Stream(Copies(), threads=THREADS, part_bytes=part_bytes).run(parts, watch)
     assert most < 32 * 1024**2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,50 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.rank_threads import Together
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.token_exchange import TokenExchange, TokenLayout, layout_of, rows_moved
 
 WIDTH = 3
-
-
-class Together:
-    """Collectives of threads. moved: rows that each sends, by algorithms that send no more than they must."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=20)
-        self._given: list[torch.Tensor] = [torch.empty(0)] * size
-        self.moved = 0.0
-
-    def of(self, rank: int) -> Member:
-        return Member(self, rank)
-
-    def exchange(self, rank: int, x: torch.Tensor, moved: float) -> list[torch.Tensor]:
-        self._given[rank] = x.clone()
-        if rank == 0:
-            self.moved += moved
-        self._barrier.wait()
-        found = list(self._given)
-        assert len({part.shape for part in found}) == 1, "all must exchange as much"
-        self._barrier.wait()
-        return found
-
-
-class Member:
-    def __init__(self, group: Together, rank: int) -> None:
-        self._group, self._rank, self._size = group, rank, group.size
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        each = (self._size - 1) / self._size
-        return torch.stack(self._group.exchange(self._rank, x, 2 * each * len(x))).sum(0).to(x.dtype)
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._group.exchange(self._rank, x, (self._size - 1) * len(x)))
-
-    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self._group.exchange(self._rank, x, (self._size - 1) / self._size * len(x))
-        return torch.stack(parts).sum(0).chunk(self._size)[self._rank]
 
 
 class World:

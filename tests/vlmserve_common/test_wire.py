@@ -128,14 +128,6 @@ def test_a_tensor_of_a_type_that_nobody_sends_is_refused():
         WireCodec([Rows]).decode(frames)
 
 
-def test_arrays_hold_no_file_descriptors(tmp_path):
-    codec = WireCodec([Note], SharedArrays(tmp_path))
-    before = len(os.listdir("/proc/self/fd"))
-    kept = [codec.decode(codec.encode(Note(name="a", array=np.zeros(SHARED_FROM_BYTES, np.uint8)))) for _ in range(9)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert len(kept) == 9
-
-
 def test_a_message_that_cannot_be_decoded_leaves_no_block_behind(tmp_path):
     shared = SharedArrays(tmp_path)
     codec = WireCodec([Note], shared)
@@ -164,11 +156,6 @@ def test_a_message_that_cannot_be_decoded_leaves_no_block_behind(tmp_path):
 def test_what_does_not_fit_is_refused(frames):
     with pytest.raises(WireError):
         WireCodec([Note]).decode(frames)
-
-
-def test_a_type_of_another_channel_is_refused():
-    with pytest.raises(WireError, match="Other"):
-        WireCodec([Note]).encode(Other(count=1))
 
 
 @pytest.mark.parametrize("name", ["../secret", "a/b", "", ".."])

@@ -17,7 +17,7 @@ from vision.towers.pieces import Kind, Piece, Steps
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
-from vlmserve_common.compute.lanes import HostLane, Lane
+from vlmserve_common.compute.lanes import Lane
 from vlmserve_common.compute.transfers import Mark
 
 # Before anything was measured: a slow machine, so that the first pieces are not too long on any.
@@ -98,7 +98,7 @@ class InlineBackend:
     ) -> None:
         self._runner = runner
         self._most_batches = most_batches
-        self._lane = lane or HostLane()
+        self._lane = lane or Lane()
         self._clock = clock
         self._piece_s = piece_s
         self._pace = Pace(piece_s)

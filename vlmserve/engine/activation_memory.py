@@ -21,7 +21,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.sampler import sample
+from vlmserve.executor.sampler import sample, sent
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -108,7 +108,7 @@ def measure_activations(
         def logits() -> None:
             whole_or_part = model.compute_logits(hidden)
             if shard.samples:
-                sample(whole_or_part, info)
+                sample(whole_or_part, info, sent(info, whole_or_part))
 
         return Activations(
             tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,

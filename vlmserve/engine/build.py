@@ -24,7 +24,7 @@ from vlmserve.engine.picture_limit import auto_max_pixels
 from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
 from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
-from vlmserve.executor.device_queue import DeviceQueue, InlineQueue, StreamQueue, ThreadQueue
+from vlmserve.executor.device_queue import DeviceQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import LogitsProcessors, load_logits_processors
 from vlmserve.executor.model_runner import ModelRunner
@@ -330,7 +330,7 @@ def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> Devic
     if device.type != "cpu":
         return StreamQueue(partial(torch.cuda.set_device, device), depth=depth)
     if args.disable_overlap_schedule:
-        return InlineQueue()
+        return DeviceQueue()
     choose_threads = partial(torch.set_num_threads, threads)
     if args.pp_size > 1:
         return ThreadQueue(choose_threads, depth=depth, least_reqs=0)

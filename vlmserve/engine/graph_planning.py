@@ -33,7 +33,7 @@ from vlmserve_common.compute.expert_exchange import sends_rows
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer
 from vlmserve_common.compute.memory import free_memory, show_gib
 from vlmserve_common.compute.shard import Shard
-from vlmserve_common.parallel.captured import CountingCapturer
+from vlmserve_common.parallel.group import CountingCapturer
 
 if TYPE_CHECKING:
     from vlmserve_common.parallel.ranks import Ranks

@@ -28,8 +28,12 @@ class DecodeGraphs:
     The head is not captured. It is two launches, its float32 logits would be the largest buffer of all, and steps
     differ in which rows they sample.
 
+    Steps of all sizes lie in the same static memory, one at a time. A step with too few requests is padded by requests
+    of one token. These use the pool's padding row, the dummy page's first slot and recurrent layers' padding state.
+
     max_batch_size: requests of the largest step. sizes: of the captured steps, ascending; none at first.
-    recurrent_cache: for models with recurrent layers; has a padding state.
+    recurrent_cache: for models with recurrent layers; has a padding state. hidden: [max_batch_size, hidden], the output
+    of a step.
     """
 
     @torch.inference_mode()
@@ -45,21 +49,23 @@ class DecodeGraphs:
         recurrent_cache: RecurrentCache | None = None,
     ) -> None:
         self.sizes: tuple[int, ...] = ()
-        self._model = model
-        self._attn_backend = attn_backend
-        self._buffers = DecodeBuffers(
-            max_batch_size,
-            hidden_size=model.config.hidden_size,
-            dtype=model.dtype,
-            device=req_to_token_pool.req_to_token.device,
-            req_to_token_pool=req_to_token_pool,
-            kv_cache=kv_cache,
-            attn_backend=attn_backend,
-            recurrent_cache=recurrent_cache,
-        )
-        self._capturer = capturer
+        self._model, self._kv_cache, self._req_to_token_pool = model, kv_cache, req_to_token_pool
+        self._attn_backend, self._capturer, self._recurrent_cache = attn_backend, capturer, recurrent_cache
         self._graphs: dict[int, tuple[ForwardBatch, Graph]] = {}
         attn_backend.init_graph_state(max_batch_size, req_to_token_pool)
+        self._num_rows = _STATES if recurrent_cache is None else _STATES + 1
+        device = req_to_token_pool.req_to_token.device
+        self.hidden = torch.zeros(max_batch_size, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._rows = torch.zeros(self._num_rows * max_batch_size, dtype=torch.int64, device=device)
+        self._seq_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
+        self._starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+        self._padding = torch.zeros(self._num_rows, max_batch_size, dtype=torch.int64, device=device)
+        self._padding[_REQ_POOL_INDICES] = req_to_token_pool.padding_row
+        self._padding[_OUT_CACHE_LOC] = _PADDING_SLOT
+        if recurrent_cache is not None:
+            assert recurrent_cache.padding_state is not None
+            self._padding[_STATES] = recurrent_cache.padding_state
+        self._padding_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
@@ -74,10 +80,9 @@ class DecodeGraphs:
         self.sizes = tuple(sorted(self._graphs))
 
     def _captured(self, size: int) -> tuple[ForwardBatch, Graph]:
-        batch = self._buffers.padded(size)
+        batch = self._padded(size)
         self._attn_backend.init_graph_metadata(batch)
-
-        model, hidden = self._model, self._buffers.hidden[:size]
+        model, hidden = self._model, self.hidden[:size]
 
         def run() -> None:
             embeds = model.embed_tokens(batch.input_ids)
@@ -99,60 +104,21 @@ class DecodeGraphs:
         """Replay a step that only decodes, with the graph of `size` >= B requests. Return its final hidden states [B,
         hidden], which the next replay overwrites."""
         static, graph = self._graphs[size]
-        self._attn_backend.init_graph_metadata(self._buffers.load(static, forward_batch))
+        self._attn_backend.init_graph_metadata(self.load(static, forward_batch))
         graph.replay()
-        return self._buffers.hidden[: len(forward_batch.extend_lens)]
+        return self.hidden[: len(forward_batch.extend_lens)]
 
     @torch.inference_mode()
     def join(self, size: int) -> None:
         """Replay a captured step whose requests are all padding, so that other groups' collectives find this rank."""
-        self._attn_backend.init_graph_metadata(self._buffers.padded(size))
+        self._attn_backend.init_graph_metadata(self._padded(size))
         self._graphs[size][1].replay()
 
-
-class DecodeBuffers:
-    """The static memory of captured steps, of up to `max_batch_size` requests with one token each.
-
-    Steps of all sizes lie in the same memory, one at a time. A step with too few requests is padded by requests of one
-    token. These use the pool's padding row, the dummy page's first slot, and the padding state of recurrent layers.
-
-    hidden: [max_batch_size, hidden], the output of a step.
-    """
-
-    def __init__(
-        self,
-        max_batch_size: int,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        req_to_token_pool: ReqToTokenPool,
-        kv_cache: KVCache,
-        attn_backend: AttentionBackend,
-        recurrent_cache: RecurrentCache | None = None,
-    ) -> None:
-        self._num_rows = _STATES if recurrent_cache is None else _STATES + 1
-        self.hidden = torch.zeros(max_batch_size, hidden_size, dtype=dtype, device=device)
-        self._rows = torch.zeros(self._num_rows * max_batch_size, dtype=torch.int64, device=device)
-        self._seq_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
-        self._starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
-        self._padding = torch.zeros(self._num_rows, max_batch_size, dtype=torch.int64, device=device)
-        self._padding[_REQ_POOL_INDICES] = req_to_token_pool.padding_row
-        self._padding[_OUT_CACHE_LOC] = _PADDING_SLOT
-        if recurrent_cache is not None:
-            assert recurrent_cache.padding_state is not None
-            self._padding[_STATES] = recurrent_cache.padding_state
-        self._padding_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
-        self._req_to_token_pool = req_to_token_pool
-        self._kv_cache = kv_cache
-        self._attn_backend = attn_backend
-        self._recurrent_cache = recurrent_cache
-
-    def padded(self, size: int) -> ForwardBatch:
+    def _padded(self, size: int) -> ForwardBatch:
         """Return a step of `size` requests that are all padding. Its tensors are those of every step of that size."""
         rows = self._of_size(size)
         torch._foreach_copy_(
-            [*rows.unbind(), self._seq_lens[:size]], [*self._pad_rows(size), self._padding_lens[:size]]
+            [*rows.unbind(), self._seq_lens[:size]], [*self._padding[:, :size].unbind(), self._padding_lens[:size]]
         )
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
@@ -173,7 +139,7 @@ class DecodeBuffers:
         )
 
     def load(self, static: ForwardBatch, step: ForwardBatch) -> ForwardBatch:
-        """Copy a step of no more requests into the tensors of `static`, which `padded` made. Return it with the step's
+        """Copy a step of no more requests into the tensors of `static`, which `capture` made. Return it with the step's
         host lists. This takes two launches on a GPU, whatever the sizes."""
         size, count = len(static.extend_lens), len(step.extend_lens)
         rows = self._of_size(size)
@@ -182,22 +148,18 @@ class DecodeBuffers:
             assert step.recurrent.single_states is not None
             given.append(step.recurrent.single_states)
         targets, lens = [*rows[:, :count].unbind()], [self._seq_lens[:count]]
-        given_lens = [step.seq_lens]
-        if count < size:
+        given_lens, more = [step.seq_lens], size - count
+        if more:
             targets += rows[:, count:].unbind()
-            given += self._pad_rows(size - count)
+            given += self._padding[:, :more].unbind()
             lens.append(self._seq_lens[count:size])
-            given_lens.append(self._padding_lens[: size - count])
+            given_lens.append(self._padding_lens[:more])
         # one launch for each dtype
         torch._foreach_copy_(targets, given)
         torch._foreach_copy_(lens, given_lens)
-        more = size - count
         return dataclasses.replace(
             static, prefix_lens=step.prefix_lens + [0] * more, extend_lens=step.extend_lens + [1] * more
         )
 
     def _of_size(self, size: int) -> torch.Tensor:
         return self._rows[: self._num_rows * size].view(self._num_rows, size)
-
-    def _pad_rows(self, count: int) -> list[torch.Tensor]:
-        return [*self._padding[:, :count].unbind()]

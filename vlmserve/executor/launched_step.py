@@ -13,7 +13,7 @@ from vlmserve.executor.logprobs import DeviceLogprobs
 from vlmserve.executor.model_worker_batch import ModelWorkerResult, RowLogprobs
 from vlmserve.executor.sampler import SamplerOutput
 from vlmserve_common.compute.transfers import Mark, Transfers
-from vlmserve_common.errors import DeviceLostError, EngineError
+from vlmserve_common.errors import DeviceLostError, EngineError, first_line
 
 # Raised since torch 2.8 for what CUDA reports; before, it is a plain RuntimeError.
 _REPORTED: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
@@ -29,7 +29,7 @@ def device_errors(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise EngineError(
-            f"{what} needs more GPU memory than is left ({_first_line(error)}): lower --mem-fraction-static, "
+            f"{what} needs more GPU memory than is left ({first_line(error)}): lower --mem-fraction-static, "
             "--chunked-prefill-size or --max-running-requests"
         ) from error
     except _REPORTED as error:
@@ -37,7 +37,7 @@ def device_errors(what: str) -> Iterator[None]:
             raise
         raise DeviceLostError(
             f"the GPU failed at {what}, or at what was launched before it, and has to be started anew: "
-            f"{_first_line(error)} (the environment variable CUDA_LAUNCH_BLOCKING=1 shows where)"
+            f"{first_line(error)} (the environment variable CUDA_LAUNCH_BLOCKING=1 shows where)"
         ) from error
 
 
@@ -115,7 +115,3 @@ def _spread(found: RowLogprobs | None, wanted: np.ndarray, rows: int) -> tuple[n
     if found is not None:
         logprobs[wanted], top_ids[wanted], top_logprobs[wanted] = found.logprobs, found.top_ids, found.top_logprobs
     return logprobs, top_ids, top_logprobs
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].strip()

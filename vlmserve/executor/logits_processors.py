@@ -30,13 +30,11 @@ class LogitsProcessor(Protocol):
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Raise ValueError for impossible parameters. The request is refused with its text."""
-        ...
 
     def apply(
         self, logits: torch.Tensor, prompt_ids: np.ndarray, output_ids: np.ndarray, params: Mapping[str, Any]
     ) -> torch.Tensor:
         """logits: float32 [vocab], which may be changed in place; ids: int64, so far. Returns logits of that shape."""
-        ...
 
 
 class LogitsProcessors:

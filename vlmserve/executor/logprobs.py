@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from vlmserve.executor.model_worker_batch import LogprobRows, PromptLogprobRows, RowLogprobs
-from vlmserve_common.compute.transfers import Upload
+from vlmserve_common.compute.transfers import Upload, transfers_for
 
 _TILE_BYTES = 64 * 2**20
 """Logits of so many rows of a prompt are there at a time."""
@@ -27,13 +28,15 @@ class DeviceLogprobs:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that `on_host` takes, once they are on the host."""
-        return self.logprobs, self.ranks, self.top_ids, self.top_logprobs, self.asked
+        return tuple(getattr(self, name) for name in _NAMES)
 
     @staticmethod
     def on_host(arrays: Sequence[np.ndarray]) -> RowLogprobs:
         """Make `RowLogprobs` of the arrays of `tensors`."""
-        logprobs, ranks, top_ids, top_logprobs, asked = arrays
-        return RowLogprobs(logprobs=logprobs, ranks=ranks, top_ids=top_ids, top_logprobs=top_logprobs, asked=asked)
+        return RowLogprobs(**dict(zip(_NAMES, arrays, strict=True)))
+
+
+_NAMES = tuple(field.name for field in fields(DeviceLogprobs))
 
 
 class LogprobInputs:
@@ -78,6 +81,14 @@ def prompt_tiles(asked: PromptLogprobRows, vocab: int, upload: Upload) -> list[P
     return [PromptTile(asked, slice(start, start + step), upload) for start in range(0, len(asked.tokens), step)]
 
 
+def sent_tiles(asked: PromptLogprobRows, vocab: int, device: torch.device) -> list[PromptTile]:
+    """Send `prompt_tiles` by themselves, and return them."""
+    upload = Upload(transfers_for(device))
+    tiles = prompt_tiles(asked, vocab, upload)
+    upload.send()
+    return tiles
+
+
 def prompt_logprobs(
     hidden: torch.Tensor, tiles: Sequence[PromptTile], compute_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> DeviceLogprobs:
@@ -117,14 +128,7 @@ def _part(rows: LogprobRows, tile: slice) -> LogprobRows:
 
 def _join(tiles: list[DeviceLogprobs]) -> DeviceLogprobs:
     width = max(tile.top_ids.shape[1] for tile in tiles)
-
-    def wide(part: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(part, (0, width - part.shape[1]))
-
-    return DeviceLogprobs(
-        logprobs=torch.cat([tile.logprobs for tile in tiles]),
-        ranks=torch.cat([tile.ranks for tile in tiles]),
-        top_ids=torch.cat([wide(tile.top_ids) for tile in tiles]),
-        top_logprobs=torch.cat([wide(tile.top_logprobs) for tile in tiles]),
-        asked=torch.cat([tile.asked for tile in tiles]),
-    )
+    parts = ([getattr(tile, name) for tile in tiles] for name in _NAMES)
+    # of rows of likeliest tokens, all as many
+    wide = ([pad(one, (0, width - one.shape[1])) if one.ndim > 1 else one for one in part] for part in parts)
+    return DeviceLogprobs(**dict(zip(_NAMES, map(torch.cat, wide), strict=True)))

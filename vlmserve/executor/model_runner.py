@@ -228,7 +228,6 @@ class ModelRunner:
         return embeds, index, before.receive(new((levels, len(index), model.config.hidden_size)))
 
     def _send(self, behind: Link, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
-        """Send hidden states, and DeepStack embeddings of later layers, to the next stage."""
         behind.send(hidden)
         levels = len(self.model.language_model.layers)
         if deepstack is not None and len(deepstack) > levels:
@@ -275,28 +274,20 @@ class ModelRunner:
     def take_part_in_sampling(self, forwarded: Forwarded, token_indices: np.ndarray) -> None:
         """Compute this process's part of the logits of tokens int64 [S] of a step. The process that samples brings all
         parts together."""
-        upload = Upload(self._transfers)
-        tokens = upload.add(token_indices)
-        upload.send()
-        self.model.compute_logits(forwarded.hidden.index_select(0, tokens.tensor))
+        [tokens] = self._transfers.upload([token_indices])
+        self.model.compute_logits(forwarded.hidden.index_select(0, tokens))
 
     @torch.inference_mode()
     def recent_tokens(self, req_pool_indices: np.ndarray, places: np.ndarray) -> torch.Tensor:
         """Return tokens int64 [S], on the device, of requests int64 [S] at places int64 [S] modulo `RECENT_TOKENS`."""
-        rows, columns = self._table_places(req_pool_indices, places)
+        rows, columns = self._transfers.upload([req_pool_indices, places])
         return self._recent[rows, columns]
 
     @torch.inference_mode()
     def remember(self, req_pool_indices: np.ndarray, places: np.ndarray, tokens: torch.Tensor) -> None:
         """Store tokens that another process sampled, at the places of `recent_tokens`."""
-        rows, columns = self._table_places(req_pool_indices, places)
+        rows, columns = self._transfers.upload([req_pool_indices, places])
         self._recent[rows, columns] = tokens
-
-    def _table_places(self, req_pool_indices: np.ndarray, places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        upload = Upload(self._transfers)
-        parts = upload.add(req_pool_indices), upload.add(places)
-        upload.send()
-        return parts[0].tensor, parts[1].tensor
 
     def _sample(self, forwarded: Forwarded, info: SamplingBatchInfo, logits: torch.Tensor | None) -> SamplerOutput:
         upload = Upload(self._transfers)
@@ -314,8 +305,8 @@ class ModelRunner:
         out = sample(
             logits,
             info,
-            self._logits_processors,
-            inputs=inputs,
+            inputs,
+            processors=self._logits_processors,
             in_flight=None if unknown is None else self._recent[unknown[0].tensor, unknown[1].tensor],
         )
         self._recent[sampled[0].tensor, sampled[1].tensor] = out.next_token_ids

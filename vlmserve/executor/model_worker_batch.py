@@ -187,7 +187,6 @@ class PendingResult(Protocol):
 
     def result(self) -> ModelWorkerResult:
         """Waits for it; raises what went wrong on the device."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,7 @@ import torch
 from vlmserve.executor.logits_processors import LogitsProcessors
 from vlmserve.executor.logprobs import DeviceLogprobs, row_logprobs
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.penalties import adjust
-from vlmserve.executor.sampler_inputs import RandomRows, SamplerInputs
+from vlmserve.executor.sampler_inputs import Counted, RandomRows, Repeated, SamplerInputs
 from vlmserve_common.compute.transfers import Upload, transfers_for
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.rows import argmax
@@ -40,18 +39,17 @@ class SamplerOutput:
 def sample(
     logits: torch.Tensor,
     info: SamplingBatchInfo,
-    processors: LogitsProcessors | None = None,
+    inputs: SamplerInputs,
     *,
-    inputs: SamplerInputs | None = None,
+    processors: LogitsProcessors | None = None,
     in_flight: torch.Tensor | None = None,
 ) -> SamplerOutput:
     """Choose one token for each row of logits float32 [S, vocab], which may be written to.
 
     Reported logprobs come from the model's own logits. Grammars come last, so they can forbid any token. On a GPU
-    nothing waits, except logits processors, which may. processors: applied after penalties and bias. inputs: `info`, if
-    it is on the device already. in_flight: ids of the tokens of `info.in_flight_rows`.
+    nothing waits, except logits processors, which may. inputs: made by `sent`. processors: applied after
+    penalties and bias. in_flight: ids of the tokens of `info.in_flight_rows`.
     """
-    inputs = inputs or _sent(info, logits)
     raw = logits
     logits = adjust(logits, inputs, in_flight)
     failures: tuple[tuple[int, str], ...] = ()
@@ -77,7 +75,8 @@ def sample(
     return SamplerOutput(tokens, inputs.wanted, found, failures)
 
 
-def _sent(info: SamplingBatchInfo, logits: torch.Tensor) -> SamplerInputs:
+def sent(info: SamplingBatchInfo, logits: torch.Tensor) -> SamplerInputs:
+    """Send what sampling takes besides logits [S, vocab] to their device."""
     upload = Upload(transfers_for(logits.device))
     inputs = SamplerInputs(info, logits.shape[1], upload)
     upload.send()
@@ -168,3 +167,48 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _M1
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _M2
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def adjust(logits: torch.Tensor, inputs: SamplerInputs, in_flight: torch.Tensor | None = None) -> torch.Tensor:
+    """Return logits float32 [S, vocab] with penalties and bias: the given tensor, or a changed copy.
+
+    in_flight: int64, the ids of the tokens of `SamplingBatchInfo.in_flight_rows`.
+    """
+    if inputs.repeated is None and inputs.counted is None and inputs.bias is None:
+        return logits
+    logits = logits.clone()
+    # A pair may come twice, where a token in flight is one that was there before: both write the same.
+    if inputs.repeated is not None:
+        index = _pairs(inputs.repeated, in_flight)
+        penalties, found = inputs.repeated.penalties.tensor, logits[index]
+        logits[index] = torch.where(found > 0, found / penalties, found * penalties)
+    if inputs.counted is not None:
+        index = _pairs(inputs.counted, in_flight)
+        logits[index] = logits[index] - _penalties(inputs.counted, in_flight)
+    if inputs.bias is not None:
+        rows, ids, values = (part.tensor for part in inputs.bias)
+        logits.index_put_((rows, ids), values, accumulate=True)
+    return logits
+
+
+def _pairs(tokens: Repeated | Counted, in_flight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    known = tokens.known_ids.tensor
+    return tokens.rows.tensor, known if in_flight is None else torch.cat((known, in_flight))
+
+
+def _penalties(counted: Counted, in_flight: torch.Tensor | None) -> torch.Tensor:
+    counts = counted.counts.tensor
+    if in_flight is not None:
+        counts = _count(counted, counts, counted.row_keys.tensor + in_flight)
+    return counted.frequency.tensor * counts + counted.presence.tensor * (counts > 0)
+
+
+def _count(counted: Counted, counts: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Count how often each token was produced, known ones first. keys: int64, row * vocab + id of those in flight."""
+    again = (keys[:, None] == keys).sum(dim=1)
+    if not counted.known:
+        return again.to(counts.dtype)
+    known = counted.keys.tensor
+    place = torch.searchsorted(known, keys).clamp_(max=counted.known - 1)
+    is_known = (known[place] == keys).to(counts.dtype)
+    return torch.cat((counts.index_add(0, place, is_known), counts[place] * is_known + again))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
@@ -15,31 +15,37 @@ from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.fetching import MediaFile
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
-from vlmserve.frontend.openai.protocol import (
-    ImageEmbedsPart,
-    ImageFields,
-    ImagePart,
-    ImageUrlPart,
-    RefusalPart,
-    TextPart,
-    VideoFields,
-    VideoPart,
-    VideoUrlPart,
-)
 from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
-_KNOWN_FIELDS: Mapping[Any, tuple[str, ...]] = {
-    kind: tuple(part.model_fields)
-    for part in (TextPart, RefusalPart, ImageUrlPart, ImagePart, ImageEmbedsPart, VideoUrlPart, VideoPart)
-    for kind in get_args(part.model_fields["type"].annotation)
-}
-_IMAGE_FIELDS = tuple(ImageFields.model_fields)
 # Fields of Qwen's video parts -> `VideoKnobs`; sample_fps is the rate of frames that come as a list.
-_VIDEO_FIELDS = {name: name for name in VideoFields.model_fields} | {"sample_fps": "fps", "nframes": "num_frames"}
+_VIDEO_FIELDS = {
+    "fps": "fps",
+    "sample_fps": "fps",
+    "nframes": "num_frames",
+    "min_frames": "min_frames",
+    "max_frames": "max_frames",
+    "min_pixels": "min_pixels",
+    "max_pixels": "max_pixels",
+    "total_pixels": "total_pixels",
+    "resized_height": "resized_height",
+    "resized_width": "resized_width",
+    "video_start": "video_start",
+    "video_end": "video_end",
+}
+_IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+# type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
+_KNOWN_FIELDS = {
+    "text": ("text",),
+    "refusal": ("refusal",),
+    "image_url": ("image_url", *_IMAGE_FIELDS),
+    "image": ("image", "detail", *_IMAGE_FIELDS),
+    "image_embeds": ("image_embeds",),
+    "video_url": ("video_url", *_VIDEO_FIELDS),
+    "video": ("video", *_VIDEO_FIELDS),
+}
 _OTHER_PARTS = ("input_audio", "audio_url")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -165,9 +171,9 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
         raise BadRequestError(
             f"{param} is of type {type(part).__name__}; it must be an object with a type", param=param
         )
-    kind: Any = part.get("type")
+    kind = part.get("type")
     if kind in _KNOWN_FIELDS:
-        _check_fields(part, _KNOWN_FIELDS[kind], param)
+        _check_fields(part, ("type", *_KNOWN_FIELDS[kind]), param)
     if kind in ("text", "refusal"):
         text = part.get(kind)
         if not isinstance(text, str):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ from vlmserve_common.compute.rotary import MRotary, Rotation
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
-from vlmserve_common.kernels.decoder import DecoderLayers, DecoderShape, LayerWeights, MLPWeights
+from vlmserve_common.kernels.decoder import DecoderLayers, LayerWeights, MLPWeights
 from vlmserve_common.kernels.quantized import Mode
 
 
@@ -174,30 +175,23 @@ class StageLayers(nn.ModuleList):
 class Decoder(nn.Module):
     """Embedding, layers and final norm, or a pipeline stage's part of these.
 
-    make_attention: index among the layers here -> its attention. rotary: positions -> the angles that attention layers
-    turn by.
+    layers: those here, in order. norm: the final one, of the last stage only. rotary: positions -> the angles that
+    attention layers turn by.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        comm: Communicator,
-        make_attention: Callable[[int], DecoderAttention],
-        rotary: MRotary,
+        self, config: ModelConfig, comm: Communicator, layers: Iterable[nn.Module], norm: nn.Module, rotary: MRotary
     ) -> None:
         super().__init__()
-        own, part = config.own_layers, config.of_part()
+        part = config.of_part()
         self.embed_tokens = make_embedding(config, comm)
-        self.layers = StageLayers(
-            (DecoderLayer(config, make_attention(i - own.start), make_mlp(config, comm, i)) for i in own),
-            first=own.start,
-            whole=config.num_layers,
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if comm.shard.stage.is_last else None
+        self.layers = StageLayers(layers, first=config.own_layers.start, whole=config.num_layers)
+        self.norm = norm if comm.shard.stage.is_last else None
         self._rotary = rotary
         self._comm = comm
         self._packed: DecoderLayers | None = None
-        self._shape = DecoderShape(
+        self._whole_layers = partial(
+            DecoderLayers,
             heads=part.num_heads,
             kv_heads=part.num_kv_heads,
             head_dim=config.head_dim,
@@ -210,13 +204,14 @@ class Decoder(nn.Module):
         """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""
         pack_linears(self, mode)
         pack_experts(self, mode)
-        packed = [cast(DecoderLayer, layer).packed() for layer in self.layers]
+        packed = [layer.packed() for layer in self.layers if isinstance(layer, DecoderLayer)]
         layers = [layer for layer in packed if layer is not None]
         together = self._comm.collectives
         sums = None if together is None else together.in_operators()
         # operators add up what all have, and exchange no tokens
         adds_up = self._comm.tokens is None and (together is None or sums is not None)
-        self._packed = DecoderLayers(layers, self._shape, sums) if adds_up and len(layers) == len(packed) else None
+        all_packed = len(layers) == len(self.layers)
+        self._packed = self._whole_layers(layers, sums) if adds_up and all_packed else None
 
     def forward(
         self,
@@ -248,7 +243,7 @@ class Decoder(nn.Module):
         assert self.embed_tokens is not None, "groups of ranks have all layers"
         x = self.embed_tokens(torch.empty(0, dtype=torch.int64, device=self.embed_tokens.weight.device))
         for layer in self.layers:
-            cast(DecoderLayer, layer).mlp(x)
+            cast(Any, layer).mlp(x)
 
     def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
         """Return a function that runs layers: in one call if the weights and the attention backend allow it, otherwise
@@ -259,7 +254,7 @@ class Decoder(nn.Module):
                 return whole
 
         def one_by_one(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
-            if fused.usable(x):
+            if fused.usable(x) and isinstance(self.layers[0], DecoderLayer):
                 return self._sums_pending(x, rotary, forward_batch, first, last)
             for layer in self.layers[first:last]:
                 x = layer(x, rotary, forward_batch)

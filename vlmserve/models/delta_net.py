@@ -17,7 +17,6 @@ from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, r
 from vlmserve_common.compute.layers import GatedRMSNorm
 from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import Cut, Cuts, stacked
-from vlmserve_common.kernels.quantized import Mode
 
 _RUN = 16 * CHUNK
 """The most tokens that are computed together, so that their memory does not grow with the prompt."""
@@ -32,15 +31,8 @@ class ConvWeight(nn.Module):
         self._channels = channels
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cuts]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self._channels
-
-
-class _NeverQuantised(MergedLinear):
-    """A product with few outputs that matter much, and so keep their precision."""
-
-    def pack(self, mode: Mode | None = None) -> None:
-        super().pack(None)
 
 
 class GatedDeltaNet(nn.Module):
@@ -58,7 +50,8 @@ class GatedDeltaNet(nn.Module):
         values = shard.cut_heads(linear.num_value_heads, linear.value_dim, "linear_num_value_heads")
         channels, heads = stacked((keys, keys, values)), shard.cut(linear.num_value_heads, "linear_num_value_heads")
         self.in_proj_qkvz = MergedLinear(hidden, {"in_proj_qkv": channels, "in_proj_z": values}, bias=False)
-        self.in_proj_ba = _NeverQuantised(hidden, {"in_proj_b": heads, "in_proj_a": heads}, bias=False)
+        self.in_proj_ba = MergedLinear(hidden, {"in_proj_b": heads, "in_proj_a": heads}, bias=False)
+        self.in_proj_ba.may_be_quantised = False
         self.conv1d = ConvWeight(channels, linear.conv_width)
         self.A_log = nn.Parameter(torch.empty(heads.size), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(heads.size), requires_grad=False)
@@ -71,7 +64,7 @@ class GatedDeltaNet(nn.Module):
         self._index = index
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.A_log", self._heads_cut
         yield f"{name}.dt_bias", self._heads_cut
 
@@ -100,7 +93,6 @@ class GatedDeltaNet(nn.Module):
         step: RecurrentStep,
         span: Span,
     ) -> None:
-        """Compute several tokens of one request."""
         convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
         conv, state = convs[span.state], states[span.state]
         for first, last in _runs(span):
@@ -122,7 +114,6 @@ class GatedDeltaNet(nn.Module):
         step: RecurrentStep,
         rows: torch.Tensor,
     ) -> None:
-        """Compute one token of each of several requests."""
         convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
         tokens = step.single_tokens
         if tokens is not None:

@@ -14,8 +14,7 @@ import re
 
 import torch
 
-from vlmserve.models.decoder import Decoder, DecoderAttention
-from vlmserve.models.qwen3_5 import Qwen3_5Decoder
+from vlmserve.models.decoder import Decoder, DecoderAttention, DecoderLayer
 from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.errors import CheckpointError
@@ -45,7 +44,7 @@ class KVScales:
                 self._found[int(match[1]), kind] = stored
         self.stored = {stored.name for stored in self._found.values()}
 
-    def fold_into(self, decoder: Decoder | Qwen3_5Decoder) -> None:
+    def fold_into(self, decoder: Decoder) -> None:
         """Make them part of a loaded decoder. CheckpointError for layers that it has not, and scales not above 0."""
         layers = decoder.layers
         for (number, kind), stored in self._found.items():
@@ -65,10 +64,7 @@ class KVScales:
                 attention.divide_keys(power) if kind == "k" else attention.divide_values(power)
             )
             if not done:
-                log.warning("%s is not used: %s", stored.name, _why_not(decoder))
-
-
-def _why_not(decoder: Decoder | Qwen3_5Decoder) -> str:
-    if isinstance(decoder, Decoder):
-        return "the weights that it belongs to are whole numbers"
-    return "a hybrid model's keys and values are not divided"
+                why = "a hybrid model's keys and values are not divided"
+                if isinstance(layers[0], DecoderLayer):
+                    why = "the weights that it belongs to are whole numbers"
+                log.warning("%s is not used: %s", stored.name, why)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from vlmserve.models.config import ModelConfig, ModelDefaults
-from vlmserve.models.decoder import Decoder, DecoderAttention
+from vlmserve.models.decoder import Decoder, DecoderAttention, DecoderLayer, make_mlp
 from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.layers import RMSNorm
 from vlmserve_common.compute.rotary import MRotary, contiguous_axes, interleaved_axes
@@ -25,14 +25,6 @@ class Qwen2Attention(DecoderAttention):
         super().__init__(config, comm, layer_id, qkv_bias=True, out_bias=False)
 
 
-class Qwen2Decoder(Decoder):
-    """A decoder whose M-RoPE gives each axis a run of frequencies. dtype: of its computation."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
-        rotary = MRotary(config.head_dim, config.rope_theta, contiguous_axes(config.mrope_section), dtype)
-        super().__init__(config, comm, lambda layer_id: Qwen2Attention(config, comm, layer_id), rotary)
-
-
 class Qwen3Attention(DecoderAttention):
     """Attention that normalises each head of queries and keys."""
 
@@ -46,9 +38,30 @@ class Qwen3Attention(DecoderAttention):
         return HeadNorms(q_weight=self.q_norm.weight, k_weight=self.k_norm.weight, eps=self.q_norm.eps)
 
 
-class Qwen3Decoder(Decoder):
-    """A decoder whose M-RoPE interleaves the axes' frequencies. dtype: of its computation."""
+class _QwenDecoder(Decoder):
+    """A decoder whose layers all have attention. dtype: of its computation."""
+
+    attention: type[Qwen2Attention] | type[Qwen3Attention]
+    axes: staticmethod[[tuple[int, int, int]], torch.Tensor]
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
-        rotary = MRotary(config.head_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
-        super().__init__(config, comm, lambda layer_id: Qwen3Attention(config, comm, layer_id), rotary)
+        own = config.own_layers
+        layers = (
+            DecoderLayer(config, self.attention(config, comm, i - own.start), make_mlp(config, comm, i)) for i in own
+        )
+        rotary = MRotary(config.head_dim, config.rope_theta, self.axes(config.mrope_section), dtype)
+        super().__init__(config, comm, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rotary)
+
+
+class Qwen2Decoder(_QwenDecoder):
+    """A decoder whose M-RoPE gives each axis a run of frequencies."""
+
+    attention = Qwen2Attention
+    axes = staticmethod(contiguous_axes)
+
+
+class Qwen3Decoder(_QwenDecoder):
+    """A decoder whose M-RoPE interleaves the axes' frequencies."""
+
+    attention = Qwen3Attention
+    axes = staticmethod(interleaved_axes)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import nn
 
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
-from vlmserve.models.decoder import DecoderAttention, StageLayers, make_embedding
+from vlmserve.models.decoder import Decoder, DecoderAttention
 from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.communicator import ALONE, Communicator
-from vlmserve_common.compute.experts import SparseMLP, pack_experts
+from vlmserve_common.compute.experts import SparseMLP
 from vlmserve_common.compute.layers import GatedMLP, ZeroCentredRMSNorm
-from vlmserve_common.compute.linear import Linear, MergedLinear, pack_linears
+from vlmserve_common.compute.linear import Linear, MergedLinear
 from vlmserve_common.compute.rotary import MRotary, Rotation, interleaved_axes, rotate
-from vlmserve_common.kernels.quantized import Mode
 
 QWEN3_5_DEFAULTS = ModelDefaults(
     rope_theta=10_000.0, mrope_section=(11, 11, 10), has_linear_attention=True, partial_rotary_factor=0.25
@@ -72,13 +70,6 @@ def _unturned(rotary: Rotation, dim: int) -> Rotation:
     return cos.new_ones(shape), cos.new_zeros(shape)
 
 
-class _Gate(Linear):
-    """One output, never quantised."""
-
-    def pack(self, mode: Mode | None = None) -> None:
-        super().pack(None)
-
-
 class SharedExpertMLP(SparseMLP):
     """A sparse MLP with one more expert, which all tokens go through, times a gate."""
 
@@ -94,7 +85,8 @@ class SharedExpertMLP(SparseMLP):
             summed=False,
             what="shared_expert_intermediate_size",
         )
-        self.shared_expert_gate = _Gate(size, 1, bias=False)
+        self.shared_expert_gate = Linear(size, 1, bias=False)
+        self.shared_expert_gate.may_be_quantised = False
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """See `SparseMLP.beside`."""
@@ -134,14 +126,12 @@ def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
     return SharedExpertMLP(size, experts, act, comm)
 
 
-class Qwen3_5Decoder(nn.Module):
+class Qwen3_5Decoder(Decoder):
     """A decoder of gated delta nets and gated attention. dtype: of its computation."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
-        super().__init__()
         assert config.linear is not None
         own, layers = config.own_layers, []
-        self.embed_tokens = make_embedding(config, comm)
         recurrent = 0
         for index in own:
             mixer: GatedDeltaNet | GatedAttention
@@ -151,34 +141,5 @@ class Qwen3_5Decoder(nn.Module):
             else:
                 mixer = GatedAttention(config, comm, index - own.start - recurrent)
             layers.append(HybridLayer(config, comm, mixer))
-        self.layers = StageLayers(layers, first=own.start, whole=config.num_layers)
-        is_last = comm.shard.stage.is_last
-        self.norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps) if is_last else None
-        self._rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
-
-    def join(self) -> None:
-        """See `Decoder.join`."""
-        assert self.embed_tokens is not None, "groups of ranks have all layers"
-        x = self.embed_tokens(torch.empty(0, dtype=torch.int64, device=self.embed_tokens.weight.device))
-        for layer in self.layers:
-            cast(HybridLayer, layer).mlp(x)
-
-    def pack(self, mode: Mode | None = None) -> None:
-        """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""
-        pack_linears(self, mode)
-        pack_experts(self, mode)
-
-    def forward(
-        self,
-        input_embeds: torch.Tensor,
-        positions: torch.Tensor,
-        forward_batch: ForwardBatch,
-        deepstack_index: torch.Tensor | None = None,
-        deepstack_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `Decoder.forward`; this family has no DeepStack."""
-        assert deepstack_embeds is None
-        rotary, x = self._rotary(positions), input_embeds
-        for layer in self.layers:
-            x = layer(x, rotary, forward_batch)
-        return x if self.norm is None else self.norm(x)
+        rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+        super().__init__(config, comm, layers, ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)

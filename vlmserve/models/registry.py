@@ -66,7 +66,7 @@ def outline_model(
     hf_config = read_hf_config(folder)
     config = _model_config(folder, hf_config, shard)
     model = _outline(hf_config, config, dtype or config.dtype, Communicator(shard))
-    _Tensors(folder, hf_config, model, torch.device(device)).check()
+    _Tensors(folder, hf_config, model, torch.device(device)).match()
     return model
 
 
@@ -128,26 +128,22 @@ class _Tensors:
             self._module, self._reader, self._rules, scheme, device=device, keep_fp8=keep_fp8
         )
 
-    def check(self) -> None:
-        """Raise CheckpointError for missing, unexpected or misshaped tensors."""
-        self._match()
-
-    def load(self) -> None:
-        """Fill the module, which has memory by now."""
-        self._reader.read_into(self._match())
-        self._quantized.load()
-        self._kv_scales.fold_into(self._decoder)
-
-    def _match(self) -> list[tuple[StoredTensor, torch.Tensor]]:
-        quantized = self._quantized
+    def match(self) -> list[tuple[StoredTensor, torch.Tensor]]:
+        """Match them with the tensors to fill. CheckpointError for missing, unexpected or misshaped tensors."""
         return match_weights(
             self._module,
             self._reader,
             self._rules,
-            otherwise=quantized.weights,
-            passed_over=quantized.stored | self._kv_scales.stored,
-            eight_bit=quantized.eight_bit,
+            otherwise=self._quantized.weights,
+            passed_over=self._quantized.stored | self._kv_scales.stored,
+            eight_bit=self._quantized.eight_bit,
         )
+
+    def load(self) -> None:
+        """Fill the module, which has memory by now."""
+        self._reader.read_into(self.match())
+        self._quantized.load()
+        self._kv_scales.fold_into(self._decoder)
 
 
 def quantization_of(folder: Path, hf_config: Mapping[str, Any] | None = None) -> Scheme | Fp8Scheme | None:
@@ -179,7 +175,6 @@ def make_model(
 
 
 def _commit(model: VisionLanguageModel, device: torch.device, *, with_tower: bool) -> None:
-    """Give a model on the meta device its memory."""
     for part in model.children():
         if with_tower or part is not model.visual:
             give_memory(part, device)

@@ -10,7 +10,6 @@ from vision.towers.loading import TOWER_WEIGHT_RULES
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.qwen3_5 import Qwen3_5Decoder
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.layers import Embedding, VocabEmbedding
@@ -46,7 +45,7 @@ class VisionLanguageModel(nn.Module):
         self,
         config: ModelConfig,
         visual: VisionTower,
-        decoder: Decoder | Qwen3_5Decoder,
+        decoder: Decoder,
         dtype: torch.dtype,
         comm: Communicator,
     ) -> None:

@@ -1,12 +1,33 @@
-"""Typed reading of config.json."""
+"""Reading of config.json and other JSON files, typed. Imports no torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from vlmserve_common.errors import CheckpointError
+
+
+def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object of a checkpoint folder; {} for an optional file that is not there.
+
+    Raises CheckpointError when a required file is missing, or when it is not a JSON object.
+    """
+    path = folder / name
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise CheckpointError(f"{folder} has no {name}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON object is expected, not {type(value).__name__}")
+    return value
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor
 from vlmserve_common.checkpoint.weights import WeightPiece, WeightRules, linears_of
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.fp8 import FP8, Fp8Scales, Inputs, can_multiply, dequantize_
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
+from vlmserve_common.compute.fp8 import FP8, Blocks, ExpertScales, Fp8Scales, Inputs, can_multiply, dequantize_
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.errors import CheckpointError
 
@@ -88,8 +87,6 @@ def _block(fields: Fields, name: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
-    """A weight's tensors."""
-
     weight: StoredTensor
     scale: StoredTensor
     input_scale: StoredTensor | None
@@ -114,14 +111,11 @@ class Fp8Tensors:
         keep: bool | None = None,
     ) -> None:
         self._module, self._reader, self._scheme, self._device, self._keep = module, reader, scheme, device, keep
-        self.weights: set[str] = set()
-        self.stored: set[str] = set()
-        self.eight_bit: set[str] = set()
-        self._tensors = self._find(rules)
-        self._experts = Fp8Experts(module, reader, rules, scheme.block, device=device, keep=keep)
-        self.weights |= self._experts.weights
-        self.stored |= self._experts.stored
-        self.eight_bit |= self._experts.eight_bit
+        ours = {rules.our_name(name): stored for name, stored in reader.tensors.items()}
+        self._tensors = _find(ours)
+        self._experts = Fp8Experts(module, reader, ours, scheme.block, device=device, keep=keep)
+        self.weights, self.stored = self._experts.weights, self._experts.stored
+        self.eight_bit = self._experts.eight_bit
         self._kept: set[str] = set()
         self._count = 0
         for name, layer, pieces in linears_of(module):
@@ -138,39 +132,16 @@ class Fp8Tensors:
                 self._kept.add(name)
                 self.weights |= {f"{name}.fp8.{leaf}" for leaf, _ in layer.fp8.named_parameters()}  # type: ignore[union-attr]
 
-    def _find(self, rules: WeightRules) -> dict[str, _Stored]:
-        """All 8-bit weights that have a scale, by our names."""
-        ours = {rules.our_name(name): stored for name, stored in self._reader.tensors.items()}
-
-        def beside(name: str, leaves: Sequence[str]) -> StoredTensor | None:
-            prefix = name.removesuffix("weight")
-            return next((ours[prefix + leaf] for leaf in leaves if prefix + leaf in ours), None)
-
-        found = {}
-        for name, stored in ours.items():
-            scale = beside(name, _WEIGHT_SCALES) if name.endswith(".weight") and stored.dtype == FP8 else None
-            if scale is not None:
-                found[name] = _Stored(weight=stored, scale=scale, input_scale=beside(name, _INPUT_SCALES))
-        return found
-
     def _check(self, whole_shape: tuple[int, ...], stored: _Stored) -> None:
         outer, inner = whole_shape
         if self._scheme.block is not None:
             rows, columns = self._scheme.block
-            shapes: tuple[tuple[int, ...], ...] = ((math.ceil(outer / rows), math.ceil(inner / columns)),)
+            shapes: list[tuple[int, ...]] = [(math.ceil(outer / rows), math.ceil(inner / columns))]
         else:
-            shapes = ((outer, 1), (outer,), (1, 1), (1,), ())
-        self._check_shape(stored.scale, shapes)
+            shapes = [(outer, 1), (outer,), (1, 1), (1,), ()]
+        _check_shape(self._reader, stored.scale, shapes, self._scheme.block)
         if stored.input_scale is not None:
-            self._check_shape(stored.input_scale, ((1,), (), (1, 1)))
-
-    def _check_shape(self, stored: StoredTensor, shapes: tuple[tuple[int, ...], ...]) -> None:
-        if stored.shape not in shapes or not stored.dtype.is_floating_point:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise CheckpointError(
-                f"{self._reader.folder}: {stored.name} is {list(stored.shape)} of {stored.dtype}, not {expected} of "
-                f"floating-point numbers (blocks of {self._scheme.block})"
-            )
+            _check_shape(self._reader, stored.input_scale, [(1,), (), (1, 1)], self._scheme.block)
 
     def _hold(self, layer: Linear, pieces: Sequence[WeightPiece], *, static: bool) -> bool:
         """Give a layer 8-bit parameters if it keeps its 8-bit weight. Returns whether it does."""
@@ -235,7 +206,6 @@ class Fp8Tensors:
         return scale.repeat_interleave(block_columns // step, 1)[:, columns[0] // step : -(-columns[1] // step)]
 
     def _fill(self, layer: Linear, pieces: Sequence[WeightPiece]) -> None:
-        """Join the scales of a layer's parts."""
         assert layer.fp8 is not None
         joined = torch.cat([self._scales(piece, layer.fp8.rows) for piece in pieces])
         layer.fp8.weights[: len(joined)].copy_(joined)  # a padded vocabulary has more rows
@@ -245,13 +215,37 @@ class Fp8Tensors:
             layer.fp8.input.copy_(torch.stack([self._read(stored).flatten() for stored in own if stored]).amax(0))
 
     def _read(self, stored: StoredTensor) -> torch.Tensor:
-        """As float32, 2-dimensional."""
         scale = torch.empty(stored.shape, dtype=stored.dtype)
         self._reader.read_into([(stored, scale)])
         return scale.float().reshape(stored.shape if scale.ndim == 2 else (-1, 1))
 
 
-_GATED = ("gate_proj", "up_proj")
+def _find(ours: Mapping[str, StoredTensor]) -> dict[str, _Stored]:
+    """Return all 8-bit weights that have a scale, by our names."""
+
+    def beside(name: str, leaves: Sequence[str]) -> StoredTensor | None:
+        prefix = name.removesuffix("weight")
+        return next((ours[prefix + leaf] for leaf in leaves if prefix + leaf in ours), None)
+
+    found = {}
+    for name, stored in ours.items():
+        scale = beside(name, _WEIGHT_SCALES) if name.endswith(".weight") and stored.dtype == FP8 else None
+        if scale is not None:
+            found[name] = _Stored(weight=stored, scale=scale, input_scale=beside(name, _INPUT_SCALES))
+    return found
+
+
+def _check_shape(
+    reader: CheckpointReader, stored: StoredTensor, shapes: Sequence[tuple[int, ...]], block: tuple[int, int] | None
+) -> None:
+    if stored.shape not in shapes or not stored.dtype.is_floating_point:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise CheckpointError(
+            f"{reader.folder}: {stored.name} is {list(stored.shape)} of {stored.dtype}, not {expected} of "
+            f"floating-point numbers (blocks of {block})"
+        )
+
+
 _OTHERS = (".input_scale", ".activation_scale", "_activation_scale", "_input_scale")
 
 
@@ -266,14 +260,13 @@ class Fp8Experts:
         self,
         module: nn.Module,
         reader: CheckpointReader,
-        rules: WeightRules,
+        ours: Mapping[str, StoredTensor],
         block: tuple[int, int] | None,
         *,
         device: torch.device,
         keep: bool | None,
     ) -> None:
-        self._reader, self._block = reader, block
-        self._ours = {rules.our_name(name): stored for name, stored in reader.tensors.items()}
+        self._reader, self._block, self._ours = reader, block, ours
         self.weights: set[str] = set()
         self.stored: set[str] = set()
         self.eight_bit: set[str] = set()
@@ -332,21 +325,16 @@ class Fp8Experts:
         return found
 
     def _check(self, weight: str, experts: Experts) -> None:
-        scale, shape = self._scale_of(weight), self._ours[weight].shape
-        *outer, rows, columns = shape
+        scale = self._scale_of(weight)
+        *outer, rows, columns = self._ours[weight].shape
         if self._block is not None:
-            allowed = [(*outer, -(-rows // self._block[0]), -(-columns // self._block[1]))]
+            allowed: list[tuple[int, ...]] = [(*outer, -(-rows // self._block[0]), -(-columns // self._block[1]))]
         elif experts.layout == "each":
             allowed = [(rows, 1), (rows,), (1, 1), (1,), ()]
         else:
             outputs = (1, columns) if experts.layout == "inputs_first" else (rows, 1)
             allowed = [(*outer, *outputs), (*outer, 1, 1), (*outer,)]
-        if scale.shape not in allowed or not scale.dtype.is_floating_point:
-            expected = " or ".join(str(list(one)) for one in allowed)
-            raise CheckpointError(
-                f"{self._reader.folder}: {scale.name} is {list(scale.shape)} of {scale.dtype}, not {expected} of "
-                f"floating-point numbers (blocks of {self._block})"
-            )
+        _check_shape(self._reader, scale, allowed, self._block)
 
     def load(self) -> None:
         """Read the scales, and multiply the weights that do not stay in 8 bits by them."""
@@ -385,13 +373,15 @@ class Fp8Experts:
         read = {weight: torch.empty(stored.shape, dtype=stored.dtype) for weight, stored in leaves.items()}
         self._reader.read_into([(leaves[weight], scale) for weight, scale in read.items()])
         if experts.layout == "each":
-            return (
-                {
-                    expert: torch.cat([self._two(read, name, expert, leaf, experts) for leaf in _GATED])
-                    for expert in experts.part.own
-                },
-                {expert: self._two(read, name, expert, "down_proj", experts) for expert in experts.part.own},
-            )
+            every = {
+                (expert, leaf): self._of_one(read[f"{name}.{expert}.{leaf}.weight"].float(), leaf, experts)
+                for expert in experts.part.own
+                for leaf in ("gate_proj", "up_proj", "down_proj")
+            }
+            gated = {
+                expert: torch.cat((every[expert, "gate_proj"], every[expert, "up_proj"])) for expert in experts.part.own
+            }
+            return gated, {expert: every[expert, "down_proj"] for expert in experts.part.own}
         found = []
         for which, leaf in enumerate(("gate_up_proj", "down_proj")):
             scale = read[f"{name}.{leaf}"].float()
@@ -404,10 +394,7 @@ class Fp8Experts:
             found.append(dict(enumerate(scale)))
         return found[0], found[1]
 
-    def _two(
-        self, read: Mapping[str, torch.Tensor], name: str, expert: int, leaf: str, experts: Experts
-    ) -> torch.Tensor:
-        scale = read[f"{name}.{expert}.{leaf}.weight"].float()
+    def _of_one(self, scale: torch.Tensor, leaf: str, experts: Experts) -> torch.Tensor:
         if self._block is not None:
             return scale
         outputs = experts.size if leaf == "down_proj" else experts.part.inner

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from vlmserve_common.checkpoint.stream import Part, Progress, Stream, copies_to
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.stream import Part, Progress, StoredTensor, Stream, copies_to
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 
@@ -34,52 +33,6 @@ _DTYPES = {
 }
 _MAX_HEADER_BYTES = 100 * 1024**2
 _THREADS, _PART_BYTES = 4, 4 * 1024**2
-
-
-def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object of a checkpoint folder; {} for an optional file that is not there.
-
-    Raises CheckpointError when a required file is missing, or when it is not a JSON object.
-    """
-    path = folder / name
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if not required:
-            return {}
-        raise CheckpointError(f"{folder} has no {name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: a JSON object is expected, not {type(value).__name__}")
-    return value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """The place of a tensor, or of a part of it, in a file. start: byte offset.
-
-    row: elements of a row in the file if only `shape[-1]` of them are wanted, from number `column` on; 0 if all are.
-    """
-
-    name: str
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    row: int = 0
-    column: int = 0
-
-    def cut(self, cut: Cut) -> StoredTensor:
-        """Return a part of a whole tensor: some of its rows or of its columns."""
-        if cut.dim == 0:
-            row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-            return replace(self, shape=(cut.size, *self.shape[1:]), start=self.start + cut.start * row_bytes)
-        return replace(self, shape=(*self.shape[:-1], cut.size), row=cut.whole, column=cut.start)
-
-    def at(self, index: int) -> StoredTensor:
-        """Return one entry of the first dimension."""
-        return replace(self.cut(Cut(0, index, 1, self.shape[0])), shape=self.shape[1:])
 
 
 def parts_of(
@@ -138,21 +91,13 @@ class CheckpointReader:
         """
         by_device: dict[torch.device, list[Part]] = {}
         for stored, target in targets:
-            part = Part(
-                file=stored.file,
-                name=stored.name,
-                start=stored.start,
-                dtype=stored.dtype,
-                target=target.detach().flatten(0, -2) if stored.row else target.detach().view(-1),
-                row=stored.row,
-                column=stored.column,
-                columns=stored.shape[-1] if stored.row else 0,
-            )
+            flat = target.detach().flatten(0, -2) if stored.row else target.detach().view(-1)
+            part = Part(stored=stored, start=stored.start, target=flat)
             by_device.setdefault(target.device, []).append(part)
         progress = Progress(sum(part.size for parts in by_device.values() for part in parts))
         for device, parts in by_device.items():
             stream = Stream(copies_to(device), threads=_THREADS, part_bytes=_PART_BYTES)
-            stream.run(sorted(parts, key=lambda part: (part.file, part.start)), progress.add)
+            stream.run(sorted(parts, key=lambda part: (part.stored.file, part.start)), progress.add)
         progress.end()
 
 
@@ -184,27 +129,20 @@ def _check_against_index(file: Path, stored: dict[str, StoredTensor], expected: 
         raise CheckpointError(f"{file}: {_some(unlisted)} is in it, and not in {INDEX_FILE}")
 
 
-@contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO]:
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         with file.open("rb", buffering=0) as source:
-            yield source
+            size = file.stat().st_size
+            length = int.from_bytes(source.read(8), "little")
+            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+                raise CheckpointError(f"{file}: no safetensors file, or a truncated one ({size} bytes)")
+            header = json.loads(source.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
     except OSError as error:
         raise CheckpointError(f"{file}: {error}") from error
-
-
-def _read_header(file: Path) -> dict[str, StoredTensor]:
-    with _opened(file) as source:
-        size = file.stat().st_size
-        length = int.from_bytes(source.read(8), "little")
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{file}: no safetensors file, or a truncated one ({size} bytes)")
-        try:
-            header = json.loads(source.read(length))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            return {name: _stored(file, name, entry, 8 + length, size) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file}: broken safetensors header: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: broken safetensors header: {error!r}") from error
 
 
 def _stored(file: Path, name: str, entry: dict[str, Any], data_start: int, file_size: int) -> StoredTensor:

@@ -9,6 +9,7 @@ which lets other threads run; all else is done by the calling thread.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -17,10 +18,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
+from vlmserve_common.compute.shard import Cut
 from vlmserve_common.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -33,64 +35,75 @@ Wait: TypeAlias = Callable[[], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """The bytes of a file from `start` on that are `target` [n], stored as `dtype`. name: the tensor's, for errors.
+class StoredTensor:
+    """The place of a tensor, or of a part of it, in a file. start: byte offset.
 
-    If `row` is above 0, the file has rows of `row` elements. `target` [n, columns] is the `columns` elements of each
-    row from number `column` on. Whole rows are read, since files are mostly cached and small gaps save nothing.
+    row: elements of a row in the file if only `shape[-1]` of them are wanted, from number `column` on; 0 if all are.
     """
 
-    file: Path
     name: str
-    start: int
+    file: Path
     dtype: torch.dtype
-    target: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
     row: int = 0
     column: int = 0
-    columns: int = 0
+
+    def cut(self, cut: Cut) -> StoredTensor:
+        """Return a part of a whole tensor: some of its rows or of its columns."""
+        if cut.dim == 0:
+            row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+            return replace(self, shape=(cut.size, *self.shape[1:]), start=self.start + cut.start * row_bytes)
+        return replace(self, shape=(*self.shape[:-1], cut.size), row=cut.whole, column=cut.start)
+
+    def at(self, index: int) -> StoredTensor:
+        """Return one entry of the first dimension."""
+        return replace(self.cut(Cut(0, index, 1, self.shape[0])), shape=self.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The bytes of a stored tensor's file from `start` on that are `target` [n].
+
+    `target` is [n, columns] for a tensor with rows. Whole rows are read, since files are mostly cached and small gaps
+    save nothing.
+    """
+
+    stored: StoredTensor
+    start: int
+    target: torch.Tensor
 
     @property
     def size(self) -> int:
         """Bytes in the file."""
-        elements = self.target.numel()
-        return (elements // self.columns * self.row if self.row else elements) * self.dtype.itemsize
+        row, elements = self.stored.row, self.target.numel()
+        return (elements // self.stored.shape[-1] * row if row else elements) * self.stored.dtype.itemsize
 
     def wanted(self, read: torch.Tensor) -> torch.Tensor:
         """Select the target's elements from the elements that were read, in the stored dtype."""
-        return read.view(-1, self.row)[:, self.column : self.column + self.columns] if self.row else read
+        row, first = self.stored.row, self.stored.column
+        return read.view(-1, row)[:, first : first + self.stored.shape[-1]] if row else read
 
     @property
     def is_direct(self) -> bool:
         """Whether the file's bytes can be read into the target as they are."""
-        return not self.row and self.target.is_cpu and self.target.dtype == self.dtype
+        return not self.stored.row and self.target.is_cpu and self.target.dtype == self.stored.dtype
 
 
-class Copies(Protocol):
-    """Copies from staging buffers to a device."""
+class Copies:
+    """Copies from staging buffers to a device. These are done when they return: for all devices except NVIDIA's."""
 
     def buffer(self, size: int) -> torch.Tensor:
         """Host memory to read into: uint8 [size]."""
-        ...
-
-    def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait | None:
-        """Begin to copy a part of a buffer, cast where dtypes differ. None: the source is free at once."""
-        ...
-
-
-class HostCopies:
-    """Copies that are done when they return, for all devices except NVIDIA's."""
-
-    def buffer(self, size: int) -> torch.Tensor:
-        """See `Copies`."""
         return torch.empty(size, dtype=torch.uint8)
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait | None:
-        """See `Copies`."""
+        """Begin to copy a part of a buffer, cast where dtypes differ. None: the source is free at once."""
         target.copy_(source)
         return None
 
 
-class CudaCopies:
+class CudaCopies(Copies):
     """Copies from pinned memory on a CUDA stream of their own. A copy that does not block casts on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -99,11 +112,9 @@ class CudaCopies:
         self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def buffer(self, size: int) -> torch.Tensor:
-        """See `Copies`."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> Wait:
-        """See `Copies`."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return self._stream.record_event().synchronize
@@ -111,40 +122,24 @@ class CudaCopies:
 
 def copies_to(device: torch.device) -> Copies:
     """Return the way to copy to a device."""
-    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+    return CudaCopies(device) if device.type == "cuda" else Copies()
 
 
 def cut(part: Part, most: int) -> Iterator[Part]:
     """Cut a part into parts of at most `most` bytes."""
-    count = most // part.dtype.itemsize
-    if part.row:
-        yield from _cut_rows(part, max(1, count // part.row))
-        return
-    for first in range(0, part.target.numel(), count):
-        yield Part(
-            file=part.file,
-            name=part.name,
-            start=part.start + first * part.dtype.itemsize,
-            dtype=part.dtype,
-            target=part.target[first : first + count],
-        )
+    count = most // part.stored.dtype.itemsize
+    step = max(1, count // part.stored.row) if part.stored.row else count
+    for first in range(0, len(part.target), step):
+        start = part.start + first * (part.stored.row or 1) * part.stored.dtype.itemsize
+        yield replace(part, start=start, target=part.target[first : first + step])
 
 
-def _cut_rows(part: Part, rows: int) -> Iterator[Part]:
-    for first in range(0, len(part.target), rows):
-        yield replace(
-            part,
-            start=part.start + first * part.row * part.dtype.itemsize,
-            target=part.target[first : first + rows],
-        )
-
-
+@dataclass
 class _Slot:
     """A staging buffer and the copy that may still be leaving it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
-        self.leaving: Wait | None = None
+    buffer: torch.Tensor
+    leaving: Wait | None = None
 
     def wait(self) -> None:
         leaving, self.leaving = self.leaving, None
@@ -169,14 +164,16 @@ class Stream:
         reads: deque[tuple[Part, Future[None], _Slot | None]] = deque()
         # reads end before files are closed
         with ExitStack() as files, ThreadPoolExecutor(self._threads, "checkpoint-reader") as pool:
-            opened = _Opened(files)
+            opened: dict[Path, int] = {}
             for whole in parts:
                 for part in cut(whole, self._part_bytes):
                     if len(reads) == self._ahead:
                         self._finish(*reads.popleft(), done)
                     slot = None if part.is_direct else self._slot()
                     memory = part.target.view(torch.uint8) if slot is None else slot.buffer[: part.size]
-                    read = pool.submit(_fill, opened.number(part.file), part, memory.numpy().data)
+                    if part.stored.file not in opened:
+                        opened[part.stored.file] = _open(part.stored.file, files)
+                    read = pool.submit(_fill, opened[part.stored.file], part, memory.numpy().data)
                     reads.append((part, read, slot))
             while reads:
                 self._finish(*reads.popleft(), done)
@@ -186,12 +183,11 @@ class Stream:
     def _finish(self, part: Part, read: Future[None], slot: _Slot | None, done: Callable[[int], object]) -> None:
         read.result()
         if slot is not None:
-            source = part.wanted(slot.buffer[: part.size].view(part.dtype))
+            source = part.wanted(slot.buffer[: part.size].view(part.stored.dtype))
             slot.leaving = self._copies.start(source, part.target.view(source.shape))
         done(part.size)
 
     def _slot(self) -> _Slot:
-        """Return the next slot of the ring once its last copy is done."""
         size = 3 * self._threads
         if len(self._ring) < size:
             self._ring.append(_Slot(self._copies.buffer(self._part_bytes)))
@@ -201,22 +197,13 @@ class Stream:
         return slot
 
 
-class _Opened:
-    """File descriptors, opened when they are first asked for."""
-
-    def __init__(self, until: ExitStack) -> None:
-        self._until = until
-        self._numbers: dict[Path, int] = {}
-
-    def number(self, file: Path) -> int:
-        if file not in self._numbers:
-            try:
-                number = os.open(file, os.O_RDONLY)
-            except OSError as error:
-                raise CheckpointError(f"{file}: {error}") from error
-            self._until.callback(os.close, number)
-            self._numbers[file] = number
-        return self._numbers[file]
+def _open(file: Path, until: ExitStack) -> int:
+    try:
+        number = os.open(file, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    until.callback(os.close, number)
+    return number
 
 
 def _fill(file: int, part: Part, memory: memoryview) -> None:
@@ -225,9 +212,9 @@ def _fill(file: int, part: Part, memory: memoryview) -> None:
         try:
             count = os.preadv(file, [memory], start)
         except OSError as error:
-            raise CheckpointError(f"{part.file}: {error}") from error
+            raise CheckpointError(f"{part.stored.file}: {error}") from error
         if not count:
-            raise CheckpointError(f"{part.file}: truncated while {part.name} was read")
+            raise CheckpointError(f"{part.stored.file}: truncated while {part.stored.name} was read")
         memory, start = memory[count:], start + count
 
 

@@ -6,13 +6,13 @@ for a checkpoint that has no tokenizer.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
+from vlmserve_common.checkpoint import fields
 from vlmserve_common.errors import CheckpointError
 
 
@@ -114,32 +114,22 @@ def load_text_tokenizer(folder: Path) -> TextTokenizer:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a checkpoint file, {} if there is no such file. Raises CheckpointError if it is broken."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return value
+    return fields.read_json(path.parent, path.name, required=False)
 
 
 def _add_configured_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     """Add what only tokenizer_config.json knows, at the ids it says."""
     known = tokenizer.get_added_tokens_decoder()
     listed = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
-    for index, fields in sorted(((int(i), f) for i, f in listed.items()), key=lambda pair: pair[0]):
-        if index in known and known[index].content == fields["content"] and known[index].special == fields["special"]:
+    for index, entry in sorted(((int(i), f) for i, f in listed.items()), key=lambda pair: pair[0]):
+        content = entry["content"]
+        if index in known and known[index].content == content and known[index].special == entry["special"]:
             continue
-        token = AddedToken(
-            **{k: v for k, v in fields.items() if k not in ("content", "special")}, content=fields["content"]
-        )
-        (tokenizer.add_special_tokens if fields.get("special") else tokenizer.add_tokens)([token])
-        if tokenizer.token_to_id(fields["content"]) != index:
+        token = AddedToken(**{key: value for key, value in entry.items() if key != "special"})
+        (tokenizer.add_special_tokens if entry.get("special") else tokenizer.add_tokens)([token])
+        if (there := tokenizer.token_to_id(content)) != index:
             raise CheckpointError(
-                f"{folder}: tokenizer_config.json puts {fields['content']!r} at {index}, "
-                f"tokenizer.json at {tokenizer.token_to_id(fields['content'])}"
+                f"{folder}: tokenizer_config.json puts {content!r} at {index}, tokenizer.json at {there}"
             )
 
 

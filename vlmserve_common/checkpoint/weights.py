@@ -1,7 +1,11 @@
 """Loads a checkpoint into a module: every tensor of the one accounted for in the other, before any data is read.
 
-A module's parameters have the published names, up to prefixes (`WeightRules.prefixes`). A module whose parameters are
-stored otherwise (merged, or in another shape) says so in `stored_parameters`.
+A module's parameters have the published names, up to prefixes (`WeightRules.prefixes`). A module for which this does
+not hold has some of these methods. Each is given the module's own name.
+
+- stored_parameters: checkpoint names and the views to fill, which have the stored shape, of merged or reshaped weights.
+- stored_cuts: checkpoint names, and which part of each tensor is here.
+- stored_elsewhere: prefixes of the checkpoint names of tensors that other processes have.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,33 +47,6 @@ class WeightRules:
     def is_ignored(self, name: str) -> bool:
         """Whether a published name may be left unused."""
         return any(re.search(pattern, name) for pattern in self.ignored)
-
-
-@runtime_checkable
-class StoresParametersOtherwise(Protocol):
-    """A module that checkpoints store in other pieces than it has."""
-
-    def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Checkpoint names and the views to fill, which have the stored shape; `name` is the module's own."""
-        ...
-
-
-@runtime_checkable
-class StoresPartsOnly(Protocol):
-    """A module that has parts of some tensors of a checkpoint."""
-
-    def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts | Box]]:
-        """Checkpoint names, and which part of each tensor is here; `name` is the module's own."""
-        ...
-
-
-@runtime_checkable
-class StoresSomeOnly(Protocol):
-    """A module of which a checkpoint has more tensors than are here."""
-
-    def stored_elsewhere(self, name: str) -> Iterator[str]:
-        """Prefixes of checkpoint names that other processes have; `name` is the module's own."""
-        ...
 
 
 def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules) -> None:
@@ -147,31 +124,26 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def stored_elsewhere(module: nn.Module) -> tuple[str, ...]:
     """Return prefixes of the checkpoint names that other processes have."""
-    return tuple(
-        prefix
-        for name, child in module.named_modules()
-        if isinstance(child, StoresSomeOnly)
-        for prefix in child.stored_elsewhere(name)
-    )
+    return tuple(prefix for name, child in module.named_modules() for prefix in _ask(child, "stored_elsewhere", name))
 
 
 def stored_cuts(module: nn.Module) -> dict[str, Cut | Cuts | Box]:
     """Return which part of a stored tensor is here, by the names of the tensors that are not here as a whole."""
-    return {
-        stored: cut
-        for name, child in module.named_modules()
-        if isinstance(child, StoresPartsOnly)
-        for stored, cut in child.stored_cuts(name)
-    }
+    return {stored: cut for name, child in module.named_modules() for stored, cut in _ask(child, "stored_cuts", name)}
 
 
 def parameters_of(name: str, child: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters of the module `name` itself; see `stored_tensors`."""
-    if isinstance(child, StoresParametersOtherwise):
-        yield from child.stored_parameters(name)
+    if hasattr(child, "stored_parameters"):
+        yield from _ask(child, "stored_parameters", name)
     else:
         for leaf, parameter in child.named_parameters(recurse=False):
             yield f"{name}.{leaf}" if name else leaf, parameter
+
+
+def _ask(child: Any, method: str, name: str) -> Iterable[Any]:
+    """Call one of the methods of the module docstring, if a module has it."""
+    return getattr(child, method)(name) if hasattr(child, method) else ()
 
 
 def pieces_of(view: torch.Tensor, cut: Cut | Cuts | Box | None) -> Iterator[tuple[torch.Tensor, Cut | Box | None]]:
@@ -209,7 +181,7 @@ def linears_of(module: nn.Module) -> Iterator[tuple[str, Linear, list[WeightPiec
     """Yield all `Linear`s with their names and the pieces of their weights, from the first output on."""
     for name, child in module.named_modules():
         if isinstance(child, Linear):
-            cuts = dict(child.stored_cuts(name)) if isinstance(child, StoresPartsOnly) else {}
+            cuts = dict(_ask(child, "stored_cuts", name))
             yield (
                 name,
                 child,

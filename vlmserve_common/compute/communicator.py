@@ -18,28 +18,22 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all processes, in x's memory; x is contiguous."""
-        ...
 
     def in_operators(self) -> Sums | None:
         """Return what operators that compute several layers in one call add up with; None where they cannot."""
-        ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return every process's x, in order, at the first process; an empty list elsewhere."""
-        ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the x [n, ...] of every process, in order, as [size * n, ...]. All have n rows; x is contiguous."""
-        ...
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Return this process's n rows of the sum of x [size * n, ...] over all processes; x is contiguous."""
-        ...
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Send each process its rows of x, `sent` of them in order, and return the rows that came from each, `received`
         of them in order; x is contiguous."""
-        ...
 
 
 class Link(Protocol):
@@ -47,11 +41,9 @@ class Link(Protocol):
 
     def send(self, x: torch.Tensor) -> None:
         """Send x from the earlier stage, and return at once. x may not be changed afterwards."""
-        ...
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
         """Wait, at the later stage, for the next tensor, which is written to x and returned."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -12,7 +12,7 @@ moves (size - 1) / size * N * (1 + 2 * reached / size). Sending moves less only 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -24,24 +24,6 @@ Choice: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Experts [N, chosen] of each token, int64 (int32 on a GPU), and their scores [N, chosen] in its dtype."""
 Compute: TypeAlias = Callable[[torch.Tensor, Choice], torch.Tensor]
 """x [n, size], slots here (below 0: elsewhere) and scores [n, chosen] -> weighted sums over these slots [n, size]."""
-
-
-class Exchange(Protocol):
-    """Computes the sum of each token's experts [n, size], of the n tokens that this process has, from x [N, size] and
-    the choice of each token. N is n if all processes have the same tokens. beside: this process's part of another sum
-    [N, size], which is added; it may be overwritten.
-
-    tokens: turns this process's tokens into the x that experts are chosen for. all_tokens: returns N tokens, given
-    those and their x.
-    """
-
-    def tokens(self, x: torch.Tensor) -> torch.Tensor: ...
-
-    def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor: ...
-
-    def __call__(
-        self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
 
 
 class Slots:
@@ -124,35 +106,35 @@ class Replicated:
 
     def __init__(self, slots: Slots, comm: Communicator) -> None:
         self._slots, self._comm = slots, comm
-        self.tokens = comm.all_tokens
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """Turn this process's tokens [n, size] into those that experts are chosen for here [N, size]."""
+        return self._comm.all_tokens(x)
 
     def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """Return `routed`, which are all tokens."""
+        """Return the tokens of all processes, given this process's and what `tokens` made of them."""
         return routed
 
     def __call__(
         self, x: torch.Tensor, choice: Choice, compute: Compute, beside: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the sums."""
+        """Compute the sum of each token's experts [n, size], from x of `tokens` and the choice of each.
+
+        beside: this process's part of another sum [N, size] of all tokens. It is added, and may be overwritten.
+        """
         ids, scores = choice
         self._slots.note(self._comm.own_tokens(ids))
         out = compute(x, (self._slots.here(self._slots.of(ids)), scores))
         return self._comm.all_reduce(out if beside is None else out.add_(beside))
 
 
-class Dispatched:
+class Dispatched(Replicated):
     """Experts whose processes send tokens: see the module docstring."""
 
-    def __init__(self, slots: Slots, comm: Communicator) -> None:
-        self._slots, self._comm = slots, comm
-        self._same = comm.attention  # of the ranks that have the same tokens
-
     def tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this process's own tokens."""
         return x
 
     def all_tokens(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of all processes."""
         return self._comm.all_tokens(x)
 
     def __call__(
@@ -162,7 +144,7 @@ class Dispatched:
         fewer, or none."""
         ids, scores = choice
         self._slots.note(ids)
-        same, shard = self._same.collectives, self._same.shard
+        same, shard = self._comm.attention.collectives, self._comm.attention.shard  # with the same tokens
         rows = -(-len(x) // shard.size)
         own = slice(min(len(x), shard.rank * rows), min(len(x), (shard.rank + 1) * rows))
         everybody = self._comm.collectives
@@ -225,6 +207,6 @@ def sends_rows(chosen: int, shard: Shard) -> bool:
     return not shard.is_whole and (a2a == "torch" or (a2a == "auto" and moves_less_dispatched(chosen, shard)))
 
 
-def make_exchange(slots: Slots, comm: Communicator, chosen: int) -> Exchange:
+def make_exchange(slots: Slots, comm: Communicator, chosen: int) -> Replicated:
     """Make the exchange that `sends_rows` chooses."""
     return Dispatched(slots, comm) if sends_rows(chosen, comm.shard) else Replicated(slots, comm)

@@ -12,14 +12,13 @@ from torch import nn
 
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.communicator import ALONE, Communicator
-from vlmserve_common.compute.expert_exchange import Choice, Replicated, Slots, make_exchange
+from vlmserve_common.compute.expert_exchange import Choice, Dispatched, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
-from vlmserve_common.compute.fp8 import FP8
-from vlmserve_common.compute.fp8_experts import ExpertScales
+from vlmserve_common.compute.fp8 import FP8, ExpertScales
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
-from vlmserve_common.kernels import packed_experts as native
+from vlmserve_common.kernels import packed_linear as native
 from vlmserve_common.kernels.packed_linear import PackedWeight, can_pack, stacked
 from vlmserve_common.kernels.quantized import Mode
 
@@ -35,15 +34,13 @@ _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class ExpertRouter(Linear):
-    """Chooses `chosen` of `num_experts` for each token. Its weights are never quantised."""
+    """Chooses `chosen` of `num_experts` for each token."""
+
+    may_be_quantised = False
 
     def __init__(self, size: int, num_experts: int, chosen: int) -> None:
         super().__init__(size, num_experts, bias=False)
         self.chosen = chosen
-
-    def pack(self, mode: Mode | None = None) -> None:
-        """See `Linear.pack`."""
-        super().pack(None)
 
     def choose(self, x: torch.Tensor) -> Choice:
         """Choose experts for x [N, size], and return them with their scores. A softmax in float32 over the router's
@@ -136,7 +133,7 @@ class Experts(nn.Module):
         self.packed = packed_gate_up, stacked((pack_weight(weight, None, mode) for weight in down), count)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`; by `layout`."""
+        """See `checkpoint.weights`; by `layout`."""
         for leaf, weights in self.named_parameters(recurse=False):
             if self.layout == "each":
                 parts = _PARTS[leaf]
@@ -147,7 +144,7 @@ class Experts(nn.Module):
                 yield f"{name}.{leaf}", weights
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Box]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         part = self.part
         for leaf in () if part.is_whole else ("gate_up_proj", "down_proj"):
             if self.layout != "each":
@@ -157,12 +154,11 @@ class Experts(nn.Module):
                 yield from ((f"{name}.{expert}.{own}.weight", cut) for expert in part.own for own in _PARTS[leaf])
 
     def stored_elsewhere(self, name: str) -> Iterator[str]:
-        """See `checkpoint.weights.StoresSomeOnly`."""
+        """See `checkpoint.weights`."""
         if self.layout == "each":
             yield from (f"{name}.{expert}." for expert in self.part.elsewhere)
 
     def _box(self, leaf: str) -> Box:
-        """Return this process's part of the tensor of all experts."""
         part = self.part
         parts = len(_PARTS[leaf])
         inner = tuple((half * part.inner + part.first, part.size) for half in range(parts))
@@ -271,7 +267,7 @@ class SparseMLP(nn.Module):
         otherwise None."""
         if self.slots is None:
             return 0
-        return self.slots.first if isinstance(self._exchange, Replicated) and self.slots.is_plain else None
+        return None if isinstance(self._exchange, Dispatched) or not self.slots.is_plain else self.slots.first
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor | None:
         """Return this process's part of a sum [N, size] of all tokens, which the caller adds; None if there is none. x:

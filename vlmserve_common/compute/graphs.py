@@ -15,7 +15,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Repeat the recorded work, on the same memory."""
-        ...
 
 
 class Capturer(Protocol):
@@ -29,11 +28,10 @@ class Capturer(Protocol):
         """Record the work that `run` launches. `run` is called a few times, the last time to be recorded. It may read
         and write tensors that outlive the graph, and those it makes itself. It may neither wait for the device, nor
         decide by values on it: RuntimeError, as when memory is short."""
-        ...
 
 
-class CudaCapturer:
-    """See `Capturer`; on a GPU."""
+class CudaCapturer(Capturer):
+    """Records on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,7 +39,6 @@ class CudaCapturer:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """See `Capturer`."""
         with torch.cuda.device(self._device):
             # kernels are compiled, and libraries take their workspaces, at the first run: no capture may hold that
             self._stream.wait_stream(torch.cuda.current_stream())

@@ -16,13 +16,15 @@ from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.rows import can_normalise, layer_norm, rms_norm
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); the division in float32."""
-
+class _Norm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+
+
+class RMSNorm(_Norm):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019); the division in float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype."""
@@ -50,13 +52,8 @@ def rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
     return (wide * scale).to(x.dtype)
 
 
-class ZeroCentredRMSNorm(nn.Module):
+class ZeroCentredRMSNorm(_Norm):
     """x / rms(x) * (1 + weight) over the last dimension, all in float32, rounded once (hybrid models)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype."""
@@ -68,27 +65,20 @@ class ZeroCentredRMSNorm(nn.Module):
         return (wide * scale).mul_(factor).to(x.dtype)
 
 
-class GatedRMSNorm(nn.Module):
+class GatedRMSNorm(_Norm):
     """x / rms(x) * weight * silu(gate) over the last dimension (hybrid models)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x, gate [..., size] -> the same shape and dtype."""
         return (rms_normalise(x, self.eps).mul_(self.weight) * F.silu(gate.float())).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(_Norm):
     """Layer normalisation over the last dimension with weight and bias."""
 
     def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        super().__init__(size, eps)
         self.bias = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype."""
@@ -126,11 +116,11 @@ class VocabEmbedding(nn.Module):
         return self._comm.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.weight[: self.cut.size]
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.cut
 
 

@@ -65,28 +65,15 @@ def has_native_products(dtype: torch.dtype) -> bool:
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    workspace: Workspace | None = None,
-    act: Activation | None = None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; all of one dtype. Inference only.
+    """x [M, K] times weight [N, K] transposed, plus bias [N] -> [M, N]; all of one dtype. Inference only.
 
-    workspace: where 16-bit weights are widened; a buffer is allocated for the call without one. act: what the result
-    goes through.
+    workspace: where 16-bit weights are widened; a buffer is allocated for the call without one.
     """
-    columns = x.numel() // max(1, x.shape[-1])
-    out = _product(x, weight, bias, columns, workspace)
-    return out if act is None else act(out)
-
-
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, columns: int, workspace: Workspace | None
-) -> torch.Tensor:
-    if x.dtype == torch.float32 or not x.is_cpu or columns <= NATIVE_ROWS or has_native_products(x.dtype):
+    if x.dtype == torch.float32 or not x.is_cpu or len(x) <= NATIVE_ROWS or has_native_products(x.dtype):
         return F.linear(x, weight, bias)
-    return _widened_linear(x.reshape(columns, -1), weight, bias, workspace or Workspace()).view(*x.shape[:-1], -1)
+    return _widened_linear(x, weight, bias, workspace or Workspace())
 
 
 def _widened_linear(
@@ -123,6 +110,8 @@ class Linear(nn.Module):
     """
 
     weight: nn.Parameter | None
+    may_be_quantised = True
+    """Whether `pack` may quantise it: False for few outputs that matter much."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, gated: bool = False) -> None:
         super().__init__()
@@ -146,6 +135,7 @@ class Linear(nn.Module):
         mode: how the weight is quantised, if it can be.
         """
         if self.weight is not None and packed_products.can_pack(self.weight):
+            mode = mode if self.may_be_quantised else None
             self.packed = pack_weight(self.weight, self.bias, mode, gated=self.gated)
             self.weight = self.bias = None
 
@@ -175,19 +165,17 @@ class Linear(nn.Module):
         if self.packed is not None:
             name = "" if act is None else act.name
             return packed_products.linear(x, self.packed, act=name, residual=residual)
-        out = self._product(x)
+        assert self.weight is not None
+        if self.fp8 is None:
+            out = linear(x, self.weight, self.bias, self.workspace)
+        else:
+            out = self.fp8(x, self.weight, self.bias)
         if self.gated:
             assert act is not None
             out = act.gate(out)
         elif act is not None:
             out = act(out)
         return out if residual is None else out.add_(residual)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.weight is not None
-        if self.fp8 is not None:
-            return self.fp8(x, self.weight, self.bias)
-        return linear(x, self.weight, self.bias, self.workspace)
 
 
 class MergedLinear(Linear):
@@ -220,7 +208,7 @@ class MergedLinear(Linear):
         return True
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`: `a.qkv_proj` is stored as `a.q_proj` and so on."""
+        """See `checkpoint.weights`: `a.qkv_proj` is stored as `a.q_proj` and so on."""
         parent = name.rpartition(".")[0]
         for leaf, parameter in self.named_parameters(recurse=False):
             pieces = parameter.split(list(self.parts.values()))
@@ -228,7 +216,7 @@ class MergedLinear(Linear):
                 yield f"{parent}.{part}.{leaf}" if parent else f"{part}.{leaf}", piece
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut | Cuts]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         parent = name.rpartition(".")[0]
         for leaf, _ in self.named_parameters(recurse=False):
             for part, cut in self._cuts.items():
@@ -263,12 +251,12 @@ class RowLinear(Linear):
         return out if residual is None else out.add_(residual)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         for leaf, parameter in self.named_parameters(recurse=False):
             yield f"{name}.{leaf.removeprefix('sum_')}", parameter
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.cut
 
 
@@ -280,12 +268,12 @@ class VocabLinear(Linear):
         super().__init__(in_features, rows, bias=False)
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         if self.weight is not None:
             yield f"{name}.weight", self.weight[: self.cut.size]
 
     def stored_cuts(self, name: str) -> Iterator[tuple[str, Cut]]:
-        """See `checkpoint.weights.StoresPartsOnly`."""
+        """See `checkpoint.weights`."""
         yield f"{name}.weight", self.cut
 
 
@@ -311,7 +299,7 @@ class PatchProjection(Linear):
         self.kernel = kernel
 
     def stored_parameters(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `checkpoint.weights.StoresParametersOtherwise`."""
+        """See `checkpoint.weights`."""
         if self.weight is not None:
             yield f"{name}.weight", self.weight.view(-1, *self.kernel)
         if self.bias is not None:

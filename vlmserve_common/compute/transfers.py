@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,42 +17,26 @@ import torch
 _ALIGNMENT = 16  # bytes: of each array in a packed copy, for vector loads
 
 
-class Mark(Protocol):
-    """A place in a device's work, behind everything that was launched before."""
-
-    def wait(self) -> None:
-        """Block until the device has reached the mark. Raises errors of the device until then."""
-        ...
-
-    def passed(self) -> bool:
-        """Return whether the device has reached the mark."""
-        ...
-
-    def seconds_since(self, earlier: Mark) -> float:
-        """Return the seconds between two marks that the device has passed."""
-        ...
-
-
-class HostMark:
-    """A mark of a device that has done everything when a call returns."""
+class Mark:
+    """A place in a device's work, behind everything that was launched before. A CPU has done everything when a call
+    returns."""
 
     def __init__(self) -> None:
         self._at = time.perf_counter()
 
     def wait(self) -> None:
-        """See `Mark`."""
+        """Block until the device has reached the mark. Raises errors of the device until then."""
 
     def passed(self) -> bool:
-        """See `Mark`."""
+        """Return whether the device has reached the mark."""
         return True
 
     def seconds_since(self, earlier: Mark) -> float:
-        """See `Mark`."""
-        assert isinstance(earlier, HostMark)
+        """Return the seconds between two marks that the device has passed."""
         return self._at - earlier._at
 
 
-class CudaMark:
+class CudaMark(Mark):
     """An event on the current stream of the current GPU."""
 
     def __init__(self) -> None:
@@ -61,15 +44,12 @@ class CudaMark:
         self._event.record()
 
     def wait(self) -> None:
-        """See `Mark`."""
         self._event.synchronize()
 
     def passed(self) -> bool:
-        """See `Mark`."""
         return bool(self._event.query())
 
     def seconds_since(self, earlier: Mark) -> float:
-        """See `Mark`."""
         assert isinstance(earlier, CudaMark)
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
@@ -88,45 +68,28 @@ class Download:
         return self._take()
 
 
-class Transfers(Protocol):
-    """Copies between the host and one device, on its current stream."""
-
-    device: torch.device
-
-    def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Return each array on the device, for work launched from now on. The arrays must not change afterwards."""
-        ...
-
-    def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """Have tensors of the device copied to the host, in the device's turn."""
-        ...
-
-    def mark(self) -> Mark:
-        """Return a mark behind everything that was launched so far."""
-        ...
-
-
-class HostTransfers:
-    """Transfers to the CPU itself: tensors are the arrays' own memory."""
+class Transfers:
+    """Copies between the host and one device, on its current stream. These go to the CPU itself: tensors are the
+    arrays' own memory."""
 
     device = torch.device("cpu")
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """See `Transfers`."""
+        """Return each array on the device, for work launched from now on. The arrays must not change afterwards."""
         # arrays decoded from a message are read-only views of its frames
         return [torch.from_numpy(array if array.flags.writeable else array.copy()) for array in arrays]
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """See `Transfers`."""
+        """Have tensors of the device copied to the host, in the device's turn."""
         arrays = [tensor.numpy() for tensor in tensors]
-        return Download(HostMark(), lambda: arrays)
+        return Download(Mark(), lambda: arrays)
 
     def mark(self) -> Mark:
-        """See `Transfers`."""
-        return HostMark()
+        """Return a mark behind everything that was launched so far."""
+        return Mark()
 
 
-class PackedTransfers:
+class PackedTransfers(Transfers):
     """Transfers to a GPU: see the module docstring. make_mark: of its current stream."""
 
     def __init__(self, device: torch.device, make_mark: Callable[[], Mark] = CudaMark) -> None:
@@ -134,7 +97,7 @@ class PackedTransfers:
         self._make_mark = make_mark
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """See `Transfers`. One copy for all; the tensors are parts of one buffer, each at a multiple of 16 bytes."""
+        """See `Transfers`. The tensors are parts of one buffer, each at a multiple of 16 bytes."""
         starts, total = [], 0
         for array in arrays:
             starts.append(total)
@@ -151,7 +114,6 @@ class PackedTransfers:
         ]
 
     def download(self, tensors: Sequence[torch.Tensor]) -> Download:
-        """See `Transfers`. One copy for all."""
         parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
         if not parts:
             empty = [np.zeros(tuple(tensor.shape), _NUMPY[tensor.dtype]) for tensor in tensors]
@@ -163,7 +125,6 @@ class PackedTransfers:
         return Download(self._make_mark(), lambda: _unpacked(landed.numpy(), forms))
 
     def mark(self) -> Mark:
-        """See `Transfers`."""
         return self._make_mark()
 
 
@@ -186,24 +147,20 @@ def _unpacked(data: np.ndarray, forms: Sequence[tuple[tuple[int, ...], np.dtype]
 
 def transfers_for(device: torch.device) -> Transfers:
     """Return the transfers of a device."""
-    return HostTransfers() if device.type == "cpu" else PackedTransfers(device)
+    return Transfers() if device.type == "cpu" else PackedTransfers(device)
 
 
 class Uploaded:
     """An array of an upload."""
 
     def __init__(self) -> None:
-        self._tensor: torch.Tensor | None = None
+        self.arrived: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor on the device, once the upload was sent."""
-        assert self._tensor is not None, "not sent yet"
-        return self._tensor
-
-    def arrived(self, tensor: torch.Tensor) -> None:
-        """Note the tensor; called once, by `Upload.send`."""
-        self._tensor = tensor
+        assert self.arrived is not None, "not sent yet"
+        return self.arrived
 
 
 class Upload:
@@ -224,7 +181,7 @@ class Upload:
         """Send all arrays; their tensors exist from now on."""
         if self._arrays:
             for uploaded, tensor in zip(self._uploaded, self._transfers.upload(self._arrays), strict=True):
-                uploaded.arrived(tensor)
+                uploaded.arrived = tensor
 
 
 def gathered(arrays: Sequence[np.ndarray], device: torch.device) -> np.ndarray:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlmserve_common.kernels.library import active, pointer
+from vlmserve_common.kernels.library import active, operators, pointer
 
 # The library's names for what a cache holds.
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.int8: 3}
@@ -22,6 +22,11 @@ class CacheLayer:
     values: torch.Tensor
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
+
+    @property
+    def pointers(self) -> tuple[int | None, ...]:
+        """The addresses of keys, values and their scales, for the library."""
+        return tuple(map(pointer, (self.keys, self.values, self.key_scales, self.value_scales)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +58,9 @@ def write_kv(
     Queries are replaced in qkv, which is contiguous. cos and signed sin, float32 or of qkv's dtype: [N, 1, dim], see
     `compute.rotary.rotation`. slots: int64 [N].
     """
-    lib = active()
-    assert lib is not None
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.keys.shape[1]
-    lib.vs_qkv(
+    operators().vs_qkv(
         int(qkv.dtype == torch.bfloat16),
         int(cos.dtype == torch.bfloat16),
         CACHE_KINDS[cache.keys.dtype],
@@ -72,10 +75,7 @@ def write_kv(
         cos.data_ptr(),
         sin.data_ptr(),
         slots.data_ptr(),
-        cache.keys.data_ptr(),
-        cache.values.data_ptr(),
-        pointer(cache.key_scales),
-        pointer(cache.value_scales),
+        *cache.pointers,
     )
 
 
@@ -88,22 +88,17 @@ def attend(
     requests int64 [B, 4]: a request's row in `table`, its tokens before this step, its tokens in this step, and the row
     of the first of them in qkv.
     """
-    lib = active()
-    assert lib is not None
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.keys.shape[1]
     heads = all_heads - 2 * kv_heads
     out = torch.empty((tokens, heads * dim), dtype=qkv.dtype)
-    lib.vs_attention(
+    operators().vs_attention(
         int(qkv.dtype == torch.bfloat16),
         CACHE_KINDS[cache.keys.dtype],
         qkv.data_ptr(),
         qkv.stride(0),
         out.data_ptr(),
-        cache.keys.data_ptr(),
-        cache.values.data_ptr(),
-        pointer(cache.key_scales),
-        pointer(cache.value_scales),
+        *cache.pointers,
         heads,
         kv_heads,
         dim,

@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 
 from vlmserve_common.kernels.attention import CACHE_KINDS, CacheLayer, HeadNorms
-from vlmserve_common.kernels.library import active, pointer
-from vlmserve_common.kernels.packed_experts import experts_scratch
-from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, WeightStruct, weight_struct
+from vlmserve_common.kernels.library import operators, pointer
+from vlmserve_common.kernels.packed_linear import ACTS, PackedWeight, WeightStruct, experts_scratch, weight_struct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +46,16 @@ class LayerWeights:
     mlp: MLPWeights
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderShape:
-    """What all layers of a decoder share. eps: of all norms; scale: what scores are multiplied by; act: its name."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    act: str
-
-
 class Sums(Protocol):
     """Sums in shared memory over the ranks, each of which has a part of every layer; see `cpp/exchange.cpp`."""
 
     @property
     def address(self) -> int:
         """The address of the library's `Group`."""
-        ...
 
     def noted(self, lost: int, sums: int, nbytes: int) -> None:
         """Count sums that the library has made: `sums` tensors of `nbytes`. lost: its result; RankLostError unless
         0."""
-        ...
 
 
 class CacheTable:
@@ -79,12 +64,7 @@ class CacheTable:
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         self._layers = tuple(layers)
         self.kind = CACHE_KINDS[layers[0].keys.dtype]
-        self.structs = (_Cache * len(layers))(
-            *(
-                _Cache(*map(pointer, (layer.keys, layer.values, layer.key_scales, layer.value_scales)))
-                for layer in layers
-            )
-        )
+        self.structs = (_Cache * len(layers))(*(_Cache(*layer.pointers) for layer in layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +82,20 @@ class DecoderStep:
 
 class DecoderLayers:
     """The layers of a decoder whose weights are all packed. The tensors stay as long as this does. sums: of a part of
-    each layer."""
+    each layer. eps: of all norms; scale: what scores are multiplied by; act: its name."""
 
-    def __init__(self, layers: Sequence[LayerWeights], shape: DecoderShape, sums: Sums | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        sums: Sums | None,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        scale: float,
+        act: str,
+    ) -> None:
         self._layers, self._sums = tuple(layers), sums
         first = layers[0]
         self._dtype, self._hidden = first.qkv.dtype, first.qkv.inner
@@ -116,21 +107,19 @@ class DecoderLayers:
         self._decoder = _Decoder(
             ctypes.addressof(self._structs),
             self._hidden,
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.eps,
-            shape.scale,
+            heads,
+            kv_heads,
+            head_dim,
+            eps,
+            scale,
             int(self._dtype == torch.bfloat16),
-            ACTS[shape.act],
+            ACTS[act],
             None if sums is None else sums.address,
         )
 
     def run(self, x: torch.Tensor, first: int, last: int, step: DecoderStep) -> None:
         """Layers first .. last - 1 of x [N, hidden], contiguous and of the weights' dtype, in place. RankLostError
         if another rank of the group is gone."""
-        lib = active()
-        assert lib is not None
         assert x.shape == (len(step.slots), self._hidden)
         assert x.dtype == self._dtype
         assert x.is_contiguous()
@@ -148,7 +137,7 @@ class DecoderLayers:
             int(step.cos.dtype == torch.bfloat16),
             step.caches.kind,
         )
-        lost = lib.vs_decoder_layers(
+        lost = operators().vs_decoder_layers(
             ctypes.byref(self._decoder), ctypes.byref(passed), first, last, x.data_ptr(), scratch.data_ptr()
         )
         if self._sums is not None:

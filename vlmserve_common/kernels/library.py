@@ -43,6 +43,12 @@ def active() -> ctypes.CDLL | None:
     return _active
 
 
+def operators() -> ctypes.CDLL:
+    """Return the library, which this process must use."""
+    assert _active is not None
+    return _active
+
+
 def torch_threads(threads: int, dtype: torch.dtype) -> int:
     """Return how many of `threads` torch should use beside the library for a model of this dtype.
 
@@ -83,36 +89,23 @@ def _declare(lib: ctypes.CDLL) -> None:
 SIGNATURES = {
     "vs_configure": "nn",
     "vs_threads": ">n",
-    # pack.cpp
     "vs_pack_bf16": "pipip",
     "vs_pack_f32": "pipip",
     "vs_pack_quantised": "npippipip",
-    # quantise.cpp
     "vs_quantise": "npiiinnnppp",
-    # linear.cpp
     "vs_linear": "nnnpiiipiiinpnnppi",
-    # amx.cpp
     "vs_amx": ">n",
-    # argmax.cpp
     "vs_argmax": "piip",
-    # norm.cpp
     "vs_rms_norm": "nppiifp",
-    # layer_norm.cpp
     "vs_layer_norm": "npppiifp",
-    # segment_attention.cpp
     "vs_segment_memory": "niii>i",
     "vs_segment_pack": "npppiipipii",
     "vs_segment_attend": "npppiipipiip",
-    # qkv.cpp
     "vs_qkv": "nnnpiiiippfppppppp",
-    # attention.cpp
     "vs_attention": "nnpipppppiiifpipi",
-    # experts.cpp
     "vs_route": "npiiipp",
     "vs_experts": "nppiinpippppp",
-    # decoder.cpp
     "vs_decoder_layers": "ppiipp>i",
-    # exchange.cpp
     "vs_all_reduce": "ppinpp>i",
     "vs_broadcast": "ppin>i",
     "vs_gather": "ppip>i",

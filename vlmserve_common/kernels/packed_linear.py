@@ -1,4 +1,4 @@
-"""Products with packed weights; see `cpp/linear.cpp`."""
+"""Products with packed weights, and sparse MLPs of them; see `cpp/linear.cpp` and `cpp/experts.cpp`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vlmserve_common.kernels.library import active, pointer
+from vlmserve_common.kernels.library import active, operators, pointer
 
 PANEL = 64
 # The library's names for what a product goes through.
@@ -62,13 +62,12 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False) -> PackedWeight:
     """weight [N, K], bias [N] -> a copy for `linear`. gated: see `PackedWeight`."""
-    lib = active()
-    assert lib is not None
     weight = weight.contiguous()
     rows, inner = weight.shape
     order = column_order(rows, gated=gated)
     wide = weight.dtype == torch.float32
     data = torch.empty(len(order) * inner, dtype=weight.dtype)
+    lib = operators()
     (lib.vs_pack_f32 if wide else lib.vs_pack_bf16)(
         weight.data_ptr(), inner, order.ctypes.data, len(order), data.data_ptr()
     )
@@ -98,12 +97,10 @@ def linear(
 
     Rounded once, to out_dtype: x's, or float32 without a residual.
     """
-    lib = active()
-    assert lib is not None
     assert weight.count == 1
     assert x.shape[1] == weight.inner
     out = torch.empty((len(x), weight.outputs), dtype=out_dtype or x.dtype)
-    lib.vs_linear(
+    operators().vs_linear(
         KINDS[weight.kind],
         int(x.dtype == torch.bfloat16),
         int(out.dtype == torch.bfloat16),
@@ -190,3 +187,57 @@ def packed_bias(bias: torch.Tensor | None, order: np.ndarray) -> torch.Tensor | 
 
 def _padded(order: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate((order, np.full(-len(order) % size, -1))).astype(np.int64)
+
+
+def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's likeliest experts from logits [N, experts]; the first of equally likely ones.
+
+    Returns int64 [N, chosen], and their scores in the logits' dtype, which add up to 1.
+    """
+    rows, experts = logits.shape
+    ids = torch.empty((rows, chosen), dtype=torch.int64)
+    scores = torch.empty((rows, chosen), dtype=logits.dtype)
+    narrow = int(logits.dtype == torch.bfloat16)
+    operators().vs_route(narrow, logits.data_ptr(), rows, experts, chosen, ids.data_ptr(), scores.data_ptr())
+    return ids, scores
+
+
+def run_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    *,
+    act: str,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return residual + the sum over each token's experts `ids` int64 [N, chosen], times `scores` [N, chosen].
+
+    x [N, size] and the result have one dtype. They, scores and residual are contiguous. gate_up (gated), down: of
+    all experts. Experts with ids below 0 are on other ranks, and add nothing.
+    """
+    rows, chosen = ids.shape
+    out = torch.empty_like(x)
+    scratch = torch.empty(rows * chosen * experts_scratch(gate_up), dtype=x.dtype)
+    operators().vs_experts(
+        int(x.dtype == torch.bfloat16),
+        ctypes.byref(weight_struct(gate_up)),
+        ctypes.byref(weight_struct(down)),
+        gate_up.count,
+        chosen,
+        ACTS[act],
+        x.data_ptr(),
+        rows,
+        ids.data_ptr(),
+        scores.data_ptr(),
+        pointer(residual),
+        out.data_ptr(),
+        scratch.data_ptr(),
+    )
+    return out
+
+
+def experts_scratch(gate_up: PackedWeight) -> int:
+    """Return how many elements of memory the library needs for a token in an expert."""
+    return gate_up.inner + gate_up.outputs

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from vlmserve_common.kernels.library import active
+from vlmserve_common.kernels.library import active, operators
 from vlmserve_common.kernels.packed_linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
 
 Mode = Literal["int8", "int4"]
@@ -65,15 +65,13 @@ def quantize(weight: torch.Tensor, mode: Mode) -> QuantizedWeight:
     int8 has a scale for each column, and zeros in the middle. int4 has a scale and a zero for each `INT4_GROUP` inputs,
     those of the range with the least squared error.
     """
-    lib = active()
-    assert lib is not None
     weight = weight.contiguous()
     rows, inner = weight.shape
     bits, group = (8, inner) if mode == "int8" else (4, INT4_GROUP)
     groups = -(-inner // group)
     numbers = torch.empty((rows, inner), dtype=torch.uint8)
     scales, zeros = torch.empty((rows, groups), dtype=torch.float16), torch.empty((rows, groups), dtype=torch.uint8)
-    lib.vs_quantise(
+    operators().vs_quantise(
         int(weight.dtype == torch.bfloat16),
         weight.data_ptr(),
         rows,
@@ -100,8 +98,6 @@ def pack_quantized(
     weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
 ) -> PackedWeight:
     """A copy for products with x of `dtype`. bias [N]; gated: see `PackedWeight`."""
-    lib = active()
-    assert lib is not None
     rows, inner = weight.numbers.shape
     groups = weight.scales.shape[1]
     order = column_order(rows, gated=gated)
@@ -111,7 +107,7 @@ def pack_quantized(
     shifts = (2 ** (weight.bits - 1) - weight.zeros).half().contiguous()
     # for each column its numbers and, for each group, a scale and a shift of 16 bits
     data = torch.empty(len(order) * (inner * weight.bits // 8 + groups * 4), dtype=torch.uint8)
-    lib.vs_pack_quantised(
+    operators().vs_pack_quantised(
         KINDS[kind],
         numbers.data_ptr(),
         inner,

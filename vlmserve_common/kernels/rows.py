@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve_common.kernels.library import active
+from vlmserve_common.kernels.library import active, operators
 
 
 def can_normalise(x: torch.Tensor) -> bool:
@@ -25,7 +25,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
 def _normalise(name: str, x: torch.Tensor, parameters: tuple[torch.Tensor, ...], eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = x.shape[-1]
-    getattr(active(), name)(
+    getattr(operators(), name)(
         int(x.dtype == torch.bfloat16),
         x.data_ptr(),
         *(parameter.data_ptr() for parameter in parameters),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve_common.kernels.library import active
+from vlmserve_common.kernels.library import active, operators
 
 BLOCK_PATCHES = 16
 """Patches that are packed together: those of a segment from its begin on."""
@@ -41,8 +41,7 @@ class SegmentAttention:
         bounds: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        lib = active()
-        assert lib is not None
+        lib = operators()
         assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin, bounds, out))
         _, _, heads, dim = qkv.shape
         narrow = int(qkv.dtype == torch.bfloat16)
@@ -73,15 +72,3 @@ class SegmentAttention:
     def attend(self, first: int, last: int) -> None:
         """Compute the pieces from number `first` to `last`."""
         self._lib.vs_segment_attend(*self._arguments, first, last, self._tensors[-1].data_ptr())
-
-
-def segment_attention(
-    qkv: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor, bounds: torch.Tensor
-) -> torch.Tensor:
-    """All of it: see `SegmentAttention`. bounds: from 0 to P. Returns [P, heads, dim] in the dtype of qkv."""
-    count, _, heads, dim = qkv.shape
-    out = qkv.new_empty((count, heads, dim))
-    attention = SegmentAttention(qkv, cos, signed_sin, bounds, out)
-    attention.pack(0, count)
-    attention.attend(0, attention.pieces)
-    return out

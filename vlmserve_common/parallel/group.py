@@ -16,12 +16,14 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from vlmserve_common.errors import RankLostError
+from vlmserve_common.compute.communicator import Collectives, Link
+from vlmserve_common.compute.graphs import Capturer, Graph
+from vlmserve_common.errors import RankLostError, first_line
 from vlmserve_common.parallel.shared_memory import SharedMemory, open_shared_memory
 
 # A collective that takes longer has lost a process that neither works nor closes its connection. Waiting for orders may
@@ -33,17 +35,9 @@ _MOST_SENDING = 4
 """Tensors on their way to a process that has not asked for them yet; more wait until it does."""
 
 
-class Captured(Protocol):
-    """A holder of recorded collectives."""
-
-    def drop(self) -> None:
-        """Drop the recording; it cannot be replayed any more."""
-        ...
-
-
-class ProcessGroup:
+class ProcessGroup(Collectives, Link):
     """A group of `size` processes, of which this is number `rank`. counts: collectives so far, by name. bytes: of the
-    tensors in them, by name.
+    tensors in them, by name. captured: recordings of some, which go when the group is closed.
 
     device: where tensors are. host: this machine's address for the group. called: this process's name in errors; by
     default its number in the group. Methods raise RankLostError if a process is gone.
@@ -64,7 +58,7 @@ class ProcessGroup:
         self.rank, self.size = rank, size
         self._called = called or f"rank {rank} of {size}"
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        self._captured: weakref.WeakSet[Captured] = weakref.WeakSet()
+        self.captured: weakref.WeakSet[_Counted] = weakref.WeakSet()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self._device, self._timeout = device, timeout
@@ -80,7 +74,6 @@ class ProcessGroup:
                 self._shared = open_shared_memory(self._store, self.rank, self.size, self._timeout)
 
     def in_operators(self) -> ProcessGroup | None:
-        """See `Collectives`."""
         return None if self._shared is None else self
 
     @property
@@ -97,7 +90,6 @@ class ProcessGroup:
             SharedMemory.check(lost)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`."""
         self._count("all_reduce", x)
         with self._lost("adding up"):
             if self._shared is not None and self._shared.can_add(x):
@@ -107,7 +99,6 @@ class ProcessGroup:
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """See `Collectives`."""
         self._count("gather", x)
         if self._shared is not None:
             with self._lost("gathering"):
@@ -120,7 +111,6 @@ class ProcessGroup:
         return parts
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`."""
         out = x.new_empty((self.size * len(x), *x.shape[1:]))
         self._count("all_gather", out)
         with self._lost("gathering"):
@@ -128,7 +118,6 @@ class ProcessGroup:
         return out
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """See `Collectives`."""
         self._count("reduce_scatter", x)
         out = x.new_empty((len(x) // self.size, *x.shape[1:]))
         with self._lost("adding up"):
@@ -136,7 +125,6 @@ class ProcessGroup:
         return out
 
     def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """See `Collectives`."""
         self._count("all_to_all", x)
         out = x.new_empty((sum(received), *x.shape[1:]))
         with self._lost("exchanging"):
@@ -154,7 +142,7 @@ class ProcessGroup:
         return x
 
     def send(self, x: torch.Tensor) -> None:
-        """Send x from the first to the second process of a group of two: see `Link`."""
+        """Send x from the first to the second process of a group of two."""
         self._count("send", x)
         with self._lost("sending"):
             if len(self._sending) == _MOST_SENDING:
@@ -185,13 +173,9 @@ class ProcessGroup:
             self._group.allreduce([value], options).wait()
         return int(value.item())
 
-    def outlives(self, captured: Captured) -> None:
-        """Drop a recording before connections are closed: NCCL would wait until it is gone."""
-        self._captured.add(captured)
-
     def close(self) -> None:
         """Close the connections; the other processes see that this one is gone."""
-        for captured in self._captured:
+        for captured in self.captured:  # NCCL would wait until they are gone
             captured.drop()
         self._group = None
         if self._shared is not None:
@@ -208,9 +192,49 @@ class ProcessGroup:
         except (RuntimeError, ConnectionError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise RankLostError(
-                f"{self._called} lost another one while {doing}: {str(error).splitlines()[0]}"
-            ) from error
+            raise RankLostError(f"{self._called} lost another one while {doing}: {first_line(error)}") from error
+
+
+class CountingCapturer(Capturer):
+    """A `Capturer` whose graphs count their recorded collectives in the group at each replay. No Python runs then that
+    could count them."""
+
+    def __init__(self, capturer: Capturer, group: ProcessGroup) -> None:
+        self._capturer, self._group = capturer, group
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        group = self._group
+        counts, sizes = Counter[str](), Counter[str]()
+
+        def counted() -> None:
+            nonlocal counts, sizes
+            before = group.counts.copy(), group.bytes.copy()
+            run()
+            counts, sizes = group.counts - before[0], group.bytes - before[1]
+
+        graph = self._capturer.capture(counted)
+        # the last ones were recorded, and not done
+        group.counts.subtract(counts)
+        group.bytes.subtract(sizes)
+        counting = _Counted(graph, group, counts, sizes)
+        group.captured.add(counting)
+        return counting
+
+
+class _Counted(Graph):
+    def __init__(self, graph: Graph, group: ProcessGroup, counts: Counter[str], sizes: Counter[str]) -> None:
+        self._graph: Graph | None = graph
+        self._group, self._counts, self._sizes = group, counts, sizes
+
+    def drop(self) -> None:
+        """Drop the recording; it cannot be replayed any more."""
+        self._graph = None
+
+    def replay(self) -> None:
+        assert self._graph is not None, "the group is closed"
+        self._graph.replay()
+        self._group.counts.update(self._counts)
+        self._group.bytes.update(self._sizes)
 
 
 class Orders:

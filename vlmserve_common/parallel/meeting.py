@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, first_line
 from vlmserve_common.parallel.group import address_towards
 
 _LOOK_S = 0.05
@@ -75,7 +75,7 @@ def meet(
             if verdict != _WELL and not place.is_file:
                 _await_readers(store, place)
     except RuntimeError as error:
-        raise EngineError(f"rank {rank} of {place.size} lost {place.address}: {_first_line(error)}") from error
+        raise EngineError(f"rank {rank} of {place.size} lost {place.address}: {first_line(error)}") from error
     if verdict != _WELL:
         raise EngineError(verdict)
     return store
@@ -100,7 +100,7 @@ def _open(place: MeetingPlace, rank: int, look: Callable[[], object]) -> dist.St
     except RuntimeError as error:
         what = "cannot listen there" if rank == 0 else "cannot work with who is there"
         raise EngineError(
-            f"--dist-init-addr is {place.address}: rank {rank} of {place.size} {what}: {_first_line(error)}"
+            f"--dist-init-addr is {place.address}: rank {rank} of {place.size} {what}: {first_line(error)}"
         ) from error
 
 
@@ -158,9 +158,3 @@ def _key(rank: int) -> str:
 
 def _read_key(rank: int) -> str:
     return f"read/{rank}"
-
-
-def _first_line(error: Exception) -> str:
-    with contextlib.suppress(IndexError):
-        return str(error).splitlines()[0]
-    return type(error).__name__

@@ -6,10 +6,8 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, position_and_store
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, Projected, RadixAttention, position_and_store
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
-from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.kernels.attention import HeadNorms
 
 
 class PagedBackend(AttentionBackend):
@@ -38,17 +36,10 @@ class PagedBackend(AttentionBackend):
         self._size = 0
         self._extend.init_forward_metadata(forward_batch)
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         if not self._size:
-            return self._extend.forward(qkv, rotary, norms, layer, forward_batch)
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)[:, :, None]
+            return self._extend.forward(own, layer, forward_batch)
+        q = position_and_store(own, layer, forward_batch)[:, :, None]
         past = forward_batch.kv_cache.read(layer.layer_id, self._slots[: self._size], q.dtype)
         k, v = (part.transpose(1, 2).repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for part in past)
         seen = self._seen[: self._size, None, None]

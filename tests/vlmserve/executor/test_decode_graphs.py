@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.fake_graphs import CallsAgain, Recorder
 from tests.tiny_checkpoints import FAMILIES, HYBRID, make_checkpoint
 from tests.vlmserve.executor.paged_backend import PagedBackend
+from tests.vlmserve.models.batches import forward_batch
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.graph_planning import batch_sizes
 from vlmserve.engine.recurrent import state_shape
@@ -23,9 +24,7 @@ from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, ForwardMode
-from vlmserve.models.attention.torch_backend import TorchAttentionBackend
-from vlmserve.models.attention.triton_backend import TritonAttentionBackend
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.registry import load_model
 
 CPU = torch.device("cpu")
@@ -46,7 +45,6 @@ class Bench:
         folder: Path,
         backend: AttentionBackend,
         capturer: CallsAgain | Recorder,
-        sizes: tuple[int, ...] = SIZES,
     ) -> None:
         self.model = load_model(folder, dtype=torch.float32)
         config = self.model.config
@@ -67,33 +65,27 @@ class Bench:
         self.backend = backend
         self.capturer = capturer
         self.graphs = DecodeGraphs(
-            sizes[-1],
+            SIZES[-1],
             model=self.model,
             kv_cache=self.cache,
             req_to_token_pool=self.pool,
             attn_backend=backend,
             capturer=capturer,
         )
-        self.graphs.capture(sizes)
+        self.graphs.capture(SIZES)
 
     def step(self, requests: list[tuple[int, int]], seed: int) -> ForwardBatch:
         """requests: row and length of each."""
         generator = torch.Generator().manual_seed(seed)
-        rows, lengths = (torch.tensor(part) for part in zip(*requests, strict=True))
-        count = len(requests)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
+        rows, count = [row for row, _ in requests], len(requests)
+        return forward_batch(
+            self.backend,
+            self.pool,
+            self.cache,
+            rows,
+            [(length - 1, 1) for _, length in requests],
             input_ids=torch.randint(100, (count,), generator=generator),
             positions=torch.randint(200, (3, count), generator=generator),
-            req_pool_indices=rows,
-            seq_lens=lengths.int(),
-            extend_start_loc=torch.arange(count + 1, dtype=torch.int32),
-            prefix_lens=(lengths - 1).tolist(),
-            extend_lens=[1] * count,
-            out_cache_loc=self.pool.req_to_token[rows, lengths - 1].long(),
-            req_to_token_pool=self.pool,
-            kv_cache=self.cache,
-            attn_backend=self.backend,
         )
 
     def replay(self, step: ForwardBatch) -> torch.Tensor:
@@ -176,7 +168,7 @@ def test_a_step_takes_two_launches_beside_its_replay(bench: Bench, monkeypatch: 
     for requests in ([(0, 3), (1, 4), (2, 5)], [(3, 3), (1, 4), (2, 5), (5, 1)]):
         step = bench.step(requests, 0)
         calls.clear()
-        loaded = bench.graphs._buffers.load(static, step)
+        loaded = bench.graphs.load(static, step)
         assert len(calls) == 2
         assert loaded.input_ids.tolist() == [*step.input_ids.tolist(), 0][:4]
         assert loaded.req_pool_indices.tolist() == [*step.req_pool_indices.tolist(), ROWS][:4]
@@ -185,27 +177,6 @@ def test_a_step_takes_two_launches_beside_its_replay(bench: Bench, monkeypatch: 
         assert loaded.extend_start_loc.tolist() == [0, 1, 2, 3, 4]
         assert loaded.positions.is_contiguous()
         assert loaded.positions[:, : len(requests)].equal(step.positions)
-
-
-@pytest.mark.slow
-def test_by_tritons_kernels(folders: dict[str, Path]) -> None:
-    config = load_model(folders["qwen3_vl"], dtype=torch.float32).config
-    spec = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scaling=config.head_dim**-0.5,
-        dtype=torch.float32,
-        cache_dtype=torch.float32,
-        page_size=1,
-        device=CPU,
-    )
-    bench = Bench(folders["qwen3_vl"], TritonAttentionBackend(spec), CallsAgain(), sizes=(2,))
-    for requests in ([(4, 24)], [(0, 3), (5, 9)]):
-        step = bench.step(requests, 2)
-        got = bench.replay(step).clone()
-        step = dataclasses.replace(step, attn_backend=TorchAttentionBackend())
-        torch.testing.assert_close(got, bench.eager(step), atol=1e-4, rtol=1e-4)
 
 
 NEW = 14

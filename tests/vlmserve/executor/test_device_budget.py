@@ -16,7 +16,9 @@ import torch
 from tests import hf_env  # noqa: F401
 from tests.fake_cuda.engine import move_engine
 from tests.fake_cuda.tensors import CUDA, Counts, CudaTensor, FakeCuda
-from tests.tiny_checkpoints import make_checkpoint
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.vlmserve import reference
+from tests.vlmserve.executor import test_sampler
 from tests.vlmserve.executor.test_sampler import info
 from tests.vlmserve.reference import conversations
 from vision.towers import attention
@@ -195,6 +197,36 @@ def test_a_backend_that_waits_is_seen(watched):
     assert all(step.counts.syncs["copy to the host"] == 1 for step in runner.steps)
 
 
+def test_no_step_of_a_hybrid_model_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "gpu_kernels_work", lambda device, dtype, dim: False)
+    folder = make_checkpoint(HYBRID, tmp_path / "model")
+    greedy = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+    long = "How many red circles are there on the left side of the blue square? " * 4
+    asked = [reference.ask(long), reference.ask("Hi."), reference.ask(long + "Count.", reference.picture(1, 112, 112))]
+    settings = {"num_threads": 1, "max_total_tokens": 4096, "cpu_kernels": "off", "page_size": 16}
+    with LLM(str(folder), **settings) as llm:
+        wanted = [llm.chat_batch(asked, greedy) for _ in range(2)]
+    with LLM(str(folder), **settings) as llm, FakeCuda() as cuda:
+        runner = move_engine(llm, cuda)
+        syncs = []
+        forward = runner.forward
+
+        def counted(batch):
+            with cuda.counting() as counts:
+                forwarded = forward(batch)
+            syncs.append(counts.syncs)
+            return forwarded
+
+        monkeypatch.setattr(runner, "forward", counted)
+        got = [llm.chat_batch(asked, greedy) for _ in range(2)]
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
+        assert [answer.cached_tokens for answer in ours] == [answer.cached_tokens for answer in theirs]
+    assert got[1][0].cached_tokens >= 64
+    assert len(syncs) > 10
+    assert not any(syncs), syncs
+
+
 def bitmasks(rows: int, vocab: int) -> np.ndarray:
     return np.random.default_rng(3).integers(-(2**31), 2**31, (rows, -(-vocab // 32)), dtype=np.int32)
 
@@ -207,7 +239,7 @@ def test_grammars_wait_for_nothing_either(temperature):
     allowed = np.unpackbits(masks[1].view(np.uint8), count=70, bitorder="little") == 1
     logits[2, torch.from_numpy(allowed)] = -torch.inf
     given = info(3, temperatures=np.full(3, temperature, np.float32), masked_rows=[0, 2], bitmasks=masks)
-    want = sample(logits.clone(), given).next_token_ids
+    want = test_sampler.sample(logits.clone(), given).next_token_ids
     upload_and_sample(FakeCuda(), logits, given, want)
 
 
@@ -216,7 +248,7 @@ def upload_and_sample(cuda: FakeCuda, logits: torch.Tensor, given: SamplingBatch
         upload = Upload(PackedTransfers(CUDA, cuda.mark))
         inputs = SamplerInputs(given, logits.shape[1], upload)
         upload.send()
-        out = sample(CudaTensor(logits.clone()), given, inputs=inputs)
+        out = sample(CudaTensor(logits.clone()), given, inputs)
         assert not cuda.counts.syncs
         assert cuda.counts.uploads == 1
     assert torch.equal(out.next_token_ids.inner, want)

@@ -8,36 +8,7 @@ import torch
 
 from tests import hf_env  # noqa: F401
 from tests.fake_cuda.tensors import CUDA, FakeCuda
-from vlmserve_common.compute.transfers import PackedTransfers, to_device
-
-WAITS = {
-    "item": lambda x: x[0].item(),
-    "int": lambda x: int(x[1]),
-    "bool": lambda x: bool((x > 1).any()),
-    "if": lambda x: 1 if x[0] > 0 else 2,
-    "tolist": lambda x: x.tolist(),
-    "cpu": lambda x: x.cpu(),
-    "to cpu": lambda x: x.to("cpu"),
-    "nonzero": lambda x: x.nonzero(),
-    "mask": lambda x: x[x > 1],
-    "mask assigned": lambda x: x.__setitem__(x > 1, torch.zeros(1, device=CUDA)),
-    "masked_select": lambda x: x.masked_select(x > 1),
-    "made there of host values": lambda x: torch.tensor([1, 2], device=CUDA),
-    "plain upload": lambda x: torch.ones(3).to(CUDA),
-    "upload that is not page-locked": lambda x: torch.ones(3).to(CUDA, non_blocking=True),
-    "index of the host": lambda x: x[torch.tensor([0, 2])],
-    "equal": lambda x: torch.equal(x, x),
-}
-WAITS_NOT = {
-    "compute": lambda x: (x * 2 + 1).softmax(-1).topk(2),
-    "index": lambda x: x[torch.arange(2, device=CUDA)],
-    "slice": lambda x: x[1:].clone(),
-    "where": lambda x: torch.where(x > 1, x, 0),
-    "masked_fill": lambda x: x.masked_fill(x > 1, 0),
-    "upload": lambda x: to_device(torch.ones(3), CUDA),
-    "zeros": lambda x: torch.zeros(4, device="cuda"),
-    "shape": lambda x: (x.shape, len(x), x.dtype, x.device, x.is_cuda, x.view(-1)),
-}
+from vlmserve_common.compute.transfers import PackedTransfers
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from tests.vlmserve.reference import conversations
 from tests.vlmserve.scheduler.lazy_queue import LazyQueue
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.step import OneGroup
-from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.executor.device_queue import DeviceQueue
 
 NEW = 16
 WAYS = {
@@ -54,7 +54,7 @@ def llm(tmp_path_factory):
 def test_answers_do_not_depend_on_steps_in_flight(llm, way):
     loop, worker = llm.engine.loop, llm._runner
     answers = []
-    for device in (InlineQueue(), LazyQueue(2), LazyQueue(3)):
+    for device in (DeviceQueue(), LazyQueue(2), LazyQueue(3)):
         device.least_reqs = 0  # requests come one by one, as pictures get ready: each runs ahead at once
         loop.device.close()
         ahead = Ahead(worker)

@@ -5,12 +5,10 @@ import pytest
 import torch
 
 from tests import hf_env  # noqa: F401
+from vlmserve.executor import sampler
 from vlmserve.executor.launched_step import Forwarded, LaunchedResult
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
-from vlmserve.executor.penalties import adjust
-from vlmserve.executor.sampler import _unpacked_zeros, sample
-from vlmserve.executor.sampler_inputs import SamplerInputs
-from vlmserve_common.compute.transfers import HostMark, HostTransfers, Upload
+from vlmserve_common.compute.transfers import Mark, Transfers
 
 VOCAB = 40
 
@@ -41,11 +39,12 @@ def info(rows=1, **overrides):
     return SamplingBatchInfo(**(values | {k: np.asarray(v) for k, v in overrides.items()}))
 
 
+def sample(rows, given):
+    return sampler.sample(rows, given, sampler.sent(given, rows))
+
+
 def adjusted(rows, given, in_flight=None):
-    upload = Upload(HostTransfers())
-    inputs = SamplerInputs(given, VOCAB, upload)
-    upload.send()
-    return adjust(rows, inputs, None if in_flight is None else torch.tensor(in_flight))
+    return sampler.adjust(rows, sampler.sent(given, rows), None if in_flight is None else torch.tensor(in_flight))
 
 
 def result(rows, given):
@@ -57,10 +56,10 @@ def result(rows, given):
         hidden=rows,
         returned=None,
         prompt_logprobs=None,
-        began=HostMark(),
-        ended=HostMark(),
+        began=Mark(),
+        ended=Mark(),
     )
-    return LaunchedResult(forwarded, sample(rows, given), HostMark(), HostTransfers()).result()
+    return LaunchedResult(forwarded, sample(rows, given), Mark(), Transfers()).result()
 
 
 def logits(seed=0):
@@ -121,11 +120,12 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(top_p):
     assert set(draw(row, 4000, top_ps=np.float32(top_p)).tolist()) == set(ids[:keep].tolist())
 
 
-def test_min_p():
+@pytest.mark.parametrize("min_p", [0.05, 0.3])
+def test_min_p(min_p):
     row = logits()
     probs = torch.softmax(row[0], -1)
-    allowed = set(torch.nonzero(probs >= 0.3 * probs.max())[:, 0].tolist())
-    assert set(draw(row, 3000, min_ps=np.float32(0.3)).tolist()) == allowed
+    allowed = set(torch.nonzero(probs >= min_p * probs.max())[:, 0].tolist())
+    assert set(draw(row, 3000, min_ps=np.float32(min_p)).tolist()) == allowed
 
 
 def test_greedy_rows_beside_random_ones():
@@ -220,12 +220,6 @@ def test_where_all_that_a_grammar_allows_is_ruled_out_it_is_taken_nevertheless(t
     row[0, [3, 5]] = -torch.inf
     given = {"temperatures": np.full(1, temperature, np.float32)}
     assert int(sample(row, info(masked_rows=[0], bitmasks=[bitmask(3, 5)], **given)).next_token_ids[0]) in (3, 5)
-
-
-def test_masks_are_unpacked_alike_on_every_device():
-    words = np.random.default_rng(3).integers(-(2**31), 2**31, (4, 7), dtype=np.int32)
-    wanted = np.unpackbits(words.view(np.uint8), axis=1, count=220, bitorder="little") == 0
-    assert np.array_equal(_unpacked_zeros(torch.from_numpy(words), 220).numpy(), wanted)
 
 
 def by_the_book(row, known, all_of_them, given):

@@ -7,9 +7,15 @@ from pathlib import Path
 import torch
 
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, RadixAttention, positioned
-from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.kernels.attention import HeadNorms
+from vlmserve.models.attention.base import (
+    AttentionBackend,
+    ForwardBatch,
+    ForwardMode,
+    Projected,
+    RadixAttention,
+    positioned,
+)
+from vlmserve.models.vlm import VisionLanguageModel
 
 IDS = torch.arange(40, 71)
 POSITIONS = torch.arange(len(IDS)).expand(3, -1)
@@ -25,15 +31,8 @@ class DenseAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Nothing to prepare."""
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
-        q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+        q, k, v = positioned(own, layer.num_kv_heads)
         outs = []
         lens = forward_batch.extend_lens
         parts = zip(forward_batch.req_pool_indices.tolist(), q.split(lens), k.split(lens), v.split(lens), strict=True)
@@ -103,3 +102,21 @@ def reference_logits(folder: Path) -> torch.Tensor:
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     return model(input_ids=IDS[None], attention_mask=torch.ones_like(IDS[None])).logits[0]
+
+
+@torch.inference_mode()
+def logits_of(model: VisionLanguageModel) -> torch.Tensor:
+    """What a model computes for IDS: [length, vocab]."""
+    model.pack()
+    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
+    return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def distance_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Kullback-Leibler divergence from theirs, in nats, averaged."""
+    theirs, ours = theirs.log_softmax(-1), ours.log_softmax(-1)
+    return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()

@@ -17,10 +17,8 @@ from vlmserve_common.checkpoint import stream
 from vlmserve_common.checkpoint.weights import stored_cuts, stored_tensors
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.communicator import Communicator
-from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.experts import Experts
 from vlmserve_common.compute.shard import Box, Cut, ExpertSharing, Shard
-from vlmserve_common.errors import EngineError
 
 COUNT, INNER = 8, 40
 
@@ -43,7 +41,7 @@ def test_every_rank_has_its_part_of_each_expert(folder: Path, tp: int, ep: int, 
 
     def watched(self: stream.Stream, parts, done):
         parts = list(parts)
-        read.extend(part for part in parts if ".experts." in part.name)
+        read.extend(part for part in parts if ".experts." in part.stored.name)
         run(self, parts, done)
 
     whole = load_model(folder)
@@ -68,18 +66,6 @@ def test_every_rank_has_its_part_of_each_expert(folder: Path, tp: int, ep: int, 
         held = sum(weights.nbytes for experts in experts_of(model) for weights in experts.weights)
         assert sum(part.target.nbytes for part in read) == held
     assert all(torch.all(count == 1) for layer in seen for count in layer)
-
-
-@pytest.mark.parametrize(
-    ("shard", "message"),
-    [
-        (Shard(0, 3, experts=ExpertSharing(ep_size=3)), "--ep-size is 3: num_experts is 8, which it does not divide"),
-        (Shard(0, 16), "--tp-size is 16: 16 ranks cut each expert, whose moe_intermediate_size is 40"),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(shard: Shard, message: str):
-    with pytest.raises(EngineError, match=message):
-        part_of_experts(COUNT, INNER, shard)
 
 
 @torch.inference_mode()

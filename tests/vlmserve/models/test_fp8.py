@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.models.dense_attention import IDS, POSITIONS, DenseAttention, make_batch, reference_logits
+from tests.vlmserve.models.dense_attention import assert_close, distance_of, logits_of, reference_logits
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
@@ -24,21 +24,6 @@ from vlmserve_common.errors import CheckpointError
 
 KEY = "model.layers.1.self_attn.k_proj."
 ODD = (24, 40)  # of which no size of the tiny models is a multiple
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("plain"))
-
-
-@torch.inference_mode()
-def logits_of(model: VisionLanguageModel) -> torch.Tensor:
-    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
-    return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def kept(model: VisionLanguageModel) -> int:
@@ -86,23 +71,15 @@ def test_transformers_takes_the_numbers_to_mean_the_same(plain, tmp_path):
         assert torch.equal(loaded[WEIGHT_RULES.our_name(name)], theirs), name
 
 
-def distance_of(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Kullback-Leibler divergence from theirs, in nats, averaged."""
-    theirs, ours = theirs.log_softmax(-1), ours.log_softmax(-1)
-    return (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
-
-
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "weights-only"])
-def test_weights_that_stay_8_bit_floats_round_their_inputs_and_nothing_else(plain, tmp_path, form, monkeypatch):
+def test_weights_that_stay_8_bit_floats_round_their_inputs_and_nothing_else(plain, tmp_path, form, request):
     made, same = make_fp8(plain, tmp_path, form)
     model = load_model(made, keep_fp8=True)
     assert kept(model) == 12
     reference = reference_logits(same)
     distance = distance_of(logits_of(model), reference)
     assert 0 < distance < 0.05
-    monkeypatch.setattr(
-        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
-    )
+    request.getfixturevalue("exact_inputs")
     assert_close(logits_of(model), reference)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.vlmserve.models.batches import forward_batch, make_config
 from vlmserve.executor.sampler import choose
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode, position_and_store
-from vlmserve.models.config import ModelConfig
+from vlmserve.models.attention.base import AttentionBackend, ForwardMode, position_and_store
 from vlmserve.models.qwen import Qwen2Decoder, Qwen3Decoder
 from vlmserve_common.kernels import fused
 
@@ -36,8 +36,8 @@ class CachedAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch):
         """Nothing to prepare."""
 
-    def forward(self, qkv, rotary, norms, layer, forward_batch):
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)
+    def forward(self, own, layer, forward_batch):
+        q = position_and_store(own, layer, forward_batch)
         outs = []
         requests = zip(q.split(forward_batch.extend_lens), forward_batch.seq_lens.tolist(), strict=True)
         for row, (queries, total) in enumerate(requests):
@@ -56,30 +56,12 @@ class NoAttention(AttentionBackend):
     def init_forward_metadata(self, forward_batch):
         """Nothing to prepare."""
 
-    def forward(self, qkv, rotary, norms, layer, forward_batch):
-        return position_and_store(qkv, rotary, norms, layer, forward_batch).flatten(1)
+    def forward(self, own, layer, forward_batch):
+        return position_and_store(own, layer, forward_batch).flatten(1)
 
 
 def make_decoder(family, *, layers, dtype):
-    config = ModelConfig(
-        family="any",
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=50,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        hidden_act="silu",
-        attention_bias=False,
-        rope_theta=500.0,
-        mrope_section=(4, 2, 2),
-        tie_word_embeddings=True,
-        eos_token_ids=(1,),
-        dtype=dtype,
-    )
+    config = make_config(num_layers=layers, hidden_size=HIDDEN, head_dim=16, mrope_section=(4, 2, 2), dtype=dtype)
     decoder = family(config, dtype).to(DEVICE, dtype)
     generator = torch.Generator().manual_seed(1)
     for parameter in decoder.parameters():
@@ -87,26 +69,11 @@ def make_decoder(family, *, layers, dtype):
     return decoder.requires_grad_(False)
 
 
-def make_batch(backend, cache, pool, prefix_lens, extend_lens):
-    tokens = sum(extend_lens)
-    totals = [prefix + new for prefix, new in zip(prefix_lens, extend_lens, strict=True)]
-    slots = [
-        pool.req_to_token[row, prefix:total].long()
-        for row, (prefix, total) in enumerate(zip(prefix_lens, totals, strict=True))
-    ]
-    return ForwardBatch(
-        forward_mode=ForwardMode.MIXED,
-        input_ids=torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
-        positions=torch.arange(3 * tokens, device=DEVICE).view(3, tokens),
-        req_pool_indices=torch.arange(len(totals), device=DEVICE),
-        seq_lens=torch.tensor(totals, dtype=torch.int32, device=DEVICE),
-        extend_start_loc=torch.tensor([0, *extend_lens], device=DEVICE).cumsum(0, dtype=torch.int32),
-        prefix_lens=prefix_lens,
-        extend_lens=extend_lens,
-        out_cache_loc=torch.cat(slots),
-        req_to_token_pool=pool,
-        kv_cache=cache,
-        attn_backend=backend,
+def make_batch(backend, cache, pool, *lengths):
+    tokens = sum(new for _, new in lengths)
+    positions = torch.arange(3 * tokens, device=DEVICE).view(3, tokens)
+    return forward_batch(
+        backend, pool, cache, range(len(lengths)), lengths, positions=positions, forward_mode=ForwardMode.MIXED
     )
 
 
@@ -124,9 +91,9 @@ def answers(decoder, dtype):
     cache, pool = make_pools(2, dtype)
     generator = torch.Generator().manual_seed(2)
     made = []
-    for prefix_lens, extend_lens, rows in (([0, 0], [2, 5], 3), ([2, 5], [1, 1], 0)):
-        batch = make_batch(backend, cache, pool, prefix_lens, extend_lens)
-        embeds = torch.randn(sum(extend_lens), HIDDEN, generator=generator).to(DEVICE, dtype)
+    for lengths, rows in (([(0, 2), (0, 5)], 3), ([(2, 1), (5, 1)], 0)):
+        batch = make_batch(backend, cache, pool, *lengths)
+        embeds = torch.randn(len(batch.input_ids), HIDDEN, generator=generator).to(DEVICE, dtype)
         index = torch.arange(1, 1 + rows, device=DEVICE) if rows else None
         deepstack = torch.randn(1, rows, HIDDEN, generator=generator).to(DEVICE, dtype) if rows else None
         with torch.inference_mode():
@@ -153,7 +120,7 @@ def launched_by_a_layer(family):
     for layers in (2, 3):
         decoder = make_decoder(family, layers=layers, dtype=torch.bfloat16)
         cache, pool = make_pools(layers, torch.bfloat16)
-        batch = make_batch(NoAttention(), cache, pool, [5, 9], [1, 1])
+        batch = make_batch(NoAttention(), cache, pool, (5, 1), (9, 1))
         embeds = torch.randn(2, HIDDEN, device=DEVICE, dtype=torch.bfloat16)
         with torch.inference_mode(), launches() as names:
             decoder(embeds, batch.positions, batch)

@@ -13,15 +13,13 @@ from safetensors.torch import load_file
 from tests.fp8_checkpoints import make_fp8
 from tests.quantized_checkpoints import make_quantized
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint, write_safetensors
-from tests.vlmserve.models.dense_attention import DenseAttention, make_batch
+from tests.vlmserve.models.dense_attention import IDS, POSITIONS, DenseAttention, make_batch
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import library
 
-IDS = torch.arange(40, 71)
-POSITIONS = torch.arange(len(IDS)).expand(3, -1)
 NAMES = ("self_attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.{}_proj.output_scale")
 
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_checkpoints import FAMILIES, MAX_POSITIONS, MOE, make_checkpoint, write_safetensors
+from tests.tiny_checkpoints import FAMILIES, MOE, make_checkpoint, write_safetensors
 from vlmserve.models.config import ModelDefaults, read_model_config
 from vlmserve.models.registry import load_config, load_model
-from vlmserve_common.compute.rotary import contiguous_axes, interleaved_axes
 from vlmserve_common.errors import CheckpointError
 
 LAYER = {"qwen2_vl": "model.layers.1.", "qwen2_5_vl": "model.layers.1.", "qwen3_vl": "model.language_model.layers.1."}
@@ -50,17 +49,6 @@ def test_all_layouts_give_the_same_weights(tmp_path, family):
         assert_same(weights_of(make_checkpoint(family, tmp_path / str(number), **options)), base)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_merged_weights_hold_the_parts_in_order(tmp_path, family):
-    folder = make_checkpoint(family, tmp_path)
-    stored, loaded = load_file(folder / "model.safetensors"), weights_of(folder)
-    attention, mlp = LAYER[family] + "self_attn.", LAYER[family] + "mlp."
-    qkv = torch.cat([stored[f"{attention}{part}_proj.weight"] for part in "qkv"])
-    assert torch.equal(loaded["language_model.layers.1.self_attn.qkv_proj.weight"], qkv)
-    gate_up = torch.cat([stored[f"{mlp}{part}_proj.weight"] for part in ("gate", "up")])
-    assert torch.equal(loaded["language_model.layers.1.mlp.gate_up_proj.weight"], gate_up)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_checkpoints_of_any_dtype_load_into_any(tmp_path, dtype):
     folder = make_checkpoint("qwen3_vl", tmp_path, dtype=dtype)
@@ -72,17 +60,6 @@ def test_checkpoints_of_any_dtype_load_into_any(tmp_path, dtype):
         assert {parameter.dtype for parameter in model.parameters()} == {target}
         for name, value in own.state_dict().items():
             assert torch.equal(model.state_dict()[name], value.to(target)), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tied_and_untied_heads(tmp_path, family):
-    tied = load_model(make_checkpoint(family, tmp_path / "tied", tied=True))
-    untied = load_model(make_checkpoint(family, tmp_path / "untied", tied=False))
-    hidden = torch.randn(3, tied.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    embedding = tied.language_model.embed_tokens.weight
-    torch.testing.assert_close(tied.compute_logits(hidden), hidden @ embedding.t())
-    torch.testing.assert_close(untied.compute_logits(hidden), hidden @ untied.lm_head.weight.t())
-    assert not torch.equal(untied.lm_head.weight, untied.language_model.embed_tokens.weight)
 
 
 def test_a_tied_checkpoint_may_carry_its_head_and_old_constants(tmp_path):
@@ -108,16 +85,8 @@ def test_no_weight_requires_a_gradient_or_is_left_on_meta(tmp_path):
     ("change", "message"),
     [
         (
-            lambda t, layer: t.pop(f"{layer}mlp.down_proj.weight"),
-            r"1 missing: language_model\.layers\.1\.mlp\.down_proj",
-        ),
-        (
             lambda t, layer: t.pop(f"{layer}self_attn.k_proj.weight"),
             r"1 missing: language_model\.layers\.1\.self_attn\.k_proj\.weight \(though q_proj, v_proj is there\)",
-        ),
-        (
-            lambda t, layer: t.pop(f"{layer}mlp.gate_proj.weight"),
-            r"gate_proj\.weight \(though up_proj is there\)",
         ),
         (
             lambda t, layer: t.update({f"{layer}mlp.gate_proj.weight": torch.zeros(96, 65)}),
@@ -136,7 +105,7 @@ def test_no_weight_requires_a_gradient_or_is_left_on_meta(tmp_path):
             r"1 unexpected: model\.language_model\.xnorm\.weight\. 1 given twice: .*norm\.weight = ",
         ),
     ],
-    ids=["missing", "no-k", "no-gate", "shape", "unexpected", "layer-too-many", "twice"],
+    ids=["missing", "shape", "unexpected", "layer-too-many", "twice"],
 )
 def test_every_tensor_is_accounted_for(tmp_path, family, change, message):
     folder = make_checkpoint(family, tmp_path)
@@ -209,18 +178,6 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
         load_model(tmp_path / "absent")
 
 
-def test_published_configurations_are_read(tmp_path):
-    config = load_config(make_checkpoint("qwen2_5_vl", tmp_path, dtype="bfloat16"))
-    assert (config.family, config.num_layers, config.num_heads, config.num_kv_heads) == ("qwen2_5_vl", 3, 4, 2)
-    assert (config.hidden_size, config.head_dim, config.vocab_size) == (64, 16, 448)
-    assert config.max_position_embeddings == MAX_POSITIONS
-    assert config.dtype == torch.bfloat16
-    assert config.eos_token_ids == (402, 400)
-    assert config.mrope_section == (2, 3, 3)
-    assert config.rope_theta == 500.0
-    assert not config.tie_word_embeddings
-
-
 def test_both_forms_of_rotary_parameters_are_read(tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path)
     hf_config = json.loads((folder / "config.json").read_text())
@@ -272,11 +229,6 @@ def test_impossible_models_are_refused(tmp_path, change, message):
         load_model(folder)
 
 
-def test_axes_of_the_frequencies():
-    assert contiguous_axes((2, 3, 3)).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert interleaved_axes((4, 2, 2)).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]
-
-
 EXPERTS = "model.language_model.layers.2.mlp.experts."
 
 
@@ -301,8 +253,6 @@ def test_experts_are_read_in_every_layout(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
-        ("inputs_first", lambda t: t.pop(EXPERTS + "down_proj"), r"1 missing: \S+2\.mlp\.experts\.down_proj"),
-        ("each", lambda t: t.pop(EXPERTS + "3.down_proj.weight"), r"1 missing: \S+experts\.3\.down_proj"),
         (
             "each",
             lambda t: t.pop(EXPERTS + "0.gate_proj.weight"),
@@ -330,13 +280,20 @@ def test_experts_are_read_in_every_layout(tmp_path):
         ),
         ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
     ],
-    ids=["fused", "one", "no-gate", "too-many", "shape", "scale", "quantised", "router"],
+    ids=["no-gate", "too-many", "shape", "scale", "quantised", "router"],
 )
 def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
     folder = make_checkpoint(MOE, tmp_path, experts=layout)
     edit_weights(folder, change)
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)
+
+
+def make_experts(folder, change: dict):
+    """A checkpoint with another text_config."""
+    make_checkpoint(MOE, folder)
+    edit_config(folder, text_config=json.loads((folder / "config.json").read_text())["text_config"] | change)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -352,9 +309,7 @@ def test_every_expert_is_accounted_for(tmp_path, layout, change, message):
     ids=str,
 )
 def test_which_layers_are_sparse(tmp_path, change, sparse):
-    folder = make_checkpoint(MOE, tmp_path)
-    text = json.loads((folder / "config.json").read_text())["text_config"] | change
-    edit_config(folder, text_config=text)
+    folder = make_experts(tmp_path, change)
     experts = load_config(folder).experts
     if sparse is None:  # all layers are dense
         assert experts is None
@@ -375,8 +330,6 @@ def test_which_layers_are_sparse(tmp_path, change, sparse):
     ],
 )
 def test_impossible_experts_are_refused(tmp_path, change, message):
-    folder = make_checkpoint(MOE, tmp_path)
-    text = json.loads((folder / "config.json").read_text())["text_config"] | change
-    edit_config(folder, text_config=text)
+    folder = make_experts(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         load_config(folder)

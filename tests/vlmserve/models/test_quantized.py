@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.quantized_checkpoints import FORMATS, make_quantized
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.models.dense_attention import IDS, POSITIONS, DenseAttention, make_batch, reference_logits
+from tests.vlmserve.models.dense_attention import assert_close, distance_of, logits_of, reference_logits
 from vlmserve.models.registry import load_model
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.linear import Linear
@@ -22,30 +21,10 @@ from vlmserve_common.kernels import library
 KEY = "model.layers.1.self_attn.k_proj."
 
 
-@pytest.fixture(params=["operators", "torch"])
-def kernels(request):
-    """With the operators and without; which."""
-    library.activate("auto" if request.param == "operators" else "off", threads=2)
-    yield request.param
-    library.activate("off", threads=1)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("plain"))
-
-
 def kinds(model: VisionLanguageModel) -> set[str]:
     """What the decoder's layers compute with."""
     layers = [layer for layer in model.language_model.modules() if isinstance(layer, Linear)]
     return {"plain" if layer.packed is None else layer.packed.kind for layer in layers}
-
-
-@torch.inference_mode()
-def logits_of(model: VisionLanguageModel) -> torch.Tensor:
-    model.pack()
-    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
-    return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -55,7 +34,7 @@ def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(plain, 
     expected = "int8" if form == "gptq-8" else "int4"
     assert kinds(model) == ({expected} if kernels == "operators" else {"plain"})
     assert ("are dequantised" in caplog.text) is (kernels == "torch")
-    torch.testing.assert_close(logits_of(model), reference_logits(same), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(model), reference_logits(same))
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq-8"])
@@ -64,14 +43,14 @@ def test_groups_in_no_order_are_dequantised(plain, tmp_path, kernels, form, capl
     model = load_model(made)
     assert kinds(model) == {"plain"}
     assert "12 of 12 quantised weights are dequantised" in caplog.text
-    torch.testing.assert_close(logits_of(model), reference_logits(same), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(model), reference_logits(same))
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("some", ["mlp.down_proj", "self_attn.q_proj", "layers.0."])
 def test_weights_that_are_not_quantised_stay_as_they_are(plain, tmp_path, some):
     made, same = make_quantized(plain, tmp_path, "awq", some=some)
-    torch.testing.assert_close(logits_of(load_model(made)), reference_logits(same), rtol=1e-4, atol=1e-4)
+    assert_close(logits_of(load_model(made)), reference_logits(same))
 
 
 @pytest.mark.usefixtures("kernels")
@@ -140,7 +119,7 @@ def test_whole_numbers_are_no_weights(plain, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_decoder_and_the_head_are_rounded_as_asked(tmp_path, tied):
     folder = make_checkpoint("qwen3_vl", tmp_path, tied=tied)
-    plain = logits_of(load_model(folder)).log_softmax(-1)
+    plain = logits_of(load_model(folder))
     distance = {}
     library.activate("auto", threads=2)
     try:
@@ -151,8 +130,7 @@ def test_the_decoder_and_the_head_are_rounded_as_asked(tmp_path, tied):
             assert model._packed_head is not None
             assert model._packed_head.kind == mode
             assert model.language_model.embed_tokens.weight.dtype == torch.float32
-            made = logits_of(model).log_softmax(-1)
-            distance[mode] = (plain.exp() * (plain - made)).sum(-1).mean().item()
+            distance[mode] = distance_of(logits_of(model), plain)
     finally:
         library.activate("off", threads=1)
     assert 0 < distance["int8"] < 3e-3 < distance["int4"] < 0.6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
 from tests.quantized_checkpoints import FORMATS, make_quantized
-from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.models.parts import in_parts
-from tests.vlmserve.models.test_fp8 import kept, logits_of
+from tests.rank_threads import at_all
+from tests.vlmserve.models.dense_attention import assert_close, distance_of, logits_of
+from tests.vlmserve.models.test_fp8 import kept
 from tests.vlmserve.models.test_quantized import kinds
 from vlmserve.models.registry import load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import library
@@ -26,24 +28,17 @@ SIZES = (2, 4)
 CUT_INSIDE = (24, 40)
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> Path:
-    return make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("plain"))
+def together(
+    folder: Path, size: int, compute: Callable[[VisionLanguageModel], torch.Tensor] = logits_of, **how
+) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
+    """What the first part computes together with all others, each in a thread of its own, and all parts."""
 
+    def work(comm: Communicator) -> tuple[torch.Tensor, VisionLanguageModel]:
+        model = load_model(folder, comm=comm, **how)
+        return compute(model), model
 
-@pytest.fixture(params=["operators", "torch"])
-def kernels(request):
-    library.activate("auto" if request.param == "operators" else "off", threads=1)
-    yield request.param
-    library.activate("off", threads=1)
-
-
-def together(folder: Path, size: int, **how) -> tuple[torch.Tensor, list[VisionLanguageModel]]:
-    return in_parts(size, lambda comm: load_model(folder, comm=comm, **how), logits_of)
-
-
-def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    done = at_all(size, work)
+    return done[0][0], [model for _, model in done]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -60,12 +55,10 @@ def test_scales_of_outputs_and_tensors(plain, tmp_path, form):
 
 
 @pytest.mark.parametrize(("form", "block"), [("block", (8, 8)), ("block", CUT_INSIDE), ("channel", (1, 1))])
-def test_parts_that_stay_8_bit_floats(plain, tmp_path, form, block, monkeypatch):
+@pytest.mark.usefixtures("exact_inputs")
+def test_parts_that_stay_8_bit_floats(plain, tmp_path, form, block):
     """Without the rounding of inputs, which is by rows of a part, they compute what the whole does."""
     made, same = make_fp8(plain, tmp_path, form, block=block)
-    monkeypatch.setattr(
-        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
-    )
     logits, parts = together(made, 4, keep_fp8=True)
     assert [kept(part) for part in parts] == [12] * 4
     assert_close(logits, logits_of(load_model(same)))
@@ -114,24 +107,21 @@ def test_a_wrong_shape_is_told_in_the_checkpoint_s_own_numbers(plain, tmp_path):
 def test_parts_are_quantised_at_the_start_as_the_whole_is(plain, mode):
     def quantised(model: VisionLanguageModel) -> torch.Tensor:
         model.pack(mode)
-        return logits_of(model).log_softmax(-1)
+        return logits_of(model)
 
-    truth = logits_of(load_model(plain)).log_softmax(-1)
+    truth = logits_of(load_model(plain))
     library.activate("auto", threads=1)
     try:
-        logits, parts = in_parts(2, lambda comm: load_model(plain, comm=comm), quantised)
+        logits, parts = together(plain, 2, quantised)
         assert [kinds(part) for part in parts] == [{mode}] * 2
     finally:
         library.activate("off", threads=1)
-    distance = (truth.exp() * (truth - logits)).sum(-1).mean()
-    assert 0 < distance < (3e-3 if mode == "int8" else 0.6)
+    assert 0 < distance_of(logits, truth) < (3e-3 if mode == "int8" else 0.6)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_scales_of_the_kv_cache_change_nothing_but_the_cache(plain, tmp_path, keep, monkeypatch):
-    monkeypatch.setattr(
-        "vlmserve_common.compute.fp8.quantize", lambda x, group, scale: (x, torch.ones(len(x), -(-x.shape[1] // group)))
-    )
+@pytest.mark.usefixtures("exact_inputs")
+def test_scales_of_the_kv_cache_change_nothing_but_the_cache(plain, tmp_path, keep):
     made, same = make_fp8(plain, tmp_path, "block", block=CUT_INSIDE)
     unscaled = load_model(made).language_model.layers[0].self_attn.o_proj.weight[:, 32:]
     tensors = load_file(made / "model.safetensors")

@@ -9,9 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve.models.batches import forward_batch, make_config
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import ForwardBatch, ForwardMode
+from vlmserve.models.attention.base import ForwardMode
 from vlmserve.models.attention.native_backend import NativeAttentionBackend
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.config import ExpertsConfig, ModelConfig
@@ -21,7 +22,6 @@ from vlmserve_common.kernels import library
 
 CPU = torch.device("cpu")
 LAYERS = 3
-VOCAB = 50
 SLOTS = 700
 # new tokens of each request, step by step; 0: it is not in the step
 STEPS = st.lists(
@@ -60,31 +60,6 @@ def operators():
     library.activate("off", threads=1)
 
 
-def make_config(**changes) -> ModelConfig:
-    return ModelConfig(
-        **{
-            "family": "any",
-            "num_layers": LAYERS,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-            "head_dim": 32,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "rope_theta": 500.0,
-            "mrope_section": (6, 5, 5),
-            "tie_word_embeddings": True,
-            "eos_token_ids": (1,),
-            "dtype": torch.float32,
-        }
-        | changes
-    )
-
-
 def make_decoder(family: type[Decoder], config: ModelConfig, dtype: torch.dtype, mode=None) -> Decoder:
     """With random weights, packed."""
     generator = torch.Generator().manual_seed(1)
@@ -119,27 +94,20 @@ class Runner:
         """Hidden states behind random ids of each request, in random places, with `deepstack` layers of additions."""
         generator = torch.Generator().manual_seed(seed)
         rows = [row for row in range(3) if new[row]]
-        prefixes, extends = [self.lengths[row] for row in rows], [new[row] for row in rows]
         for row in rows:
             self.table.write(row, self.lengths[row], self.slots[row, self.lengths[row] : self.lengths[row] + new[row]])
-            self.lengths[row] += new[row]
-        count = sum(extends)
-        batch = ForwardBatch(
+        count = sum(new)
+        batch = forward_batch(
+            self.backend,
+            self.table,
+            self.cache,
+            rows,
+            [(self.lengths[row], new[row]) for row in rows],
             forward_mode=ForwardMode.MIXED,
-            input_ids=torch.randint(0, VOCAB, (count,), generator=generator),
+            input_ids=torch.randint(0, 50, (count,), generator=generator),
             positions=torch.randint(0, 300, (3, count), generator=generator),
-            req_pool_indices=torch.tensor(rows),
-            seq_lens=torch.tensor([self.lengths[row] for row in rows], dtype=torch.int32),
-            extend_start_loc=torch.tensor([0, *extends]).cumsum(0, dtype=torch.int32),
-            prefix_lens=prefixes,
-            extend_lens=extends,
-            out_cache_loc=torch.cat(
-                [self.slots[row, start : start + n] for row, start, n in zip(rows, prefixes, extends, strict=True)]
-            ),
-            req_to_token_pool=self.table,
-            kv_cache=self.cache,
-            attn_backend=self.backend,
         )
+        self.lengths = [length + more for length, more in zip(self.lengths, new, strict=True)]
         self.backend.init_forward_metadata(batch)
         embeds = self.decoder.embed_tokens(batch.input_ids)
         index = torch.randperm(count, generator=generator)[: count // 2]
@@ -174,6 +142,7 @@ def test_whole_layers_compute_what_one_by_one_does(
 ):
     kind, bias = family
     config = make_config(
+        num_layers=LAYERS,
         num_heads=heads[0],
         num_kv_heads=heads[1],
         head_dim=head_dim,
@@ -207,7 +176,7 @@ def test_whole_layers_compute_what_one_by_one_does(
     ],
 )
 def test_what_is_not_packed_goes_one_by_one(odd):
-    config = make_config(**odd)
+    config = make_config(num_layers=LAYERS, **odd)
     decoder = make_decoder(Qwen3Decoder, config, torch.float32)
     backend = Counting()
     ours = Runner(decoder, config, backend, torch.float32)

@@ -20,7 +20,7 @@ from tests.vlmserve.executor.paged_backend import PagedBackend
 from tests.vlmserve.parallel.sharing import GREEDY, LAYERS, SETTINGS
 from tests.vlmserve.reference import conversations
 from vlmserve import LLM
-from vlmserve.commands.offline import engine
+from vlmserve.commands.offline import llm as offline
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import build, rank_processes
 from vlmserve.engine.build import EngineInfo
@@ -194,7 +194,7 @@ def test_only_who_has_the_logits_samples_to_warm_up(tmp_path: Path, gpu: Gpu, mo
 
     monkeypatch.setattr(ModelRunner, "sample", counted)
     monkeypatch.setattr(rank_processes, "build_runner", warmed_up)
-    monkeypatch.setattr(engine, "build_runner", warmed_up)
+    monkeypatch.setattr(offline, "build_runner", warmed_up)
     folder = str(make_checkpoint("qwen3_vl", tmp_path / "model"))
     with LLM(folder, tp_size=2, **OURS) as llm:
         assert len(sampling) > 10
@@ -251,7 +251,7 @@ def overwritten_first(part: GroupPart, steps: Sequence[SampleOrder | None]) -> I
     """As if the others had replayed once more before any step is sampled."""
     graphs = part._runner._graphs
     assert graphs is not None
-    graphs._buffers.hidden.fill_(torch.nan)
+    graphs.hidden.fill_(torch.nan)
     return sampled_logits(part, steps)
 
 

@@ -133,14 +133,6 @@ def test_streams_are_aborted_where_they_run(client, server):
     assert all(0 < tokens < 3000 for tokens in grown), "none was computed to its end"
 
 
-def test_stop_strings_and_several_answers(client):
-    whole = answer(client, question("What is in this picture?", "shapes.png"), n=3)
-    texts = {choice.message.content for choice in whole.choices}
-    (text,) = texts
-    stopped = answer(client, question("What is in this picture?", "shapes.png"), stop=[text[3:6]])
-    assert stopped.choices[0].message.content == text[: text.index(text[3:6])]
-
-
 def test_operators_mean_all_replicas(server):
     url = f"http://127.0.0.1:{server.port()}"
     assert httpx.post(f"{url}/pause_generation").json()["paused"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.executor.device_queue import DeviceQueue
 
 
 class Lazy:
@@ -13,7 +13,7 @@ class Lazy:
         self.done = None
 
     def compute(self) -> None:
-        self.done = InlineQueue().submit(self._run, *self._args)
+        self.done = DeviceQueue().submit(self._run, *self._args)
 
     def result(self):
         while self.done is None:
@@ -36,7 +36,7 @@ class LazyQueue:
 
     def here(self, run, *args):
         assert not self.waiting, "what was submitted has to be waited for before"
-        return InlineQueue().submit(run, *args)
+        return DeviceQueue().submit(run, *args)
 
     def close(self) -> None:
         while self.waiting:

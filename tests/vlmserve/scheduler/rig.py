@@ -19,7 +19,7 @@ from tests.vlmserve.scheduler.prompts import Foresight, expected, request
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.step import OneGroup
-from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput, FinishReason, TokenOutput
 from vlmserve.ipc.replica_sums import replicas_of
 from vlmserve.ipc.routing import ReplicaRouter
@@ -124,7 +124,7 @@ class Rig:
         return self.worker
 
     def make_device(self):
-        return LazyQueue(self.knobs.depth) if self.knobs.depth > 1 else InlineQueue()
+        return LazyQueue(self.knobs.depth) if self.knobs.depth > 1 else DeviceQueue()
 
     def _states(self) -> RequestStates | None:
         page, count = self.knobs.page, self.knobs.snapshots

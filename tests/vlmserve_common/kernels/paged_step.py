@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from tests.vlmserve.models.batches import forward_batch
 from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vlmserve.memory.kv_cache import KVCache
+from vlmserve.memory.req_to_token import ReqToTokenPool
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch
 from vlmserve_common.kernels.attention import CacheLayer
 
 QUICK_AND_SLOW_DTYPES = [
@@ -43,10 +46,10 @@ class PagedStep:
     def layer(self) -> CacheLayer:
         return self.cache.layers[0]
 
-    def truth(self, scale: float) -> torch.Tensor:
-        """float64 [N, heads, dim], written out."""
+    def truth(self, scale: float, queries: torch.Tensor | None = None) -> torch.Tensor:
+        """float64 [N, heads, dim], written out, over what is in the cache. queries: in place of the step's own."""
         outs = []
-        queries = self.q.double().split([new for _, new in self.lengths])
+        queries = (self.q if queries is None else queries).double().split([new for _, new in self.lengths])
         for (past, new), row, q in zip(self.lengths, self.req_pool_indices.tolist(), queries, strict=True):
             keys, values = self.cache.read(0, self.table[row, : past + new].long(), torch.float64)
             keys, values = (x.repeat_interleave(q.shape[1] // keys.shape[1], 1) for x in (keys, values))
@@ -54,6 +57,12 @@ class PagedStep:
             scores = torch.einsum("thd,shd->hts", q, keys) * scale
             outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
         return torch.cat(outs)
+
+    def batch(self, backend: AttentionBackend) -> ForwardBatch:
+        """Make the step's batch. It writes keys and values where the cache has some."""
+        pool = ReqToTokenPool(*self.table.shape, self.table.device)
+        pool.req_to_token = self.table
+        return forward_batch(backend, pool, self.cache, self.req_pool_indices.tolist(), self.lengths)
 
     def alone(self, request: int) -> PagedStep:
         """One of its requests, in the same cache."""
@@ -129,3 +138,8 @@ def _poison(layer: CacheLayer) -> None:
 def tolerance(dtype: torch.dtype) -> float:
     """Of a kernel in that dtype, against float64 over the cache as it is read."""
     return {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far apart, as a part of the length; not a number where there is one that is none."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve_common.kernels.paged_step import PagedStep, make_step
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.base import positioned
+from vlmserve.models.attention.base import Projected, positioned
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.kernels import library
 from vlmserve_common.kernels.attention import HeadNorms, attend, can_attend, write_kv
@@ -89,7 +89,7 @@ def test_queries_are_placed_and_keys_and_values_stored(tokens, heads, dim, dtype
         norms = HeadNorms(q_weight=q_weight, k_weight=k_weight, eps=1e-6)
     rotary = rotation(torch.rand(tokens, dim // 2, generator=generator) * 6, dtype)
     wide = None if norms is None else HeadNorms(q_weight=q_weight.double(), k_weight=k_weight.double(), eps=1e-6)
-    truth = positioned(qkv.double(), tuple(part.double() for part in rotary), wide, kv_heads)
+    truth = positioned(Projected(qkv.double(), tuple(part.double() for part in rotary), wide), kv_heads)
     slots = torch.randperm(tokens + 5, generator=generator)[:tokens]
     caches = [
         KVCache(

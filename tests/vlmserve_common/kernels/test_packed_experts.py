@@ -7,10 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.vlmserve_common.kernels.products import random
+from tests.vlmserve_common.kernels.products import assert_routed, random
 from vlmserve_common.compute.activations import activation
-from vlmserve_common.kernels.packed_experts import route, run_experts
-from vlmserve_common.kernels.packed_linear import PackedWeight, pack, stacked
+from vlmserve_common.kernels.packed_linear import PackedWeight, pack, route, run_experts, stacked
 from vlmserve_common.kernels.quantized import pack_quantized, quantize
 
 pytestmark = pytest.mark.usefixtures("operators")
@@ -55,14 +54,7 @@ def plain_loop(x, ids, scores, gate_up, down, act):
 def test_routing_is_torch_s(rows, experts, chosen, dtype, seed):
     chosen = min(chosen, experts)
     logits = 3 * random(rows, experts, dtype=dtype, seed=seed)
-    ids, scores = route(logits, chosen)
-    odds = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    best = odds.topk(chosen, dim=-1).values
-    # of equally likely ones either may be chosen, but each once
-    torch.testing.assert_close(odds.gather(1, ids), best, rtol=1e-6, atol=0)
-    assert all(len(set(row)) == chosen for row in ids.tolist())
-    wanted = (best / best.sum(-1, keepdim=True)).to(dtype)
-    torch.testing.assert_close(scores, wanted, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    assert_routed(*route(logits, chosen), logits)
 
 
 def test_of_equally_likely_experts_the_first_are_chosen():

@@ -9,13 +9,21 @@ from hypothesis import strategies as st
 
 from vlmserve_common.compute.rotary import rotate, rotation
 from vlmserve_common.kernels import library
-from vlmserve_common.kernels.segment_attention import can_attend, segment_attention
+from vlmserve_common.kernels.segment_attention import SegmentAttention, can_attend
 
 pytestmark = pytest.mark.usefixtures("operators")
 SHAPES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 # of the whole, by dtype: queries, keys and weights are rounded to 8 bits
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.012}
+
+
+def segment_attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(qkv[:, 0])
+    attention = SegmentAttention(qkv, cos, sin, bounds, out)
+    attention.pack(0, len(qkv))
+    attention.attend(0, attention.pieces)
+    return out
 
 
 def inputs(lengths: list[int], heads: int, dim: int, dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.vlmserve_common.kernels.products import assert_routed
 from tests.vlmserve_common.kernels.triton_device import DEVICE, seeded
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.experts import Experts
-from vlmserve_common.compute.fp8 import FP8
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales
+from vlmserve_common.compute.fp8 import FP8, Blocks, ExpertScales
 
 routing = pytest.importorskip("vlmserve_common.kernels.gpu.routing")
 kernels = pytest.importorskip("vlmserve_common.kernels.gpu.experts")
@@ -38,15 +38,7 @@ def by_torch(module: Experts, x: torch.Tensor, ids: torch.Tensor, scores: torch.
 def test_routing_is_torch_s(rows, experts, chosen, dtype, seed):
     chosen = min(chosen, experts)
     logits = 3 * seeded(seed, rows, experts, dtype=dtype)
-    ids, scores = routing.route(logits, chosen)
-    odds = torch.softmax(logits, dim=-1, dtype=torch.float32)
-    best = odds.topk(chosen, dim=-1).values
-    # of equally likely ones either may be chosen, but each once
-    torch.testing.assert_close(odds.gather(1, ids.long()), best, rtol=1e-6, atol=0)
-    assert all(len(set(row)) == chosen for row in ids.tolist())
-    assert scores.dtype == dtype
-    wanted = (best / best.sum(-1, keepdim=True)).to(dtype)
-    torch.testing.assert_close(scores, wanted, rtol=max(1e-6, torch.finfo(dtype).eps), atol=0)
+    assert_routed(*routing.route(logits, chosen), logits)
 
 
 def test_of_equally_likely_experts_the_first_are_chosen():

@@ -1,6 +1,6 @@
 """Heads normalised, turned and stored in one launch, against torch in many."""
 
-from dataclasses import dataclass
+import dataclasses
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve_common.kernels.triton_device import DEVICE, DTYPES, assert_rounded_alike, seeded
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.base import positioned
+from vlmserve.models.attention.base import Projected, positioned
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.kernels.attention import HeadNorms
 
@@ -26,36 +26,24 @@ def poisoned(kv_heads, dim, dtype):
     return cache
 
 
-@dataclass
-class Case:
-    qkv: torch.Tensor
-    rotary: tuple
-    norms: HeadNorms | None
-    slots: torch.Tensor
-
-
 def case(tokens, heads, kv_heads, dim, dtype, normed, seed):
+    """What is given, and slots."""
     norms = None
     if normed:
         norms = HeadNorms(q_weight=1 + seeded(3, dim, dtype=dtype), k_weight=1 - seeded(4, dim, dtype=dtype), eps=1e-6)
     order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))
-    return Case(
-        qkv=seeded(seed, tokens, heads + 2 * kv_heads, dim, dtype=dtype),
-        rotary=rotation(3 * seeded(seed + 1, tokens, dim // 2), dtype),
-        norms=norms,
-        slots=order[:tokens].to(DEVICE),
-    )
+    qkv = seeded(seed, tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    return Projected(qkv, rotation(3 * seeded(seed + 1, tokens, dim // 2), dtype), norms), order[:tokens].to(DEVICE)
 
 
-def both(given_case, kv_heads, cache_dtype):
-    """Caches and queries by the kernel and by torch."""
-    dim = given_case.qkv.shape[-1]
-    found, wanted = (poisoned(kv_heads, dim, cache_dtype) for _ in range(2))
-    q, k, v = positioned(given_case.qkv.clone(), given_case.rotary, given_case.norms, kv_heads)
-    wanted.write(0, given_case.slots, k, v)
+def both(own, slots, kv_heads, cache_dtype):
+    """Queries and caches by the kernel and by torch."""
+    found, wanted = (poisoned(kv_heads, own.qkv.shape[-1], cache_dtype) for _ in range(2))
+    q, k, v = positioned(dataclasses.replace(own, qkv=own.qkv.clone()), kv_heads)
+    wanted.write(0, slots, k, v)
     layer = found.layers[0]
-    assert positions.can_store(given_case.qkv, layer)
-    made = positions.position_and_store(given_case.qkv, given_case.rotary, given_case.norms, given_case.slots, layer)
+    assert positions.can_store(own.qkv, layer)
+    made = positions.position_and_store(own.qkv, own.rotary, own.norms, slots, layer)
     assert made.is_contiguous()
     return made, q, layer, wanted.layers[0]
 
@@ -70,13 +58,13 @@ def both(given_case, kv_heads, cache_dtype):
     st.integers(0, 99),
 )
 def test_in_the_models_own_dtype(tokens, heads, dim, dtype, normed, seed):
-    one = case(tokens, *heads, dim, dtype, normed, seed)
-    q, wanted_q, found, wanted = both(one, heads[1], dtype)
+    own, slots = case(tokens, *heads, dim, dtype, normed, seed)
+    q, wanted_q, found, wanted = both(own, slots, heads[1], dtype)
     assert_rounded_alike(q, wanted_q)
-    assert_rounded_alike(found.keys[one.slots], wanted.keys[one.slots])
+    assert_rounded_alike(found.keys[slots], wanted.keys[slots])
     assert torch.equal(found.values, wanted.values)  # and nothing else was written
     others = torch.ones(SLOTS, dtype=torch.bool, device=DEVICE)
-    others[one.slots] = False
+    others[slots] = False
     assert torch.equal(found.keys[others], wanted.keys[others])
 
 
@@ -92,9 +80,9 @@ def test_in_the_models_own_dtype(tokens, heads, dim, dtype, normed, seed):
 )
 def test_in_eight_bits(tokens, dim, dtype, cache_dtype, size, seed):
     """Not normalised, so that what is stored is equal to the bit: small numbers, those beyond the largest, zeros."""
-    one = case(tokens, 2, 2, dim, dtype, False, seed)
-    one.qkv.mul_(size)[0, -1] = 0
-    _, _, found, wanted = both(one, 2, cache_dtype)
+    own, slots = case(tokens, 2, 2, dim, dtype, False, seed)
+    own.qkv.mul_(size)[0, -1] = 0
+    _, _, found, wanted = both(own, slots, 2, cache_dtype)
     for name in ("keys", "values"):
         assert torch.equal(getattr(found, name).view(torch.uint8), getattr(wanted, name).view(torch.uint8)), name
     if cache_dtype == torch.int8:
@@ -109,9 +97,8 @@ def test_every_float_of_eight_bits_and_the_middles_between_them():
     numbers = torch.cat((finite, (finite[1:] + finite[:-1]) / 2, torch.tensor([449.0, -1e30, 1e30])))
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 16)).view(-1, 1, 16)
     qkv = numbers.repeat(1, 3, 1).to(DEVICE)[:SLOTS]
-    one = Case(qkv, rotation(torch.zeros(len(qkv), 8, device=DEVICE), torch.float32), None, torch.arange(len(qkv)))
-    one.slots = one.slots.to(DEVICE)
-    _, _, found, wanted = both(one, 1, torch.float8_e4m3fn)
+    own = Projected(qkv, rotation(torch.zeros(len(qkv), 8, device=DEVICE), torch.float32), None)
+    _, _, found, wanted = both(own, torch.arange(len(qkv), device=DEVICE), 1, torch.float8_e4m3fn)
     assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
 
 

@@ -26,7 +26,7 @@ from vlmserve.commands.bench.figures import Measure, bench_parser, milliseconds,
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.step import OneGroup
-from vlmserve.executor.device_queue import InlineQueue
+from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.ipc.messages import SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
@@ -82,7 +82,7 @@ class InstantWorker:
         return result
 
 
-class _InstantQueue(InlineQueue):
+class _InstantQueue(DeviceQueue):
     """A queue of `depth` steps in flight, each done when it is launched."""
 
     def __init__(self, depth: int) -> None:

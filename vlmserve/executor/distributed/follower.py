@@ -19,10 +19,9 @@ from vlmserve.executor.distributed.orders import (
     SampleThereOrder,
     with_rows,
 )
-from vlmserve.executor.logprobs import prompt_tiles
+from vlmserve.executor.logprobs import sent_tiles
 from vlmserve.executor.model_runner import Forwarded, ModelRunner
 from vlmserve.executor.model_worker_batch import PromptLogprobRows, without_returns
-from vlmserve_common.compute.transfers import Upload, transfers_for
 from vlmserve_common.parallel.ranks import Ranks
 
 _META = torch.device("meta")
@@ -65,10 +64,7 @@ class Follower:
 
     def _prompt_logits(self, hidden: torch.Tensor, asked: PromptLogprobRows) -> None:
         """Compute this rank's part of a prompt's logits, in the same tiles as the rank that brings them together."""
-        upload = Upload(transfers_for(self._runner.device))
-        tiles = prompt_tiles(asked, self._runner.model.config.vocab_size, upload)
-        upload.send()
-        for tile in tiles:
+        for tile in sent_tiles(asked, self._runner.model.config.vocab_size, self._runner.device):
             self._runner.model.compute_logits(hidden.index_select(0, tile.tokens.tensor))
 
     def _take_part_in_sampling(self, order: SampleOrder) -> None:
@@ -103,7 +99,7 @@ class GroupFollower:
 
     def obey(self, order: bytes) -> None:
         """Do as an order says."""
-        decoded = self._codec.decode_round(order)
+        decoded = self._codec.decode(order)
         if isinstance(decoded, ForwardRound):
             # every rank gets the embeddings of all groups
             given = [

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from vlmserve.executor.distributed.orders import SampleOrder
-from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs, prompt_tiles
+from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs, sent_tiles
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PromptLogprobRows, without_returns
 from vlmserve_common.compute.communicator import Communicator
-from vlmserve_common.compute.transfers import Upload, transfers_for
+from vlmserve_common.compute.transfers import transfers_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,7 @@ class GroupPart:
         assert comm.tokens is not None, "there are several groups"
         self._runner, self._tokens, self._samples = runner, comm.tokens, samples
         self.group = comm.tokens.group
+        self._transfers = transfers_for(runner.device)
         self._hidden: dict[int, torch.Tensor] = {}  # of steps of this group that are not sampled yet
 
     @torch.inference_mode()
@@ -52,13 +53,10 @@ class GroupPart:
     @torch.inference_mode()
     def logits(self, steps: Sequence[SampleOrder | None]) -> Iterator[torch.Tensor]:
         """Return the logits float32 [S, vocab] of each group's step; where this rank does not sample, only its part."""
-        own, device = steps[self.group], self._runner.device
-        rows = self.no_rows()
+        own, rows = steps[self.group], self.no_rows()
         if own is not None:
-            hidden, upload = self._hidden.pop(own.step), Upload(transfers_for(device))
-            wanted = upload.add(own.token_indices)
-            upload.send()
-            rows = hidden.index_select(0, wanted.tensor)
+            [wanted] = self._transfers.upload([own.token_indices])
+            rows = self._hidden.pop(own.step).index_select(0, wanted)
         sizes = [0 if step is None else len(step.token_indices) for step in steps]
         if not any(sizes):
             return iter([rows] * len(steps))
@@ -75,16 +73,16 @@ class GroupPart:
         with self._tokens.among(sizes) as layout:
             own = self._hidden[step.step] if group == self.group else self.no_rows()
             hidden = self._tokens.gather(own)[layout.of_group(group)]
-        upload = Upload(transfers_for(self._runner.device))
-        wanted = upload.add(step.hidden_tokens) if len(step.hidden_tokens) else None
+        states = None
+        if len(step.hidden_tokens):
+            [wanted] = self._transfers.upload([step.hidden_tokens])
+            states = hidden[wanted].float()
         found = None if asked is None else self._prompt_logprobs(hidden, asked)
-        upload.send()
-        return Returned(hidden_states=None if wanted is None else hidden[wanted.tensor].float(), prompt_logprobs=found)
+        return Returned(hidden_states=states, prompt_logprobs=found)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, asked: PromptLogprobRows) -> DeviceLogprobs | None:
-        model, upload = self._runner.model, Upload(transfers_for(self._runner.device))
-        tiles = prompt_tiles(asked, model.config.vocab_size, upload)
-        upload.send()
+        model = self._runner.model
+        tiles = sent_tiles(asked, model.config.vocab_size, self._runner.device)
         if tiles and self._samples:
             return prompt_logprobs(hidden, tiles, model.compute_logits)
         for tile in tiles:

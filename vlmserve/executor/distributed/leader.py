@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -77,16 +77,12 @@ class LeadingWorker:
         results = self._ranks.results
         assert results is not None
         with self._together(step):
-            while (result := self._result_codec.decode_result(results.take())).step < step:
+            while (result := self._result_codec.decode(results.take())).step < step:
                 pass  # of a step that was given up
             return result
 
-    @contextmanager
-    def _together(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise DeviceLostError(f"step {step} failed, and ranks cannot go on: {self._who_died() or error}") from error
+    def _together(self, step: int) -> AbstractContextManager[None]:
+        return _together(f"step {step} failed", self._who_died)
 
 
 class _Awaited:
@@ -168,14 +164,17 @@ class GroupLeader:
         """Return where a group's rows begin among the last tokens that this rank's runner knows."""
         return group * self._runner.req_to_token_pool.size
 
-    @contextmanager
-    def _together(self, steps: Sequence[ModelWorkerBatch | Forwarded | None]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            numbers = ", ".join("none" if step is None else str(step.step) for step in steps)
-            why = self._who_died() or error
-            raise DeviceLostError(f"steps {numbers} of the groups failed, and ranks cannot go on: {why}") from error
+    def _together(self, steps: Sequence[ModelWorkerBatch | Forwarded | None]) -> AbstractContextManager[None]:
+        numbers = ", ".join("none" if step is None else str(step.step) for step in steps)
+        return _together(f"steps {numbers} of the groups failed", self._who_died)
+
+
+@contextmanager
+def _together(what: str, who_died: Callable[[], str | None]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DeviceLostError(f"{what}, and ranks cannot go on: {who_died() or error}") from error
 
 
 def _embeds_on(batch: ModelWorkerBatch, device: torch.device) -> ModelWorkerBatch:

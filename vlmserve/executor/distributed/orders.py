@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -84,20 +84,9 @@ class OrderCodec:
         """Return the bytes of an order or a result."""
         return join(self._codec.encode(message))
 
-    def decode(self, order: bytes) -> Order:
-        """Return the order in some bytes. WireError if there is none."""
-        found: Order = self._codec.decode(split(order))
-        return found
-
-    def decode_round(self, order: bytes) -> Round:
-        """Return the order to all attention groups in some bytes. WireError if there is none."""
-        found: Round = self._codec.decode(split(order))
-        return found
-
-    def decode_result(self, result: bytes) -> ModelWorkerResult:
-        """Return the result in some bytes. WireError if there is none."""
-        found: ModelWorkerResult = self._codec.decode(split(result))
-        return found
+    def decode(self, received: bytes) -> Any:
+        """Return the order or result in some bytes. WireError if there is none."""
+        return self._codec.decode(split(received))
 
 
 def forward_order(batch: ModelWorkerBatch) -> ForwardOrder:

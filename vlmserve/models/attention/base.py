@@ -81,6 +81,19 @@ class ForwardBatch:
     recurrent: RecurrentStep | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Projected:
+    """A layer's queries, keys and values, not turned yet.
+
+    qkv: [N, num_heads + 2 * num_kv_heads, head_dim]; may be overwritten. norms: of the heads, if the model normalises
+    them before they are turned.
+    """
+
+    qkv: torch.Tensor
+    rotary: Rotation
+    norms: HeadNorms | None
+
+
 class RadixAttention(nn.Module):
     """A decoder layer's attention over the paged KV cache; owns no weights."""
 
@@ -96,7 +109,7 @@ class RadixAttention(nn.Module):
         self, qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """Attend over the cache, by the step's backend."""
-        return forward_batch.attn_backend.forward(qkv, rotary, norms, self, forward_batch)
+        return forward_batch.attn_backend.forward(Projected(qkv, rotary, norms), self, forward_batch)
 
 
 class AttentionBackend(ABC):
@@ -126,55 +139,36 @@ class AttentionBackend(ABC):
         """Prepare a step; called once, before the first layer."""
 
     @abstractmethod
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
-        """Attend over prefix and this step's tokens, causally, for any number of tokens a request.
-
-        qkv: [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten. norms: if the model normalises
-        heads. Returns [N, num_heads * head_dim].
-        """
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Attend over prefix and this step's tokens, causally, for any number of tokens a request. Return [N,
+        num_heads * head_dim]."""
 
     def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers | None:
         """Return a function that computes whole layers, attention included. None if the decoder must call `forward`."""
         return None
 
 
-def position_and_store(
-    qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, layer: RadixAttention, forward_batch: ForwardBatch
-) -> torch.Tensor:
-    """Return the turned queries [N, num_heads, head_dim]; write the turned keys, and the values, to the KV cache.
-
-    qkv: [N, num_heads + 2 * num_kv_heads, head_dim], which may be overwritten.
-    """
-    if fused.usable(qkv):
+def position_and_store(own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
+    """Return the turned queries [N, num_heads, head_dim]; write the turned keys, and the values, to the KV cache."""
+    if fused.usable(own.qkv):
         from vlmserve_common.kernels.gpu import positions  # not where there is no GPU
 
         cache = forward_batch.kv_cache.layers[layer.layer_id]
-        if positions.can_store(qkv, cache):
-            return positions.position_and_store(qkv, rotary, norms, forward_batch.out_cache_loc, cache)
-    q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+        if positions.can_store(own.qkv, cache):
+            return positions.position_and_store(own.qkv, own.rotary, own.norms, forward_batch.out_cache_loc, cache)
+    q, k, v = positioned(own, layer.num_kv_heads)
     forward_batch.kv_cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
     return q
 
 
-def positioned(
-    qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, num_kv_heads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim], computed with torch.
-
-    qkv: [N, num_heads + 2 * num_kv_heads, head_dim]. q and k are turned, and normalised before if the model does that.
-    """
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
-    qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
-    if norms is not None:
-        qk = rms_normalise(qk, norms.eps)
-        qk[:, :num_heads].mul_(norms.q_weight)
-        qk[:, num_heads:].mul_(norms.k_weight)
-    q, k = rotate(qk, *rotary).split([num_heads, num_kv_heads], dim=1)
+def positioned(own: Projected, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q [N, num_heads, head_dim], k and v [N, num_kv_heads, head_dim], computed with torch. q and k are turned,
+    and normalised before if the model does that."""
+    num_heads = own.qkv.shape[1] - 2 * num_kv_heads
+    qk, v = own.qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if own.norms is not None:
+        qk = rms_normalise(qk, own.norms.eps)
+        qk[:, :num_heads].mul_(own.norms.q_weight)
+        qk[:, num_heads:].mul_(own.norms.k_weight)
+    q, k = rotate(qk, *own.rotary).split([num_heads, num_kv_heads], dim=1)
     return q, k, v

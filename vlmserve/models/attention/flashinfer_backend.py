@@ -24,12 +24,11 @@ from vlmserve.models.attention.base import (
     AttentionBackend,
     AttentionSpec,
     ForwardBatch,
+    Projected,
     RadixAttention,
     position_and_store,
 )
-from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.kernels.attention import HeadNorms
 
 HEAD_DIMS = (64, 128, 256)
 _LEAST_WORKSPACE = 128 << 20  # bytes; what its documentation recommends
@@ -110,25 +109,19 @@ class FlashInferAttentionBackend(AttentionBackend):
         wrapper = self._graphs.get(size)
         if wrapper is None:
             wrapper = self._graphs[size] = self._decode_wrapper(use_cuda_graph=True, **self._buffers.of(size))
-        self._plan_decode(wrapper, forward_batch, self._buffers.indices)
+        self._plan(wrapper, forward_batch, self._buffers.indices)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the step."""
         if all(length == 1 for length in forward_batch.extend_lens):
-            self._plan_decode(self._decode, forward_batch, None)
+            self._plan(self._decode, forward_batch)
         else:
-            self._plan_prefill(forward_batch)
+            queries = self._host(_starts(np.array(forward_batch.extend_lens)))
+            self._plan(self._prefill, forward_batch, None, queries, causal=True)
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend over the KV cache, which has this step's keys and values already."""
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)
+        q = position_and_store(own, layer, forward_batch)
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         paged = tuple(
             part.view(-1, self._page_size, layer.num_kv_heads, layer.head_dim) for part in (cache.keys, cache.values)
@@ -136,11 +129,21 @@ class FlashInferAttentionBackend(AttentionBackend):
         out = q.new_empty(q.shape)  # which the prefill wrapper would clear first
         return self._current.run(q, paged, out=out).flatten(1)
 
-    def _plan_decode(self, wrapper: Any, forward_batch: ForwardBatch, indices: torch.Tensor | None) -> None:
-        pages = self._pages(forward_batch, indices)
-        spec = self._spec
-        self._wait_for_last_plan()
+    def _plan(
+        self,
+        wrapper: Any,
+        forward_batch: ForwardBatch,
+        indices: torch.Tensor | None = None,
+        *queries: torch.Tensor,
+        **more: bool,
+    ) -> None:
+        pages, spec = self._pages(forward_batch, indices), self._spec
+        if self._planned is not None:
+            # until the last plan is on the device. The step before it has been computed by then, and its own step has
+            # not, so the GPU stays busy
+            self._planned.synchronize()
         wrapper.plan(
+            *queries,
             *pages,
             spec.num_heads,
             spec.num_kv_heads,
@@ -149,26 +152,11 @@ class FlashInferAttentionBackend(AttentionBackend):
             sm_scale=spec.scaling,
             q_data_type=spec.dtype,
             kv_data_type=spec.cache_dtype,
+            **more,
         )
-        self._remember_plan(wrapper)
-
-    def _plan_prefill(self, forward_batch: ForwardBatch) -> None:
-        pages = self._pages(forward_batch, None)
-        spec = self._spec
-        self._wait_for_last_plan()
-        self._prefill.plan(
-            self._host(_starts(np.array(forward_batch.extend_lens))),
-            *pages,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            self._page_size,
-            causal=True,
-            sm_scale=spec.scaling,
-            q_data_type=spec.dtype,
-            kv_data_type=spec.cache_dtype,
-        )
-        self._remember_plan(self._prefill)
+        self._current = wrapper
+        if self._planned is not None:
+            self._planned.record(torch.cuda.current_stream(spec.device))
 
     def _pages(
         self, forward_batch: ForwardBatch, indices: torch.Tensor | None
@@ -201,17 +189,6 @@ class FlashInferAttentionBackend(AttentionBackend):
         """Return an int32 tensor, pinned and new each time: an asynchronous copy may still read the last one."""
         tensor = torch.from_numpy(values.astype(np.int32))
         return tensor.pin_memory() if self._pin else tensor
-
-    def _wait_for_last_plan(self) -> None:
-        """Wait until the last plan is on the device. The step before it has been computed by then, and its own step has
-        not, so the GPU stays busy."""
-        if self._planned is not None:
-            self._planned.synchronize()
-
-    def _remember_plan(self, wrapper: Any) -> None:
-        self._current = wrapper
-        if self._planned is not None:
-            self._planned.record(torch.cuda.current_stream(self._spec.device))
 
     def _zeros(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self._spec.device)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, RunLayers
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, Projected, RadixAttention, RunLayers
 from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.kernels.attention import HeadNorms, attend, write_kv
+from vlmserve_common.kernels.attention import attend, write_kv
 from vlmserve_common.kernels.decoder import DecoderLayers, DecoderStep
 
 
@@ -30,18 +30,11 @@ class NativeAttentionBackend(AttentionBackend):
         plan[:, 3] = plan[:, 2].cumsum() - plan[:, 2]
         self._requests = torch.from_numpy(plan)
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend; queries are replaced in qkv."""
         cache = forward_batch.kv_cache.layers[layer.layer_id]
-        write_kv(qkv, *rotary, norms, forward_batch.out_cache_loc, cache)
-        return attend(qkv, layer.scaling, self._requests, forward_batch.req_to_token_pool.req_to_token, cache)
+        write_kv(own.qkv, *own.rotary, own.norms, forward_batch.out_cache_loc, cache)
+        return attend(own.qkv, layer.scaling, self._requests, forward_batch.req_to_token_pool.req_to_token, cache)
 
     def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
         """Return the operator that computes whole layers, if it can."""

@@ -15,9 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, RadixAttention, positioned
-from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.kernels.attention import HeadNorms
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, Projected, RadixAttention, positioned
 
 MAX_RUNS = 8
 
@@ -61,17 +59,10 @@ class TorchAttentionBackend(AttentionBackend):
             self._plan.append(_Extend(start, length, _history(host[:count], device[:count])))
             start += length
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend, one request after the other."""
         cache = forward_batch.kv_cache
-        q, k, v = positioned(qkv, rotary, norms, layer.num_kv_heads)
+        q, k, v = positioned(own, layer.num_kv_heads)
         k, v = cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
         out = torch.empty_like(q)
         for extend in self._plan:
@@ -83,8 +74,8 @@ class TorchAttentionBackend(AttentionBackend):
                     parts.append(_attend(q[tokens], k[tokens], v[tokens], layer, causal=True))
                 out[tokens] = _merge(parts)
             else:
-                own = [(k[tokens], v[tokens])] if extend.length > 1 else []
-                keys, values = (torch.cat(part) for part in zip(*past, *own, strict=True))
+                new = [(k[tokens], v[tokens])] if extend.length > 1 else []
+                keys, values = (torch.cat(part) for part in zip(*past, *new, strict=True))
                 out[tokens] = _attend_masked(q[tokens], keys, values, layer)
         return out.flatten(1)
 

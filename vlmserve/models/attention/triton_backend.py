@@ -14,12 +14,11 @@ from vlmserve.models.attention.base import (
     AttentionBackend,
     AttentionSpec,
     ForwardBatch,
+    Projected,
     RadixAttention,
     position_and_store,
 )
-from vlmserve_common.compute.rotary import Rotation
 from vlmserve_common.compute.transfers import to_device
-from vlmserve_common.kernels.attention import HeadNorms
 from vlmserve_common.kernels.gpu.decode import SplitWorkspace, decode_attention
 from vlmserve_common.kernels.gpu.extend import extend_attention, extend_tiles, tile_tokens
 
@@ -51,16 +50,9 @@ class TritonAttentionBackend(AttentionBackend):
         """Note the step's requests; the kernels read the rest from its tensors."""
         self.init_forward_metadata(forward_batch)
 
-    def forward(
-        self,
-        qkv: torch.Tensor,
-        rotary: Rotation,
-        norms: HeadNorms | None,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend, with one kernel or both."""
-        q = position_and_store(qkv, rotary, norms, layer, forward_batch)
+        q = position_and_store(own, layer, forward_batch)
         cache = forward_batch.kv_cache.layers[layer.layer_id]
         table = forward_batch.req_to_token_pool.req_to_token
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
+from vlmserve_common.kernels.gpu.common import rounded
 
 _BLOCK, _WARPS = 1024, 4  # a load of 16 bytes a thread, of 16-bit elements
 
@@ -34,16 +33,3 @@ def silu_mul_kernel(product: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: 
     rest = tl.load(product + row * 2 * size + size + columns, mask=inside, other=0.0).to(tl.float32)
     gates = rounded(gates / (1.0 + tl.exp(-gates)), dtype).to(tl.float32)
     tl.store(out + row * size + columns, rounded(gates * rest, dtype), mask=inside)
-
-
-CATALOGUE = tuple(
-    Variant(
-        name=f"silu_mul: {dtype_name(dtype)}",
-        kernel=silu_mul_kernel,
-        signature={"product": pointer(dtype), "out": pointer(dtype), "size": "i32:16"},
-        constexprs={"BLOCK": _BLOCK},
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )
-    for dtype in (torch.bfloat16, torch.float32)
-)

@@ -1,37 +1,66 @@
-"""Every kernel in the variants that users meet, and the resources they need when compiled for a GPU, also without
-one."""
+"""Every kernel in the variants that users meet, and the resources they need when compiled for a GPU, also without one.
+
+The variants are those launched for tensors in the shapes of published models. These tensors have no memory, and
+launches are only noted.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from importlib import import_module
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.jit import KernelInterface
 
-from vlmserve_common.kernels.gpu.common import Variant
+from vlmserve_common.compute.expert_part import part_of_experts
+from vlmserve_common.compute.fp8 import FP8, GROUP, Blocks, ExpertScales
+from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
+from vlmserve_common.kernels.gpu import decode, extend, fp8, positions, sampling, segments
+from vlmserve_common.kernels.gpu.activation import silu_mul
+from vlmserve_common.kernels.gpu.experts import run_experts
+from vlmserve_common.kernels.gpu.norm import add_rms_norm, rms_norm
+from vlmserve_common.kernels.gpu.page_table import page_indices
 
-MODULES = (
-    "activation",
-    "attention_variants",
-    "experts",
-    "fp8",
-    "norm",
-    "page_table",
-    "positions",
-    "routing",
-    "sampling",
-)
-"""Modules of this package that have a CATALOGUE of variants."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+_BF16, _HALF, _FULL, _INT8, _INT, _LONG = (
+    torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int32, torch.int64,
+)  # fmt: skip
+_TYPES = {_FULL: "fp32", _BF16: "bf16", _HALF: "fp16", FP8: "fp8e4nv", _INT8: "i8", _INT: "i32", _LONG: "i64"}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_CACHES = ((_BF16, _BF16), (_BF16, FP8), (_BF16, _INT8), (_HALF, _HALF), (_FULL, _FULL))
+"""The dtypes of queries and of the cache."""
+_HEADS = ((128, 4), (128, 7), (64, 1), (72, 2), (80, 8), (96, 5), (256, 2))
+"""Elements, and query heads of a KV head."""
+_CONTEXT = 8191
+_HIDDEN, _INTERMEDIATE = 4096, 12288
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """name: unique, for people. kernel: a function under `triton.jit`. options: of its launch.
+
+    signature: Triton's types of the arguments at run time, in order; "*bf16:16" and "i32:16" are a pointer and a number
+    that are known to be multiples of 16, as those of tensors are that are launched. constexprs: the other arguments.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, object]
+    options: Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +78,180 @@ class Resources:
 
 
 def catalogue() -> tuple[Variant, ...]:
-    """All variants of all modules."""
-    modules = (import_module(f"{__package__}.{name}") for name in MODULES)
-    return tuple(variant for module in modules for variant in module.CATALOGUE)
+    """All variants of all kernels."""
+    found: dict[str, Variant] = {}
+    what = ""
+
+    def note_launches(kernel: Any, grid: object) -> Callable[..., None]:
+        def note(*args: Any, **kwargs: Any) -> None:
+            name = f"{kernel.fn.__name__.strip('_').removesuffix('_kernel')}: {what}"
+            if name in found:  # a sparse MLP's second product
+                name += ", again"
+            variant = _variant(name, kernel, args, kwargs)
+            if not any(replace(one, name=name) == variant for one in found.values()):
+                found[name] = variant
+
+        return note
+
+    launch = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = note_launches
+    try:
+        for what in _launches():  # noqa: B007  `note` reads it
+            pass
+    finally:
+        KernelInterface.__getitem__ = launch
+    return tuple(found.values())
+
+
+def _variant(name: str, kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Variant:
+    """Describe a launch as Triton specialises it."""
+    parameters = inspect.signature(kernel.fn).parameters
+    plain = kernel.do_not_specialize if hasattr(kernel, "do_not_specialize") else kernel.kwargs["do_not_specialize"]
+    given = dict(zip(parameters, args, strict=False)) | {key: kwargs[key] for key in kwargs if key in parameters}
+    signature: dict[str, str] = {}
+    for key, value in given.items():
+        if isinstance(value, torch.Tensor):
+            signature[key] = f"*{_TYPES[value.dtype]}:16"
+        elif "constexpr" not in str(parameters[key].annotation) and value is not None:
+            specialised = isinstance(value, int) and key not in (plain or ())
+            if not (specialised and value == 1):
+                kind = "fp32" if isinstance(value, float) else "i32"
+                signature[key] = f"{kind}:16" if specialised and value % 16 == 0 else kind
+    return Variant(
+        name=name,
+        kernel=kernel,
+        signature=signature,
+        constexprs={key: value for key, value in given.items() if key not in signature},
+        options={key: kwargs[key] for key in _OPTIONS if key in kwargs},
+    )
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _launches() -> Iterator[str]:
+    """Launch all kernels. Yields what the launches that follow are of."""
+    for (dtype, stored), (dim, group) in product(_CACHES, _HEADS):
+        if dtype == stored == _BF16 or (dim, group) in ((128, 4), (256, 2)):
+            yield f"{dtype_name(dtype)}, cache {dtype_name(stored)}, dim {dim}, group {group}"
+            _attend(dtype, stored, dim, group)
+    yield "some requests"
+    _attend(_BF16, _BF16, 128, 4, chosen=True)
+    for dim in (72, 256):
+        yield f"a long history, dim {dim}"
+        _attend(_BF16, _BF16, dim, 2, context=5 * _CONTEXT)
+    yield from _vision()
+    yield from _between_products()
+    yield from _products()
+
+
+def _attend(
+    dtype: torch.dtype, stored: torch.dtype, dim: int, group: int, *, chosen: bool = False, context: int = _CONTEXT
+) -> None:
+    kv_heads, batch = 4, 2
+    heads = kv_heads * group
+    q = _empty(batch, heads + 2 * kv_heads, dim, dtype=dtype)[:, :heads]
+    numbers = _empty(batch + 1, dtype=_INT)
+    rows = (_empty(batch + 1, context, dtype=_INT), _empty(batch, dtype=_LONG), numbers[:batch])
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "dim": dim, "context": context}
+    workspace = decode.SplitWorkspace.make(**sizes, device=q.device)
+    some = {"requests": numbers[:batch], "starts": numbers} if chosen else {}
+    cache, out = _cache(stored, kv_heads, dim), torch.empty_like(q)
+    decode.decode_attention(q, cache, *rows, scale=1.0, out=out, workspace=workspace, **some)
+    extend.extend_attention(q, cache, *rows, numbers, _empty(3, 2, dtype=_INT), scale=1.0, out=out)
+
+
+def _cache(stored: torch.dtype, kv_heads: int, dim: int) -> CacheLayer:
+    keys, scales = _empty(64, kv_heads, dim, dtype=stored), _empty(64, kv_heads, dtype=_FULL)
+    if stored == _INT8:
+        return CacheLayer(keys=keys, values=keys, key_scales=scales, value_scales=scales)
+    return CacheLayer(keys=keys, values=keys)
+
+
+def _vision() -> Iterator[str]:
+    heads = ((_BF16, 64), (_BF16, 72), (_BF16, 80), (_BF16, 128), (_HALF, 72), (_HALF, 80), (_FULL, 72), (_FULL, 80))
+    for dtype, dim in heads:
+        qkv, angles = _empty(100, 3, 16, dim, dtype=dtype), _empty(100, 1, dim, dtype=_FULL)
+        yield f"{dtype_name(dtype)}, dim {dim}"
+        segments.turn(qkv, angles, angles)
+        for rows in sorted({segments.tile_rows(dtype, longest) for longest in (64, 65)}):
+            yield f"{dtype_name(dtype)}, dim {dim}, tiles of {rows}"
+            segments.segment_attention(qkv, _empty(3, 3, dtype=_INT), rows)
+
+
+def _between_products() -> Iterator[str]:
+    for dtype, size in ((_BF16, 2048), (_BF16, 8192), (_FULL, 8192)):
+        x = _empty(3, size, dtype=dtype)
+        yield f"{dtype_name(dtype)}, {size}"
+        silu_mul(x)
+        rms_norm(x, x[0], 1e-6)
+        yield f"{dtype_name(dtype)}, {size}, behind a sum"
+        add_rms_norm(x, x, x[0], 1e-6)
+    for dtype, stored, dim in (*((*dtypes, 128) for dtypes in _CACHES), (_BF16, _BF16, 80)):
+        qkv, turns, weight = _empty(3, 32, dim, dtype=dtype), _empty(3, 1, dim, dtype=dtype), _empty(dim, dtype=dtype)
+        norms = None if dim == 80 else HeadNorms(q_weight=weight, k_weight=weight, eps=1e-6)
+        yield f"{dtype_name(dtype)}, cache {dtype_name(stored)}, dim {dim}{'' if norms is None else ', normalised'}"
+        positions.position_and_store(qkv, (turns, turns), norms, _empty(3, dtype=_LONG), _cache(stored, 8, dim))
+    yield "pages of 16"
+    numbers = _empty(4, dtype=_INT)
+    page_indices(_empty(4, 4095, dtype=_INT), _empty(3, dtype=_LONG), numbers, numbers, page_size=16, most=3)
+    scores, ids = _empty(2, 150_001, dtype=_FULL), _empty(2, 150_001, dtype=_LONG)
+    for name, some in (("all tokens", None), ("some tokens", ids)):
+        yield name
+        sampling.choose(scores, some, ids[:, 0], ids[:, 0])
+
+
+def _products() -> Iterator[str]:
+    for total, rows, dtype, biased in (
+        *((total, rows, _BF16, False) for total in (1, 64, 8192) for rows in (GROUP, 1)),
+        *((total, GROUP, _BF16, True) for total in (1, 8192)),
+        *((1, GROUP, dtype, False) for dtype in (_HALF, _FULL)),
+    ):
+        bias = _empty(_INTERMEDIATE, dtype=dtype) if biased else None
+        scales = _empty(_INTERMEDIATE // rows, _HIDDEN // GROUP, dtype=_FULL)
+        yield f"{dtype_name(dtype)}, {total} rows, blocks of {rows} outputs{', bias' if biased else ''}"
+        weight = _empty(_INTERMEDIATE, _HIDDEN, dtype=FP8)
+        fp8.block_linear(_empty(total, _HIDDEN, dtype=dtype), weight, scales, bias, rows=rows)
+    for size, scale in ((_HIDDEN, None), (_INTERMEDIATE, None), (_INTERMEDIATE, _empty(1, dtype=_FULL))):
+        yield f"groups of {size}{'' if scale is None else ', scale given'}"
+        fp8.quantize(_empty(2, size, dtype=_BF16), size, scale)
+    many = {_BF16: (8, 4096, 16384), _HALF: (16384,), _FULL: (8,)}
+    for dtype, inputs_first, scaled in product(many, (True, False), (True, False)):
+        for rows in many[dtype] if dtype == _BF16 or not scaled else ():
+            yield f"{dtype_name(dtype)}, {rows} rows, inputs {'first' if inputs_first else 'last'}, {scaled=}"
+            _run_experts(dtype, rows // 8, inputs_first=inputs_first, scaled=scaled)
+    from vlmserve_common.kernels.gpu.routing import route
+
+    for dtype, experts in product((_BF16, _FULL), (128, 512)):
+        yield f"{dtype_name(dtype)}, {experts} experts"
+        route(_empty(2, experts, dtype=dtype), 8)
+
+
+def _run_experts(dtype: torch.dtype, tokens: int, *, inputs_first: bool, scaled: bool) -> None:
+    """In the shapes of 30B-A3B and 235B-A22B."""
+    experts, chosen, size, inner = 128, 8, 2048, 768
+    kind = FP8 if scaled else dtype
+    gate_up, down = _empty(experts, 2 * inner, size, dtype=kind), _empty(experts, size, inner, dtype=kind)
+    if inputs_first:
+        gate_up, down = gate_up.mT.contiguous().mT, down.mT.contiguous().mT
+    with torch.device("meta"):
+        blocks = Blocks(outputs=GROUP, inputs=GROUP)
+        scales = ExpertScales(part_of_experts(experts, inner), size, (blocks, blocks)) if scaled else None
+    x, ids = _empty(tokens, size, dtype=dtype), _empty(tokens, chosen, dtype=_INT)
+    run_experts(x, ids, torch.empty_like(ids, dtype=dtype), gate_up, down, x, scales)
 
 
 def compiled(variant: Variant, capability: int = 90) -> Resources:
     """Compile a variant; not under Triton's interpreter. Whatever the compiler raises."""
-    names = variant.kernel.arg_names
     signature, attributes = {}, {}
-    for index, name in enumerate(names):
+    for index, name in enumerate(variant.kernel.arg_names):
         kind, _, multiple = variant.signature.get(name, "constexpr").partition(":")
         signature[name] = kind
         if multiple:
             attributes[(index,)] = [["tt.divisibility", int(multiple)]]
     source = ASTSource(variant.kernel, signature, dict(variant.constexprs), attributes)
-    options = {name: getattr(variant, name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()

@@ -1,4 +1,4 @@
-"""Parts that the kernels' modules share: rounding and softmax inside kernels, and descriptions of compiled kernels.
+"""Parts that the kernels' modules share: rounding and softmax inside kernels.
 
 Triton's interpreter runs the kernels where there is no GPU. Two of its operations differ from a GPU's. Its `tl.dot` is
 exact in float32 and float16 and plainly wrong in bfloat16. Its conversion cuts bfloat16 off and rounds 8-bit floats
@@ -7,11 +7,8 @@ wrongly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -19,38 +16,16 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs the kernels, on a CPU; this is settled when Triton is imported. Kernels that
 multiply matrices take it as a constexpr, and widen bfloat16 first if it is true."""
 _INTERPRETED = tl.constexpr(INTERPRETED)
-TYPES: Mapping[torch.dtype, str] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.int8: "i8",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-"""Triton's names of the dtypes of a tensor's elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
-    """name: unique, for people. kernel: a function under `triton.jit`.
+class Shape:
+    """The shape of an attention kernel's programs: rows of a tile, keys of a block, warps, stages of the pipeline."""
 
-    signature: Triton's types of the arguments at run time, in order; "*bf16:16" and "i32:16" are a pointer and a number
-    that are known to be multiples of 16, as those of tensors are that are launched. constexprs: the other arguments.
-    """
-
-    name: str
-    kernel: Any
-    signature: Mapping[str, str]
-    constexprs: Mapping[str, object]
-    num_warps: int = 4
-    num_stages: int = 3
-    enable_fp_fusion: bool = True
-
-
-def pointer(dtype: torch.dtype) -> str:
-    """The type of a tensor argument whose memory is aligned, as torch's is."""
-    return f"*{TYPES[dtype]}:16"
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
 @triton.jit

@@ -88,14 +88,7 @@ def decode_attention(
     shared = {"SPLITS": splits, "SHORTEST": SHORTEST_SPLIT, "HEADS": heads, "DIM": dim, "CHOSEN": requests is not None}
     block_n, warps, stages = block_shape(q.dtype, dim)
     split_kernel[kv_heads * head_blocks, workers, batch](
-        q,
-        cache.keys,
-        cache.values,
-        cache.key_scales if cache.key_scales is not None else seq_lens,
-        cache.value_scales if cache.value_scales is not None else seq_lens,
-        table,
-        req_pool_indices,
-        seq_lens,
+        *paged(q, cache, table, req_pool_indices, seq_lens),
         *chosen,
         workspace.partial,
         workspace.logs,
@@ -125,6 +118,14 @@ def decode_attention(
         num_warps=merge_warps(splits, dim),
         enable_fp_fusion=True,
     )
+
+
+def paged(
+    q: torch.Tensor, cache: CacheLayer, table: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The first arguments of kernels that attend; other tensors stand for scales that are not there."""
+    scales = (seq_lens if scales is None else scales for scales in (cache.key_scales, cache.value_scales))
+    return q, cache.keys, cache.values, *scales, table, req_pool_indices, seq_lens
 
 
 def padded(dim: int) -> int:

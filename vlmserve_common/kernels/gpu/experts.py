@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.compute.fp8 import FP8
-from vlmserve_common.compute.fp8_experts import Blocks, ExpertScales, step_of
-from vlmserve_common.kernels.gpu.common import INTERPRETED, TYPES, Variant, pointer, rounded
+from vlmserve_common.compute.fp8 import Blocks, ExpertScales, step_of
+from vlmserve_common.kernels.gpu.common import INTERPRETED, rounded
 from vlmserve_common.kernels.gpu.routing import make_plan
 
 _COLUMNS = 1024  # of a row that a program adds up
@@ -223,72 +222,3 @@ def sum_kernel(
     if ADDED:
         total += tl.load(residual + token * size + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * size + columns, rounded(total, out.dtype.element_ty), mask=inside)
-
-
-def _grouped(dtype: torch.dtype, rows: int, *, gated: bool, inputs_first: bool, scaled: bool = False) -> Variant:
-    tile = tile_for(rows, 128, dtype, gated=gated)
-    strides = {"output_stride": "i32:16", "input_stride": "i32:16"}
-    unit = "output_stride" if inputs_first else "input_stride"
-    del strides[unit]
-    return Variant(
-        name=f"experts: {'gate and up' if gated else 'down'}, {TYPES[dtype]}, {rows} rows, {unit} 1"
-        + (", 8-bit weights" if scaled else ""),
-        kernel=grouped_kernel,
-        signature={
-            "x": pointer(dtype),
-            "weights": pointer(FP8 if scaled else dtype),
-            "out": pointer(dtype),
-            **{name: pointer(torch.int32) for name in ("order", "blocks")},
-            **dict.fromkeys(("outputs", "inputs", "expert_stride"), "i32:16"),
-            **strides,
-            "scales": pointer(torch.float32 if scaled else dtype),
-            "expert_scales": "i32",
-            "output_scales": "i32",
-        },
-        constexprs={
-            unit: 1,
-            "CHOSEN": 8,
-            "GATED": gated,
-            "SCALED": scaled,
-            "SCALE_OUTPUTS": 128 if scaled else 1,
-            "SCALE_INPUTS": 128 if scaled else tile.inputs,
-            "ROWS": tile.rows,
-            "OUTPUTS": tile.outputs,
-            "INPUTS": tile.inputs,
-            "WIDEN": False,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-
-
-CATALOGUE = (
-    *(
-        _grouped(dtype, rows, gated=gated, inputs_first=inputs_first)
-        for dtype, many in ((torch.bfloat16, (8, 4096, 16384)), (torch.float16, (16384,)), (torch.float32, (8,)))
-        for rows in many
-        for gated in (True, False)
-        for inputs_first in (True, False)
-    ),
-    *(
-        _grouped(torch.bfloat16, rows, gated=gated, inputs_first=inputs_first, scaled=True)
-        for rows in (8, 4096, 16384)
-        for gated in (True, False)
-        for inputs_first in (True, False)
-    ),
-    *(
-        Variant(
-            name=f"experts: sum, {TYPES[dtype]}",
-            kernel=sum_kernel,
-            signature={
-                "made": pointer(dtype),
-                "ids": pointer(torch.int32),
-                **{name: pointer(dtype) for name in ("scores", "residual", "out")},
-                "size": "i32:16",
-            },
-            constexprs={"CHOSEN": 8, "ADDED": True, "COLUMNS": _COLUMNS},
-        )
-        for dtype in (torch.bfloat16, torch.float32)
-    ),
-)
-"""The kernels in the shapes of 30B-A3B and 235B-A22B; see `variant`."""

@@ -9,7 +9,6 @@ its answer does not depend on these.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,25 +16,15 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.kernels.attention import CacheLayer
-from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
-from vlmserve_common.kernels.gpu.decode import padded
+from vlmserve_common.kernels.gpu.common import INTERPRETED, Shape, weigh
+from vlmserve_common.kernels.gpu.decode import padded, paged
 
 
-@dataclass(frozen=True, kw_only=True)
-class TileShape:
-    """Rows of a tile, keys of a block, warps, stages of the pipeline."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_shape(dtype: torch.dtype, dim: int) -> TileShape:
+def tile_shape(dtype: torch.dtype, dim: int) -> Shape:
     """Five stages: slots are loaded two blocks ahead, keys and values by them one block later."""
     if dtype == torch.float32:
-        return TileShape(rows=32, keys=16, warps=8, stages=2)  # on no tensor core: operands are in registers
-    return TileShape(rows=128, keys=64 if dim <= 128 else 32, warps=8, stages=5)
+        return Shape(rows=32, keys=16, warps=8, stages=2)  # on no tensor core: operands are in registers
+    return Shape(rows=128, keys=64 if dim <= 128 else 32, warps=8, stages=5)
 
 
 def tile_tokens(q_dtype: torch.dtype, cache: CacheLayer, heads: int) -> int:
@@ -83,14 +72,7 @@ def extend_attention(
     shape = tile_shape(q.dtype, dim)
     # in one dimension, since a grid's second and third ones end at 65535
     extend_kernel[(kv_heads * len(tiles),)](
-        q,
-        cache.keys,
-        cache.values,
-        cache.key_scales if cache.key_scales is not None else seq_lens,
-        cache.value_scales if cache.value_scales is not None else seq_lens,
-        table,
-        req_pool_indices,
-        seq_lens,
+        *paged(q, cache, table, req_pool_indices, seq_lens),
         starts,
         tiles,
         out,

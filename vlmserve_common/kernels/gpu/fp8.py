@@ -13,11 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.kernels.gpu.common import INTERPRETED, Variant, pointer, rounded
+from vlmserve_common.compute.fp8 import FP8, GROUP
+from vlmserve_common.kernels.gpu.common import INTERPRETED, rounded
 
-FP8 = torch.float8_e4m3fn
-GROUP = 128
 _ROUNDED = 16  # groups that a program rounds
 _MOST, _SMALLEST = tl.constexpr(448.0), tl.constexpr(1e-12)
 
@@ -188,71 +186,3 @@ def rounding_of(group: int) -> tuple[int, int, int]:
     """For groups of so many columns: columns of a block, groups and warps of a program."""
     block = triton.next_power_of_2(group)
     return block, _ROUNDED if block <= GROUP else 1, 4 if block <= 4096 else 8
-
-
-_FP8, _FLOATS, _MULTIPLE = pointer(FP8), pointer(torch.float32), "i32:16"
-_HIDDEN, _INTERMEDIATE = 4096, 12288
-
-
-def _linear(dtype: torch.dtype, total: int, rows: int, *, bias: bool) -> Variant:
-    tiling = tiling_of(total, rows)
-    what = f"{total} rows, blocks of {rows} outputs{', bias' if bias else ''}"
-    return Variant(
-        name=f"fp8 linear: {dtype_name(dtype)}, {what}",
-        kernel=block_linear_kernel,
-        signature={
-            "x_ptr": _FP8,
-            "x_stride": _MULTIPLE,
-            "x_scales_ptr": _FLOATS,
-            "weight_ptr": _FP8,
-            "scales_ptr": _FLOATS,
-            "out_ptr": pointer(dtype),
-            "total": "i32",
-            "outer": _MULTIPLE,
-            "inner": _MULTIPLE,
-            "groups": _MULTIPLE,
-        }
-        | ({"bias_ptr": pointer(dtype)} if bias else {}),
-        constexprs={
-            "SCALE_ROWS": rows,
-            "BIAS": bias,
-            "INTERPRETED": False,
-            "K": GROUP,
-            **{name: tiling[name] for name in ("M", "N", "BAND")},
-        }
-        | ({} if bias else {"bias_ptr": None}),
-        num_warps=tiling["num_warps"],
-        num_stages=tiling["num_stages"],
-    )
-
-
-def _quantize(dtype: torch.dtype, group: int, *, given: bool) -> Variant:
-    block, count, warps = rounding_of(group)
-    return Variant(
-        name=f"fp8 quantize: {dtype_name(dtype)}, groups of {group}{', scale given' if given else ''}",
-        kernel=quantize_kernel,
-        signature={
-            "x_ptr": pointer(dtype),
-            "x_stride": _MULTIPLE,
-            "numbers_ptr": _FP8,
-            "scales_ptr": _FLOATS,
-            "total": "i32",
-            "inner": _MULTIPLE,
-            "groups": "i32",
-        }
-        | ({"given_ptr": _FLOATS} if given else {}),
-        constexprs={"GROUP_SIZE": group, "BLOCK": block, "COUNT": count, "GIVEN": given}
-        | ({} if given else {"given_ptr": None}),
-        num_warps=warps,
-    )
-
-
-CATALOGUE: tuple[Variant, ...] = (
-    *(_linear(torch.bfloat16, total, rows, bias=False) for total in (1, 64, 8192) for rows in (128, 1)),
-    *(_linear(torch.bfloat16, total, 128, bias=True) for total in (1, 8192)),
-    _linear(torch.float16, 1, 128, bias=False),
-    _linear(torch.float32, 1, 128, bias=False),
-    *(_quantize(torch.bfloat16, group, given=False) for group in (GROUP, _HIDDEN, _INTERMEDIATE)),
-    _quantize(torch.bfloat16, _INTERMEDIATE, given=True),
-    _quantize(torch.float16, GROUP, given=False),
-)

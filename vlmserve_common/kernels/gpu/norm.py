@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
+from vlmserve_common.kernels.gpu.common import rounded
 
 _ELEMENTS_A_WARP = 512  # two loads of 16 bytes a thread, of 16-bit elements
 
@@ -72,18 +71,3 @@ def rms_norm_kernel(
     quotient = rounded(wide * scale, dtype).to(tl.float32)
     factor = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row + columns, rounded(quotient * factor, dtype), mask=inside)
-
-
-CATALOGUE = tuple(
-    Variant(
-        name=f"rms_norm: {dtype_name(dtype)}, {size}{', behind a sum' if add else ''}",
-        kernel=rms_norm_kernel,
-        signature={name: pointer(dtype) for name in ("x", *(["residual"] if add else []), "weight", "out")}
-        | {"eps": "fp32", "size": "i32:16"},
-        constexprs={"ADD": add, "BLOCK": triton.next_power_of_2(size)} | ({} if add else {"residual": None}),
-        num_warps=_warps(triton.next_power_of_2(size)),
-        enable_fp_fusion=False,
-    )
-    for dtype, size in ((torch.bfloat16, 2048), (torch.bfloat16, 8192), (torch.float32, 8192))
-    for add in (False, True)
-)

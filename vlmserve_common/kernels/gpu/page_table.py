@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.common import Variant
-
 _BLOCK = 1024
 
 
@@ -39,13 +37,3 @@ def page_indices(
     pages of the request that has most."""
     grid = (len(rows), triton.cdiv(most, _BLOCK))
     _page_indices[grid](table, table.stride(0), rows, starts, out, PAGE_SIZE=page_size, BLOCK=_BLOCK)
-
-
-CATALOGUE = (
-    Variant(
-        name="page indices: pages of 16",
-        kernel=_page_indices,
-        signature={"table": "*i32:16", "table_stride": "i32", "rows": "*i64:16", "starts": "*i32:16", "out": "*i32:16"},
-        constexprs={"PAGE_SIZE": 16, "BLOCK": _BLOCK},
-    ),
-)

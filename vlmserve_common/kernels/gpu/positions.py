@@ -15,9 +15,8 @@ import triton.language as tl
 
 from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.rotary import Rotation
-from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
-from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
+from vlmserve_common.kernels.gpu.common import rounded
 
 # Tokens of a program, which has one head of each: 16 bytes a thread of two warps, of 64 16-bit elements each half.
 _TOKENS, _WARPS = 8, 2
@@ -195,36 +194,3 @@ def _store(
         first, second = rounded(first, stored), rounded(second, stored)
     tl.store(where, first.to(stored), mask=inside)
     tl.store(where + HALF, second.to(stored), mask=inside)
-
-
-def _variant(dtype: torch.dtype, cache_dtype: torch.dtype, dim: int, *, norm: bool) -> Variant:
-    absent: tuple[str, ...] = () if norm else ("q_weight", "k_weight")
-    if cache_dtype != torch.int8:
-        absent = (*absent, "key_scales", "value_scales")
-    types = dict.fromkeys(("qkv", "q", "cos", "sin", "q_weight", "k_weight"), pointer(dtype))
-    types |= {"eps": "fp32", "slots": pointer(torch.int64), "tokens": "i32"}
-    types |= dict.fromkeys(("keys", "values"), pointer(cache_dtype))
-    types |= dict.fromkeys(("key_scales", "value_scales"), pointer(torch.float32))
-    sizes = {"HEADS": 16, "KV_HEADS": 8, "HALF": dim // 2, "BLOCK": triton.next_power_of_2(dim // 2), "TOKENS": _TOKENS}
-    return Variant(
-        name=f"position_and_store: {dtype_name(dtype)}, cache {dtype_name(cache_dtype)}, dim {dim}"
-        f"{', normalised' if norm else ''}",
-        kernel=position_and_store_kernel,
-        signature={name: kind for name, kind in types.items() if name not in absent},
-        constexprs={**sizes, "NORM": norm, **dict.fromkeys(absent)},
-        num_warps=_WARPS,
-        enable_fp_fusion=False,
-    )
-
-
-CATALOGUE = tuple(
-    _variant(dtype, cache_dtype, dim, norm=norm)
-    for dtype, cache_dtype, dim, norm in (
-        (torch.bfloat16, torch.bfloat16, 128, True),
-        (torch.bfloat16, torch.bfloat16, 80, False),
-        (torch.bfloat16, torch.float8_e4m3fn, 128, True),
-        (torch.bfloat16, torch.int8, 128, True),
-        (torch.float16, torch.float16, 128, True),
-        (torch.float32, torch.float32, 128, True),
-    )
-)

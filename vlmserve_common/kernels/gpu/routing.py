@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.common import Variant, pointer, rounded
+from vlmserve_common.kernels.gpu.common import rounded
 
 _SCANNED = 1024  # rows that a program looks at at a time
 
@@ -30,7 +30,7 @@ class Plan:
 
 
 def route(logits: torch.Tensor, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.packed_experts.route`; ids are int32."""
+    """See `kernels.packed_linear.route`; ids are int32."""
     rows, experts = logits.shape
     ids = torch.empty((rows, chosen), dtype=torch.int32, device=logits.device)
     scores = torch.empty((rows, chosen), dtype=logits.dtype, device=logits.device)
@@ -137,25 +137,3 @@ def plan_kernel(
     if expert == 0:
         for block in range(tl.sum(needed, 0), most):
             tl.store(blocks + block * 3 + 2, 0)
-
-
-CATALOGUE = (
-    *(
-        Variant(
-            name=f"route: {name}, {experts} experts",
-            kernel=route_kernel,
-            signature={"logits": pointer(dtype), "ids": pointer(torch.int32), "scores": pointer(dtype)},
-            constexprs={"EXPERTS": experts, "CHOSEN": 8, "BLOCK": experts, "BLOCK_CHOSEN": 8},
-            num_warps=1,
-        )
-        for name, dtype in (("bfloat16", torch.bfloat16), ("float32", torch.float32))
-        for experts in (128, 512)
-    ),
-    Variant(
-        name="plan: 128 experts",
-        kernel=plan_kernel,
-        signature={name: pointer(torch.int32) for name in ("ids", "order", "blocks")} | {"rows": "i32", "most": "i32"},
-        constexprs={"EXPERTS": 128, "SIZE": 128, "BLOCK": 128, "SCANNED": _SCANNED},
-    ),
-)
-"""The kernels in the shapes of 30B-A3B and 235B-A22B; see `variant`."""

@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.common import Variant, pointer
-
 _BLOCK, _WARPS = 2048, 8
 _SPLITS = 128
 
@@ -106,28 +104,3 @@ def _mixed(x: tl.tensor) -> tl.tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * tl.full((), -4658895280553007687, tl.int64)
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * tl.full((), -7723592293110705685, tl.int64)
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-CATALOGUE = (
-    *(
-        Variant(
-            name=f"noisy_best: of {'some' if some else 'all'} tokens",
-            kernel=noisy_best_kernel,
-            signature={"scores": pointer(torch.float32), "best": pointer(torch.float32), "width": "i32"}
-            | dict.fromkeys((*(["ids"] if some else []), "seeds", "output_indices", "tokens"), pointer(torch.int64)),
-            constexprs={"IDS": some, "BLOCK": _BLOCK} | ({} if some else {"ids": None}),
-            num_warps=_WARPS,
-            enable_fp_fusion=False,
-        )
-        for some in (False, True)
-    ),
-    Variant(
-        name=f"best_of_splits: {_SPLITS}",
-        kernel=best_of_splits_kernel,
-        signature={"best": pointer(torch.float32), "tokens": pointer(torch.int64), "out": pointer(torch.int64)}
-        | {"splits": "i32"},
-        constexprs={"BLOCK": _SPLITS},
-        num_warps=1,
-        enable_fp_fusion=False,
-    ),
-)

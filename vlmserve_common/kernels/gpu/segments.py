@@ -7,31 +7,21 @@ the time.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from vlmserve_common.kernels.gpu.common import INTERPRETED, weigh
+from vlmserve_common.kernels.gpu.common import INTERPRETED, Shape, weigh
 
 TURNED_ROWS = 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """Keys of a block, warps, stages of the pipeline."""
-
-    keys: int
-    warps: int
-    stages: int
-
-
-def block_shape(dtype: torch.dtype, dim: int, rows: int) -> BlockShape:
+def block_shape(dtype: torch.dtype, dim: int, rows: int) -> Shape:
     """For tiles of so many rows."""
     if dtype == torch.float32:
-        return BlockShape(keys=16, warps=8, stages=2)  # on no tensor core: operands are in registers
-    return BlockShape(keys=64 if dim <= 128 else 32, warps=4 if rows == 64 else 8, stages=3)
+        return Shape(rows=rows, keys=16, warps=8, stages=2)  # on no tensor core: operands are in registers
+    return Shape(rows=rows, keys=64 if dim <= 128 else 32, warps=4 if rows == 64 else 8, stages=3)
 
 
 def turn(qkv: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:

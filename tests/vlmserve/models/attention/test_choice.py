@@ -11,7 +11,7 @@ import torch
 
 from tests.vlmserve.models.attention import fake_flashinfer
 from tests.vlmserve.models.attention.test_flashinfer_backend import SPEC
-from vlmserve.models.attention import choice, trial
+from vlmserve.models.attention import choice
 from vlmserve.models.attention.choice import Candidate, choose_backend, try_candidate
 from vlmserve.models.attention.flashinfer_backend import FlashInferAttentionBackend
 from vlmserve.models.attention.native_backend import NativeAttentionBackend
@@ -57,7 +57,7 @@ def on_a_gpu(monkeypatch):
         if broken:
             raise broken[0]
 
-    real = trial.run_trial
+    real = choice.run_trial
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(choice, "run_trial", lambda backend, spec: real(backend, SPEC))
     return broken

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve.models.attention import fake_flashinfer
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention import trial
+from vlmserve.models.attention import choice
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.flashinfer_backend import FlashInferAttentionBackend, lacks, workspace_bytes
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
@@ -42,7 +42,7 @@ def spec(**changes):
 
 
 def agrees(backend, about, requests):
-    got, want = (trial._attend(each, about, requests) for each in (backend, TorchAttentionBackend()))
+    got, want = (choice._attend(each, about, requests) for each in (backend, TorchAttentionBackend()))
     return torch.allclose(got, want, atol=2e-2 if about.dtype == torch.bfloat16 else 3e-3)
 
 
@@ -108,7 +108,7 @@ def test_longer_requests_than_the_buffers_were_made_for_are_not_written_behind_t
     backend = FlashInferAttentionBackend(SPEC)
     backend.init_graph_state(1, ReqToTokenPool(1, 8, torch.device("cpu")))
     with pytest.raises(AssertionError, match="longer requests"):
-        trial._attend(_Captured(backend), SPEC, [(12, 1)])
+        choice._attend(_Captured(backend), SPEC, [(12, 1)])
 
 
 def test_the_next_plan_waits_for_the_last_one_to_be_copied(monkeypatch):
@@ -126,14 +126,14 @@ def test_the_next_plan_waits_for_the_last_one_to_be_copied(monkeypatch):
     monkeypatch.setattr(fake_flashinfer, "plans", said)
     monkeypatch.setattr(torch.cuda, "current_stream", str)
     for requests in ([(3, 1)], [(3, 2)]):
-        trial._attend(backend, SPEC, requests)
+        choice._attend(backend, SPEC, requests)
     decode, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
     assert said == ["wait", decode, "record on cpu", "wait", prefill, "record on cpu"]
 
 
 def test_a_cache_that_ends_within_a_page_is_read_by_slots(monkeypatch):
-    whole = trial.KVCache
-    monkeypatch.setattr(trial, "KVCache", lambda num_slots, **more: whole(num_slots=num_slots + 1, **more))
+    whole = choice.KVCache
+    monkeypatch.setattr(choice, "KVCache", lambda num_slots, **more: whole(num_slots=num_slots + 1, **more))
     backend = FlashInferAttentionBackend(SPEC)
     assert agrees(backend, SPEC, [(9, 3), (0, 1)])
     assert backend._page_size == 1
@@ -153,7 +153,7 @@ def test_workspaces_are_shared():
         before = len(backend._workspace)
         backend.init_graph_state(largest, ReqToTokenPool(2, 40, torch.device("cpu")))
         assert (len(backend._workspace) > before) == grows
-        trial._attend(_Captured(backend), SPEC, [(3, 1)])
+        choice._attend(_Captured(backend), SPEC, [(3, 1)])
         wrappers = (backend._decode, backend._prefill, backend._current)
         shared = (backend._workspace.data_ptr(), backend._int_workspace.data_ptr())
         assert {(each.workspace.data_ptr(), each.int_workspace.data_ptr()) for each in wrappers} == {shared}

@@ -26,29 +26,22 @@ PREFILL_PLAN = f"""self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_
     pos_encoding_mode='NONE', use_fp16_qk_reduction=False, sm_scale=None, window_left=-1, logits_soft_cap=None,
     rope_scale=None, rope_theta=None, {DTYPES}, non_blocking=True"""
 RESET = "self, float_workspace_buffer, int_workspace_buffer"
-REAL = {
-    "0.6.6": {
-        (DECODE, "__init__"): DECODE_INIT,
-        (DECODE, "plan"): f"{DECODE_PLAN}, {PLACES}, {DTYPES}, data_type=None, sm_scale=None, rope_scale=None",
-        (DECODE, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
-        (DECODE, "reset_workspace_buffer"): RESET,
-        (PREFILL, "__init__"): PREFILL_INIT,
-        (PREFILL, "plan"): PREFILL_PLAN,
-        (PREFILL, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
-        (PREFILL, "reset_workspace_buffer"): RESET,
-    },
-    "0.7.2": {
-        (DECODE, "__init__"): DECODE_INIT,
-        # `plan` takes what follows the page size by keyword only, and hands it to `_plan_impl`
-        (DECODE, "plan"): f"{DECODE_PLAN}, *, {PLACES}, window_right=0, {DTYPES}, data_type=None, sm_scale=None",
-        (DECODE, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
-        (DECODE, "reset_workspace_buffer"): RESET,
-        (PREFILL, "__init__"): f"{PREFILL_INIT}, variant_owns_mask=False",
-        (PREFILL, "plan"): PREFILL_PLAN,
-        (PREFILL, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
-        (PREFILL, "reset_workspace_buffer"): RESET,
-    },
+_0_6_6 = {
+    (DECODE, "__init__"): DECODE_INIT,
+    (DECODE, "plan"): f"{DECODE_PLAN}, {PLACES}, {DTYPES}, data_type=None, sm_scale=None, rope_scale=None",
+    (DECODE, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
+    (DECODE, "reset_workspace_buffer"): RESET,
+    (PREFILL, "__init__"): PREFILL_INIT,
+    (PREFILL, "plan"): PREFILL_PLAN,
+    (PREFILL, "run"): f"self, q, paged_kv_cache, *args, {SCALES}",
+    (PREFILL, "reset_workspace_buffer"): RESET,
 }
+_0_7_2 = {
+    # `plan` takes what follows the page size by keyword only, and hands it to `_plan_impl`
+    (DECODE, "plan"): f"{DECODE_PLAN}, *, {PLACES}, window_right=0, {DTYPES}, data_type=None, sm_scale=None",
+    (PREFILL, "__init__"): f"{PREFILL_INIT}, variant_owns_mask=False",
+}
+REAL = {"0.6.6": _0_6_6, "0.7.2": _0_6_6 | _0_7_2}
 """Version -> (class, method) -> parameters, up to the last one that the stand-in has, without their types."""
 
 
@@ -89,12 +82,3 @@ def test_the_stand_in_has_the_signatures_of_the_installed_package():
 
     for kind, method in REAL["0.7.2"]:
         check(signature(kind, method), inspect.signature(getattr(getattr(flashinfer, kind), method)))
-
-
-@pytest.mark.parametrize(
-    "other",
-    ["self, q, paged, *, out=None", "self, paged_kv_cache, q, *, out=None", "self, q, paged_kv_cache, pages, *, out"],
-)
-def test_a_signature_that_differs_is_noticed(other):
-    with pytest.raises(AssertionError):
-        check(signature(DECODE, "run"), written(other))

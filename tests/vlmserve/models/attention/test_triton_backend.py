@@ -12,8 +12,7 @@ from tests.vlmserve.reference import conversations
 from tests.vlmserve_common.kernels.paged_step import DEVICE, PagedStep, make_step
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine import build
-from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, ForwardBatch, ForwardMode, RadixAttention
+from vlmserve.models.attention.base import AttentionBackend, AttentionSpec, RadixAttention
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.attention.triton_backend import TritonAttentionBackend
 from vlmserve_common.compute.rotary import rotation
@@ -32,31 +31,9 @@ SPEC = AttentionSpec(
 )
 
 
-def forward_batch(step: PagedStep, backend: AttentionBackend) -> ForwardBatch:
-    pool = ReqToTokenPool(*step.table.shape, DEVICE)
-    pool.req_to_token = step.table
-    prefixes, new = (list(part) for part in zip(*step.lengths, strict=True))
-    rows = zip(step.req_pool_indices.tolist(), prefixes, new, strict=True)
-    out_cache_loc = torch.cat([step.table[row, past : past + count] for row, past, count in rows]).long()
-    return ForwardBatch(
-        forward_mode=ForwardMode.DECODE if set(new) == {1} else ForwardMode.MIXED,
-        input_ids=torch.zeros(0),
-        positions=torch.zeros(0),
-        req_pool_indices=step.req_pool_indices,
-        seq_lens=step.seq_lens,
-        extend_start_loc=step.starts,
-        prefix_lens=prefixes,
-        extend_lens=new,
-        out_cache_loc=out_cache_loc,
-        req_to_token_pool=pool,
-        kv_cache=step.cache,
-        attn_backend=backend,
-    )
-
-
 def attended(step: PagedStep, backend: AttentionBackend, *, graph: bool = False) -> torch.Tensor:
     """Of the step's queries, and keys and values that are written on the way."""
-    batch = forward_batch(step, backend)
+    batch = step.batch(backend)
     (backend.init_graph_metadata if graph else backend.init_forward_metadata)(batch)
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(len(step.q), HEADS[0] + 2 * HEADS[1], DIM, generator=generator).to(DEVICE)
@@ -78,7 +55,7 @@ def test_it_is_torch_s(lengths):
 def test_one_workspace_for_all_steps_that_fit():
     backend = TritonAttentionBackend(SPEC)
     step = make_step([(20, 1), (3, 1)], heads=HEADS, dim=DIM)
-    backend.init_graph_state(8, forward_batch(step, backend).req_to_token_pool)
+    backend.init_graph_state(8, step.batch(backend).req_to_token_pool)
     assert backend.can_capture
     attended(step, backend, graph=True)
     first = backend._workspaces[-1]
@@ -98,7 +75,7 @@ def test_what_is_reserved_is_enough_for_steps_and_graphs():
     rows, context = step.table.shape
     backend.reserve(rows, context)
     [reserved] = backend._workspaces
-    backend.init_graph_state(rows, forward_batch(step, backend).req_to_token_pool)
+    backend.init_graph_state(rows, step.batch(backend).req_to_token_pool)
     attended(step, backend, graph=True)
     attended(step, backend)
     assert backend._workspaces == [reserved]
