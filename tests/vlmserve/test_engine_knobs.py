@@ -81,11 +81,11 @@ def test_equals_transformers_and_caches_never_mix_knobs(family):
 
 SHORT = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
 VIDEO = {"type": "video", "video": make_clip(5, width=113, height=85, fps=2)}
-CLIP = [{"role": "user", "content": [VIDEO, {"type": "text", "text": "What is this?"}]}]
+ASKED = [{"role": "user", "content": [VIDEO, {"type": "text", "text": "What is this?"}]}]
 
 
 def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
-    asked = [*conversations()[1:], CLIP]
+    asked = [*conversations()[1:], ASKED]
     return [
         (answer.token_ids, [one.logprob for one in answer.logprobs])
         for answer in llm.chat_batch(asked, SHORT, num_logprobs=1)
