@@ -12,6 +12,8 @@ import pytest
 
 from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import ServerProcess, serving
+from vlmserve.api import launch
+from vlmserve.config.settings import ServerSettings
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +33,14 @@ def shared_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory)
     flags = ("--enable-return-hidden-states", "--profile-dir", str(profiles))
     with serving(folder / "run", *flags, model=default_model) as server:
         yield server
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[ServerSettings]:
+    """The settings of every server that would have been started."""
+    seen: list[ServerSettings] = []
+    monkeypatch.setattr(launch, "launch_server", lambda settings: seen.append(settings) or 0)
+    return seen
 
 
 @pytest.fixture

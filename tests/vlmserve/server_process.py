@@ -15,7 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,12 @@ def data_url(file: Path) -> str:
     return f"data:{mimetypes.guess_type(file)[0]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
+def media_part(kind: str, data: bytes, **knobs: Any) -> dict[str, Any]:
+    """A picture (`image`) or clip (`video`) as a part of a message."""
+    url = f"data:{'image/png' if kind == 'image' else 'video/mp4'};base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}, **knobs}
+
+
 def await_that(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -171,6 +178,13 @@ def private_directories(pid: int) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # a connection that was closed meanwhile
             targets.append(Path(os.readlink(fd)))
     return [target for target in targets if target.name.startswith("vlmserve-") and target.is_dir()]
+
+
+def await_ends(processes: Iterable[int]) -> None:
+    """Wait for the ends of processes, which are given by their descriptors."""
+    for fd in processes:
+        assert wait([fd], PATIENCE_S), "a process outlives the server"
+        os.close(fd)
 
 
 def gone(pid: int) -> bool:

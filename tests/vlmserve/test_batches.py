@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.vlmserve.server_process import ServerProcess, serving
+from tests.vlmserve.server_process import serving
 
 URLS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3},
@@ -21,10 +20,6 @@ URLS = {
     "/v1/responses": {"input": "Hello", "max_output_tokens": 3},
     "/v1/score": {"query": "Hello", "labels": ["a", "b"]},
 }
-
-
-def _server(folder: Path) -> contextlib.AbstractContextManager[ServerProcess]:
-    return serving(folder / "run", "--batch-concurrency", "3", "--file-store-dir", str(folder / "files"))
 
 
 def _batch(ai: openai.OpenAI, lines: list[str], endpoint: Any = "/v1/chat/completions") -> Any:
@@ -44,13 +39,14 @@ def _content(ai: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 def test_a_killed_server_leaves_one_answer_to_each_line(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
+    flags = ("--batch-concurrency", "3", "--file-store-dir", str(tmp_path / "files"))
 
     def line(number: int) -> str:
         messages = [{"role": "user", "content": f"Hello {number}"}]
         body = {"model": "tiny", "messages": messages, "max_tokens": 80, "ignore_eos": True}
         return json.dumps({"custom_id": f"c{number}", "method": "POST", "url": "/v1/chat/completions", "body": body})
 
-    with _server(tmp_path) as first, first.client() as ai:
+    with serving(tmp_path / "run", *flags) as first, first.client() as ai:
         batch = _batch(ai, ["{bad", *map(line, range(40)), line(3)])
         while ai.batches.retrieve(batch.id).request_counts.completed < 5:
             pass
@@ -61,7 +57,7 @@ def test_a_killed_server_leaves_one_answer_to_each_line(tmp_path: Path) -> None:
     journal.close()
     assert 5 <= len(kept) < 40, "the server was not killed in the middle"
 
-    with _server(tmp_path) as second, second.client() as ai:
+    with serving(tmp_path / "run", *flags) as second, second.client() as ai:
         assert second.await_log(f"batch {batch.id} goes on")
         ended = _ended(ai, batch.id)
         output, errors = _content(ai, ended.output_file_id), _content(ai, ended.error_file_id)

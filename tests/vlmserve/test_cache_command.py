@@ -15,7 +15,6 @@ import pytest
 from tests.vision.store_helpers import ABOUT, FINGERPRINT, HEADER, entry_files, file_of, holds, key, open_store, rows
 from vision.cache.folder import EmbeddingFolder
 from vlmserve import cli
-from vlmserve.commands.cache import age, show_size, size
 
 SIZE = HEADER + 1024
 OTHER = bytes([0xAB]) * 32
@@ -152,14 +151,14 @@ def test_verify_removes_nothing_that_it_could_not_read(cache, capsys, monkeypatc
     ("flags", "stays"),
     [
         (["--older-than", "36h"], {0, 1, 4, 10}),
-        (["--older-than", "36h", "--unpin"], {0, 1, 10}),
+        (["--older-than", "129600s", "--unpin"], {0, 1, 10}),
         (["--older-than", "12w"], {0, 1, 2, 3, 4, 10}),
         (["--max-size", f"{4 * SIZE}"], {0, 1, 4, 10}),
         (["--max-size", f"{4 * SIZE}", "--unpin"], {0, 1, 2, 10}),
         (["--max-size", "3 KiB"], {0, 4}),
         (["--max-size", "0"], {4}),
-        (["--max-size", "1GiB"], {0, 1, 2, 3, 4, 10}),
-        (["--max-size", f"{3 * SIZE}", "--older-than", "60h"], {0, 4, 10}),
+        (["--max-size", "1.5 GB"], {0, 1, 2, 3, 4, 10}),
+        (["--max-size", f"{3 * SIZE}", "--older-than", "3600m"], {0, 4, 10}),
         (["--fingerprint", OTHER.hex()], {0, 1, 2, 3, 4}),
         (["--fingerprint", "ab"], {0, 1, 2, 3, 4}),
         (["--fingerprint", "AB", "--older-than", "1d"], {0, 1, 2, 3, 4, 10}),
@@ -279,11 +278,3 @@ def test_it_starts_without_torch(cache):
     )
     done = subprocess.run([sys.executable, "-c", code, str(cache)], capture_output=True, text=True, check=True)
     assert done.stdout == "6 entries, 0 bad\n\n"
-
-
-def test_ages_and_sizes_for_people():
-    texts = ("0", "4096", "1KiB", "1.5 GiB", "10GB", "7 B")
-    assert [size(text) for text in texts] == [0, 4096, 1024, 3 << 29, 10**10, 7]
-    assert [age(text) for text in ("90s", "30m", "12h", "7d", "2w")] == [90, 1800, 43200, 7 * DAY, 14 * DAY]
-    shown = ["0 B", "1023 B", "1.5 KiB", "10.0 GiB", "5120.0 TiB"]
-    assert [show_size(count) for count in (0, 1023, 1536, 10 << 30, 5 << 50)] == shown

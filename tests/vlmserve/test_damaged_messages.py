@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.default_model import copy_default_model
 from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url
 from vlmserve_common.transport.shm import SharedArrays
 
@@ -19,56 +19,47 @@ LONG: dict[str, Any] = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("damaging")
-    model = folder / "model"
-    model.mkdir()
-    copy_default_model(model)
-    words = [sys.executable, "-m", "tests.vlmserve.damaging_server", str(model)]
+    words = [sys.executable, "-m", "tests.vlmserve.altered_server", str(default_model)]
     server = ServerProcess(words, folder / "run", DAMAGE=str(folder / "damage"))
     yield server
     server.end()
 
 
-@pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
+class Damaged:
+    """The server and a client of it, while a message is damaged."""
 
+    def __init__(self, server: ServerProcess, client: openai.OpenAI) -> None:
+        self.server, self.client, self.folder = server, client, server.runtime.parent
+        self.steps = server.figures()["forward_steps_total"]
 
-@pytest.fixture
-def damage(server: ServerProcess) -> Callable[[str], None]:
-    """Orders that a message be damaged."""
+    def damage(self, what: str) -> None:
+        """Order that the next message be damaged which is such a one."""
+        (self.folder / "finished").write_text(what)
+        (self.folder / "finished").rename(self.folder / "damage")
 
-    def order(what: str) -> None:
-        finished = server.runtime.parent / "finished"
-        finished.write_text(what)
-        finished.rename(server.runtime.parent / "damage")
+    def ask(self, **options: Any) -> Any:
+        messages: Any = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "What is there?"}]}]
+        options = {"max_tokens": 12, **options}
+        return self.client.chat.completions.create(model="tiny", messages=messages, temperature=0, **options)
 
-    return order
+    def text(self, **options: Any) -> str:
+        return self.ask(**options).choices[0].message.content
 
-
-def ask(client: openai.OpenAI, **options: Any) -> Any:
-    messages = [{"role": "user", "content": [PICTURE, {"type": "text", "text": "What is there?"}]}]
-    return client.chat.completions.create(
-        model="tiny", messages=messages, temperature=0, **{"max_tokens": 12, **options}
-    )
-
-
-@pytest.fixture
-def await_idle(server: ServerProcess) -> Callable[[], None]:
-    """Waits until nothing is under way; then nothing may be left, and nobody's answer was computed to its end."""
-    server.port()
-    steps = server.figures()["forward_steps_total"]
-
-    def wait() -> None:
-        await_that(lambda: not any(map(server.figures().get, UNDER_WAY)))
-        assert server.figures()["forward_steps_total"] - steps < LONG["max_tokens"] - 500
-        [shared] = (SharedArrays(path) for path in server.directories() if "/shm/" in str(path))
+    def await_idle(self) -> None:
+        """Wait until nothing is under way; then nothing may be left, and nobody's answer was computed to its end."""
+        await_that(lambda: not any(map(self.server.figures().get, UNDER_WAY)))
+        assert self.server.figures()["forward_steps_total"] - self.steps < LONG["max_tokens"] - 500
+        [shared] = (SharedArrays(path) for path in self.server.directories() if "/shm/" in str(path))
         assert shared.outstanding() == 0
-        assert not (server.runtime.parent / "damage").exists(), "what was to be damaged was not sent"
+        assert not (self.folder / "damage").exists(), "what was to be damaged was not sent"
 
-    return wait
+
+@pytest.fixture
+def rig(server: ServerProcess) -> Iterator[Damaged]:
+    with server.client() as client:
+        yield Damaged(server, client)
 
 
 def check_lost(error: openai.APIError) -> None:
@@ -86,70 +77,56 @@ def check_lost(error: openai.APIError) -> None:
         ("detokenizer BatchTextOutput", {}),
     ],
 )
-def test_the_client_of_a_lost_message_gets_an_error(
-    await_idle: Callable[[], None],
-    client: openai.OpenAI,
-    damage: Callable[[str], None],
-    what: str,
-    options: dict[str, Any],
-) -> None:
-    want = ask(client).choices[0].message.content
-    damage(what)
+def test_the_client_of_a_lost_message_gets_an_error(rig: Damaged, what: str, options: dict[str, Any]) -> None:
+    want = rig.text()
+    rig.damage(what)
     with pytest.raises(openai.InternalServerError) as caught:
-        ask(client, **options, **LONG)
+        rig.ask(**options, **LONG)
     assert caught.value.status_code == 500
     check_lost(caught.value)
-    await_idle()
-    assert ask(client).choices[0].message.content == want
+    rig.await_idle()
+    assert rig.text() == want
 
 
 @pytest.mark.parametrize("what", ["scheduler BatchTokenOutput", "detokenizer BatchTextOutput"])
-def test_in_the_middle_of_an_answer(
-    await_idle: Callable[[], None], client: openai.OpenAI, damage: Callable[[str], None], what: str
-) -> None:
-    stream = iter(ask(client, stream=True, **LONG))
+def test_in_the_middle_of_an_answer(rig: Damaged, what: str) -> None:
+    stream = iter(rig.ask(stream=True, **LONG))
     next(stream)
-    damage(what)
+    rig.damage(what)
     with pytest.raises(openai.APIError) as caught:
         list(stream)
     check_lost(caught.value)
-    await_idle()
+    rig.await_idle()
 
 
-def test_others_who_are_being_answered_go_on(
-    await_idle: Callable[[], None], client: openai.OpenAI, damage: Callable[[str], None]
-) -> None:
+def test_others_who_are_being_answered_go_on(rig: Damaged) -> None:
     other = {**LONG, "max_tokens": 400}
-    want = ask(client, **other).choices[0].message.content
-    stream = iter(ask(client, stream=True, **other))
+    want = rig.text(**other)
+    stream = iter(rig.ask(stream=True, **other))
     got = [next(stream)]
-    damage("api TokenizedGenerateReqInput")
+    rig.damage("api TokenizedGenerateReqInput")
     with pytest.raises(openai.InternalServerError):
-        ask(client, **LONG)
+        rig.ask(**LONG)
     got += stream
     assert "".join(chunk.choices[0].delta.content or "" for chunk in got) == want
-    await_idle()
+    rig.await_idle()
 
 
-def test_an_abort_that_is_lost_is_made_up_for(
-    server: ServerProcess, await_idle: Callable[[], None], client: openai.OpenAI, damage: Callable[[str], None]
-) -> None:
-    stream = ask(client, stream=True, **LONG)
+def test_an_abort_that_is_lost_is_made_up_for(rig: Damaged) -> None:
+    stream = rig.ask(stream=True, **LONG)
     next(iter(stream))
-    damage("api AbortReq")
+    rig.damage("api AbortReq")
     stream.close()
-    server.await_log("dropped a malformed message of 3 frames, about 1 requests: WireError: AbortReq")
-    await_idle()
+    rig.server.await_log("dropped a malformed message of 3 frames, about 1 requests: WireError: AbortReq")
+    rig.await_idle()
 
 
 @pytest.mark.parametrize("what", ["api EncodeReqInput", "scheduler EncodeOutput", "detokenizer EncodeOutput"])
-def test_media_to_encode_ahead_of_time(
-    await_idle: Callable[[], None], client: openai.OpenAI, damage: Callable[[str], None], what: str
-) -> None:
+def test_media_to_encode_ahead_of_time(rig: Damaged, what: str) -> None:
     body = {"messages": [{"role": "user", "content": [PICTURE]}]}
-    damage(what)
+    rig.damage(what)
     with pytest.raises(openai.InternalServerError) as caught:
-        client.post("/warmup", body=body, cast_to=object)
+        rig.client.post("/warmup", body=body, cast_to=object)
     check_lost(caught.value)
-    await_idle()
-    assert client.post("/warmup", body=body, cast_to=object)
+    rig.await_idle()
+    assert rig.client.post("/warmup", body=body, cast_to=object)

@@ -15,8 +15,9 @@ from PIL import Image
 from assets.recipe.exam.ask import asker
 from assets.recipe.exam.questions import make_questions
 from assets.recipe.exam.report import examine
-from tests.vlmserve.reference import Reference, assert_equal_answers
-from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url, serving
+from tests.processors.helpers import encoded, noise
+from tests.vlmserve.reference import Reference, assert_equal_answers, picture
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, media_part
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.config.model_path import DEFAULT_MODEL
 
@@ -28,20 +29,8 @@ def _samples() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = ("--dtype", "float32", "--served-model-name", "vlmserve-default", "--max-total-tokens", "32768")
-    with serving(tmp_path_factory.mktemp("serve") / "run", *flags) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def base_url(server: ServerProcess) -> str:
-    return f"http://127.0.0.1:{server.port()}/v1"
-
-
-@pytest.fixture(scope="module")
-def client(base_url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+def client(shared_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with shared_server.client() as client:
         yield client
 
 
@@ -50,8 +39,7 @@ def _is_clip(name: str) -> bool:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    kind = "video_url" if _is_clip(path.name) else "image_url"
-    return {"type": kind, kind: {"url": data_url(path)}}
+    return media_part("video" if _is_clip(path.name) else "image", path.read_bytes())
 
 
 def _messages(sample: dict[str, Any]) -> list[dict[str, Any]]:
@@ -61,7 +49,7 @@ def _messages(sample: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _answer(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
     return client.chat.completions.create(
-        model="vlmserve-default", messages=messages, **{"max_tokens": 64, "temperature": 0, **options}
+        model="tiny", messages=messages, **{"max_tokens": 64, "temperature": 0, **options}
     )
 
 
@@ -72,42 +60,30 @@ def test_samples_are_answered_right(client: openai.OpenAI, sample: dict[str, Any
     assert answer.finish_reason == "stop"
 
 
-@pytest.mark.slow
-def test_answers_are_those_of_transformers(client: openai.OpenAI) -> None:
-    reference = Reference(DEFAULT_MODEL)
-    for sample in _samples():
-        if any(map(_is_clip, sample["media"])):
-            continue  # below
-        images = [{"type": "image", "image": Image.open(SAMPLES / name).convert("RGB")} for name in sample["media"]]
-        text = {"type": "text", "text": sample["question"]}
-        expected = reference.answer([{"role": "user", "content": [*images, text]}], 64)
-        served = _answer(client, _messages(sample), logprobs=True)
-        assert served.usage.prompt_tokens == expected.prompt_tokens
-        tokenizer = reference.processor.tokenizer
-        assert expected.token_ids[-1] == tokenizer.eos_token_id
-        tokens = [tokenizer.decode([i]) for i in expected.token_ids[:-1]]  # the last one is not part of an answer
-        entries = served.choices[0].logprobs.content
-        assert [entry.token for entry in entries] == tokens, sample
-        assert [entry.logprob for entry in entries] == pytest.approx(expected.logprobs[:-1], abs=1e-4)
+def _given(name: str) -> dict[str, Any]:
+    if _is_clip(name):
+        return {"type": "video", "video": (SAMPLES / name).read_bytes()}
+    return {"type": "image", "image": Image.open(SAMPLES / name).convert("RGB")}
 
 
 @pytest.mark.slow
-def test_answers_about_clips_are_those_of_transformers() -> None:
-    """In the form that transformers gives their prompts, which is not the published one that is served by default."""
+def test_answers_are_those_of_transformers() -> None:
+    """In its form of a clip's prompt, which is not the published one that is served by default."""
     reference = Reference(DEFAULT_MODEL)
-    clips = [sample for sample in _samples() if any(map(_is_clip, sample["media"]))]
-    assert clips
+    assert {_is_clip(name) for sample in _samples() for name in sample["media"]} == {False, True}
     with LLM(video_reference="transformers", dtype="float32", num_threads=1) as llm:
-        for sample in clips:
-            parts = [{"type": "video", "video": (SAMPLES / name).read_bytes()} for name in sample["media"]]
-            messages = [{"role": "user", "content": [*parts, {"type": "text", "text": sample["question"]}]}]
+        for sample in _samples():
+            content = [*map(_given, sample["media"]), {"type": "text", "text": sample["question"]}]
+            messages = [{"role": "user", "content": content}]
             given = llm.chat(messages, SamplingOverrides(temperature=0.0, max_new_tokens=64), num_logprobs=0)
-            assert_equal_answers(given, reference.answer(messages, 64))
+            expected = reference.answer(messages, 64)
+            assert expected.token_ids[-1] == reference.processor.tokenizer.eos_token_id
+            assert_equal_answers(given, expected)
 
 
-def test_passes_a_short_exam(base_url: str) -> None:
+def test_passes_a_short_exam(client: openai.OpenAI) -> None:
     """60 scenes drawn by other code than the training's; the card has the figures of a long one."""
-    report = examine(make_questions("v1", 60, seed=2026), asker(base_url), 4)
+    report = examine(make_questions("v1", 60, seed=2026), asker(str(client.base_url)), 4)
     assert report.overall.accuracy >= 0.9, str(report)
 
 
@@ -119,22 +95,14 @@ def test_follows_a_conversation(client: openai.OpenAI) -> None:
     assert _answer(client, messages).choices[0].message.content == "Bottom middle."
 
 
-@pytest.mark.parametrize("kind", ["noise", "gradient", "checks", "blobs"])
-def test_stops_on_pictures_outside_its_world(client: openai.OpenAI, tmp_path: Path, kind: str) -> None:
-    rng = np.random.default_rng(8)
-    y, x = np.mgrid[:300, :400]
-    pixels = {
-        "noise": lambda: rng.integers(0, 256, (300, 400, 3)),
-        "gradient": lambda: np.stack([y * 0.8, x * 0.6, 255 - x * 0.6], -1),
-        "checks": lambda: np.where(((x // 12 + y // 12) % 2)[..., None], (200, 40, 90), (20, 200, 160)),
-        "blobs": lambda: np.asarray(
-            Image.fromarray(rng.integers(0, 256, (9, 12, 3), np.uint8)).resize((400, 300), Image.Resampling.BICUBIC)
-        ),
-    }[kind]()
-    path = tmp_path / "picture.png"
-    Image.fromarray(pixels.astype(np.uint8)).save(path)
+CHECKS = Image.fromarray(np.kron(np.indices((25, 34)).sum(0) % 2, np.full((12, 12), 200)).astype(np.uint8))
+
+
+@pytest.mark.parametrize("image", [Image.fromarray(noise(400, 300)), picture(8, 400, 300), CHECKS], ids=str)
+def test_stops_on_pictures_outside_its_world(client: openai.OpenAI, image: Image.Image) -> None:
+    """Noise, blobs and checks."""
     for question in ("Describe the picture.", "What is this?", "Who painted it, and when?"):
-        content = [_part(path), {"type": "text", "text": question}]
+        content = [media_part("image", encoded(image)), {"type": "text", "text": question}]
         answer = _answer(client, [{"role": "user", "content": content}], max_tokens=96).choices[0]
         assert answer.finish_reason == "stop"
         assert answer.message.content

@@ -56,13 +56,6 @@ def test_damaged_entries_and_those_of_other_weights_are_encoded_anew(tmp_path: P
     assert foreign.encoded == cold.encoded
 
 
-def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path):
-    model = make_checkpoint("qwen3_vl", tmp_path / "model")
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(Exception, match="--embedding-cache-dir"):
-        run(model, tmp_path / "file")
-
-
 def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_and_the_tower_is_theirs_alone(
     tmp_path: Path, monkeypatch
 ):
@@ -76,11 +69,12 @@ def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_an
     assert [parameter for parameter in made[0].visual.parameters() if not parameter.is_meta] == []
 
 
-def test_a_folder_that_cannot_be_used_leaves_no_encoder_process(tmp_path: Path):
+@pytest.mark.parametrize("encoders", [0, 1])
+def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path, encoders: int):
     model = make_checkpoint("qwen3_vl", tmp_path / "model")
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(Exception, match="--embedding-cache-dir"):
-        run(model, tmp_path / "file", encoder_dp_size=1)
+        run(model, tmp_path / "file", encoder_dp_size=encoders)
     assert multiprocessing.active_children() == []
 
 
@@ -89,15 +83,15 @@ def test_encoder_processes_give_the_same_answers_and_are_replaced_when_they_die(
     model = make_checkpoint("qwen3_vl", tmp_path / "model")
     settings = {"num_threads": 1, "max_total_tokens": 2048, "disable_radix_cache": True, **settings}
     with LLM(str(model), **settings) as llm:
-        inline = [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)]
+        inline = [answer.token_ids for answer in llm.chat_batch(conversations()[:4], SAMPLING)]
         encoded = llm.stats().encoder.encoded
     with LLM(str(model), **settings, encoder_dp_size=2) as llm:
         workers = multiprocessing.active_children()
         assert len(workers) == 2
-        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)] == inline
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:4], SAMPLING)] == inline
         assert llm.stats().encoder.encoded >= encoded
         for worker in workers:
             worker.kill()
         assert [answer.token_ids for answer in llm.chat_batch(conversations()[6:8], SAMPLING)]
-        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:6], SAMPLING)] == inline
+        assert [answer.token_ids for answer in llm.chat_batch(conversations()[:4], SAMPLING)] == inline
     assert multiprocessing.active_children() == []

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 
 import pytest
 import torch
 from safetensors.torch import save
 
-from processors.fetch.fetching import MediaFile
 from tests.processors.helpers import values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.frontend.chat_messages import ImageRef
-from vlmserve_common.errors import BadRequestError
 
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=10, ignore_eos=True)
 PICTURES = (picture(1, 96, 64), picture(2, 77, 131))
@@ -91,31 +88,16 @@ def test_rows_of_transformers_answer_like_transformers(folder):
         assert llm.stats().encoder.encoded == 0
 
 
-class File(MediaFile):
-    modality = None
-
-    def __init__(self, data):
-        self.data = data
-
-    def read(self, limit):
-        return self.data
-
-
-def test_ways_to_send_them_and_prefixes(folder, tmp_path):
+def test_ways_to_give_them_and_prefixes(folder, tmp_path):
     with LLM(str(folder), num_threads=1, enable_mm_embeds=True, page_size=1) as llm:
         tensors = our_rows(llm, PICTURES[0])
         data = save(tensors)
         path = tmp_path / "rows.safetensors"
         path.write_bytes(data)
-        text = base64.b64encode(data).decode()
         want = llm.chat(with_parts(encoded(tensors), "What is this?"), GREEDY, num_logprobs=0)
         for source in (
             data,
             path,
-            text,
-            {"data": text},
-            {"url": f"data:;base64,{text}"},
-            File(data),
             {name: tensor.numpy() for name, tensor in tensors.items()},
             {**tensors, "image_grid_thw": tensors["image_grid_thw"].int().flatten()},
         ):
@@ -142,12 +124,3 @@ def test_16_bit_rows(folder):
                 for given in (rounded, exact)
             )
             assert_same(got, want)
-
-
-def test_off_unless_asked_for(folder):
-    with (
-        LLM(str(folder), num_threads=1) as llm,
-        pytest.raises(BadRequestError, match="setting --enable-mm-embeds") as e,
-    ):
-        llm.chat(with_parts(encoded(our_rows(llm, PICTURES[0])), "What?"), GREEDY)
-    assert e.value.param == "messages[0].content[0]"

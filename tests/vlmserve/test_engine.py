@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import logging
 
 import pytest
 
-from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, HYBRID_MOE, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, known, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve_common.errors import BadRequestError
@@ -34,11 +35,13 @@ def family(request, tmp_path_factory):
 
 
 def check(llm, asked, wanted):
-    for got, want in zip(llm.chat_batch(asked, GREEDY, num_logprobs=2), wanted, strict=True):
+    done = llm.chat_batch(asked, GREEDY, num_logprobs=2)
+    for got, want in zip(done, wanted, strict=True):
         assert_equal_answers(got, want)
     stats = llm.stats()  # the pools balanced when the scheduler went idle, or it would have raised
     assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
     assert stats.req_pool_free == stats.req_pool_total
+    return done
 
 
 @over((*ALL_FAMILIES, HYBRID), SETTINGS, OFTEN)
@@ -148,3 +151,121 @@ def test_the_checkpoint_s_repetition_penalty_applies(tmp_path):
     with LLM(str(folder), num_threads=1) as llm:
         for got, messages in zip(llm.chat_batch(asked, GREEDY), asked, strict=True):
             assert list(got.token_ids) == reference.answer(messages, NEW).token_ids
+
+
+# ---- hybrid models: what is found of a prompt, and what does not go with recurrent layers
+
+WORDS = "How many red circles are there on the left side of the blue square? " * 5
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """Conversations that begin alike."""
+    asked = [
+        ask(WORDS, picture(1, 256, 256)),
+        ask(WORDS + "Count.", picture(1, 256, 256)),
+        ask(WORDS[:150], picture(2, 160, 96)),
+        ask(WORDS),
+        ask(WORDS + WORDS),
+    ]
+    return known(HYBRID_MOE, tmp_path_factory.mktemp(HYBRID_MOE), asked, NEW)
+
+
+def check_hybrid(llm, asked, wanted):
+    """How much of each was found."""
+    done = check(llm, asked, wanted)
+    assert llm.engine.loop.schedulers[0].kv.states.held == 0
+    return [answer.cached_tokens for answer in done]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"page_size": 1, "chunked_prefill_size": 48},
+        pytest.param(
+            {"page_size": 16, "chunked_prefill_size": 112, "mamba_track_interval": 64}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"page_size": 64, "chunked_prefill_size": -1, "disable_overlap_schedule": True}, marks=pytest.mark.slow
+        ),
+        {"page_size": 4, "max_total_tokens": 640, "schedule_conservativeness": 0.01, "mamba_cache_mib": 1},
+        {"attention_backend": "torch", "cpu_kernels": "off", "max_running_requests": 2},
+    ],
+    ids=lambda settings: "-".join(f"{k}={v}" for k, v in settings.items()),
+)
+def test_prefixes_are_found_and_answers_stay(hybrid, settings):
+    folder, asked, wanted = hybrid
+    with LLM(str(folder), num_threads=1, **settings) as llm:
+        check_hybrid(llm, asked, wanted)
+        again = check_hybrid(llm, asked[::-1], wanted[::-1])[::-1]
+        assert all(found % 64 == 0 for found in again)
+        if "max_total_tokens" not in settings:
+            assert all(found >= (want.prompt_tokens - 1) // 64 * 64 for found, want in zip(again, wanted, strict=True))
+
+
+def test_a_turn_goes_on_behind_the_answer_before(hybrid):
+    folder, asked, _ = hybrid
+    long = SamplingOverrides(temperature=0.0, max_new_tokens=150, ignore_eos=True)
+    with LLM(str(folder), num_threads=1, mamba_track_interval=64, page_size=16) as llm:
+        first = llm.chat(asked[3], long)
+        turns = [*asked[3], {"role": "assistant", "content": first.text}, {"role": "user", "content": "And then?"}]
+        second = llm.chat(turns, GREEDY)
+        assert second.cached_tokens % 64 == 0
+        llm.flush_cache()
+        assert llm.chat(turns, GREEDY).token_ids == second.token_ids
+
+
+def test_without_room_for_snapshots_nothing_is_found(hybrid):
+    folder, asked, wanted = hybrid
+    for settings in ({"mamba_cache_mib": 0}, {"disable_radix_cache": True}):
+        with LLM(str(folder), num_threads=1, max_running_requests=2, **settings) as llm:
+            for _ in range(2):
+                assert check_hybrid(llm, asked[:2], wanted[:2]) == [0, 0]
+
+
+def test_what_recurrent_layers_cannot_do_is_off(hybrid, caplog):
+    folder, asked, wanted = hybrid
+    off = {"speculative_algorithm": "ngram", "enable_hierarchical_cache": True, "hicache_size_gib": 0.01}
+    with caplog.at_level(logging.WARNING), LLM(str(folder), num_threads=1, **off) as llm:
+        check_hybrid(llm, asked[:1], wanted[:1])
+    assert "--speculative-algorithm ngram is off: qwen3_5_moe is recurrent" in caplog.text
+    assert "--enable-hierarchical-cache is off" in caplog.text
+
+
+# ---- guessed tokens
+
+REPEATING = ["Repeat: one two three four five six one two three four five six", "What is this?", "Name a colour."]
+
+
+@pytest.fixture(scope="module")
+def engines(default_model):
+    knobs = {"model": default_model, "num_threads": 1, "max_total_tokens": 4096}
+    with LLM(**knobs) as plain, LLM(**knobs, speculative_algorithm="ngram") as guessing:
+        yield plain, guessing
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_answers_are_the_same_in_fewer_steps(engines, temperature):
+    options = SamplingOverrides(temperature=temperature, seed=3, max_new_tokens=48, ignore_eos=True)
+    found = []
+    for llm in engines:
+        before = llm.stats()
+        answers = [llm.chat(text, options, num_logprobs=1) for text in REPEATING]
+        found.append((answers, llm.stats().forward_steps_total - before.forward_steps_total, llm.stats()))
+    (plain, steps, _), (guessed, fewer, stats) = found
+    for one, other in zip(plain, guessed, strict=True):
+        assert one.token_ids == other.token_ids
+        assert [entry.logprob for entry in one.logprobs] == pytest.approx(
+            [entry.logprob for entry in other.logprobs], abs=1e-4
+        )
+    assert stats.steps.accepted_tokens_total > 0
+    if temperature == 0:
+        assert fewer < steps
+
+
+def test_answers_that_may_not_end_early_are_the_same(engines):
+    options = SamplingOverrides(temperature=0, max_new_tokens=48, min_tokens=30)
+    plain, guessed = ([llm.chat(text, options).token_ids for text in REPEATING] for llm in engines)
+    assert plain == guessed
+    assert min(map(len, plain)) >= 30
+    assert min(len(engines[0].chat(text, SamplingOverrides(temperature=0)).token_ids) for text in REPEATING) < 30

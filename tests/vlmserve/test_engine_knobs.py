@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from processors.pool.maker import DirectMaker
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from tests.vlmserve.reference import Reference, assert_equal_answers, picture
+from tests.vlmserve.reference import Reference, assert_equal_answers, conversations, picture
 from vlmserve import LLM, SamplingOverrides
 
 NEW = 8
@@ -74,22 +77,42 @@ def test_equals_transformers_and_caches_never_mix_knobs(family):
         assert stats.kv_free_tokens + stats.kv_cached_tokens == stats.kv_total_tokens
 
 
-def test_a_picture_of_another_size_is_not_taken_from_the_cache(family):
-    folder, area, _ = family
-    data = encoded(IMAGE)
+# ---- wherever pictures are resized
 
-    def asked(llm, tokens):
-        part = {"type": "image", "image": data, "max_pixels": tokens * area}
-        return llm.chat([{"role": "user", "content": [part, {"type": "text", "text": "What?"}]}], GREEDY)
+SHORT = SamplingOverrides(temperature=0.0, max_new_tokens=6, ignore_eos=True)
+VIDEO = {"type": "video", "video": make_clip(5, width=113, height=85, fps=2)}
+ASKED = [{"role": "user", "content": [VIDEO, {"type": "text", "text": "What is this?"}]}]
 
-    with LLM(str(folder), num_threads=1, page_size=1) as llm:
-        answers = [asked(llm, tokens) for tokens in (9, 30, 9, 30, 12)]
-        before = answers[0].prompt_tokens - answers[0].mm_report["media"][0]["tokens"]
-    assert answers[1].cached_tokens <= before
-    assert answers[4].cached_tokens <= before
-    assert answers[2].cached_tokens >= answers[2].prompt_tokens - 1
-    alone = []
-    for tokens in (9, 30):
-        with LLM(str(folder), num_threads=1, page_size=1, disable_radix_cache=True, encoder_cache_mib=0) as llm:
-            alone.append(asked(llm, tokens).token_ids)
-    assert [answer.token_ids for answer in answers[:4]] == alone * 2
+
+def answers(llm: LLM) -> list[tuple[list[int], list[float]]]:
+    asked = [*conversations()[1:], ASKED]
+    return [
+        (answer.token_ids, [one.logprob for one in answer.logprobs])
+        for answer in llm.chat_batch(asked, SHORT, num_logprobs=1)
+    ]
+
+
+def test_answers_are_those_of_the_cpu_to_the_last_bit(tmp_path, monkeypatch):
+    folder = str(make_checkpoint("qwen3_vl", tmp_path))
+    settings: dict[str, Any] = {"num_threads": 1, "max_total_tokens": 4096}
+    later: list[bool] = []
+    monkeypatch.setattr(DirectMaker, "make", _noting(DirectMaker.make, later))
+    with LLM(folder, **settings) as llm:
+        wanted = answers(llm)
+    assert not any(later)
+    for more in ({}, {"encoder_dp_size": 1}, {"media_processes": 0, "encoder_cache_mib": 0}):
+        later.clear()
+        with LLM(folder, resize_device="model", **settings, **more) as llm:
+            assert answers(llm) == wanted
+            assert any(later)
+            llm.flush_cache()
+            assert answers(llm) == wanted, "of embeddings that are there"
+
+
+def _noting(make: Any, later: list[bool]) -> Any:
+    def made(*args: Any) -> Any:
+        medium = make(*args)
+        later.append(medium.resizing is not None)
+        return medium
+
+    return made

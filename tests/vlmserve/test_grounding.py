@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import base64
 import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer
 
 from tests.processors.helpers import encoded, picture
 from tests.tiny_checkpoints import make_checkpoint
-from tests.vlmserve.server_process import ROOT, ServerProcess, serve
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, media_part, serving
 from vlmserve.commands.client.boxes import Box, parse_boxes
 
 # What a Qwen2.5-VL would say of a picture that is resized to 252x168.
 ABSOLUTE = '```json\n[{"bbox_2d": [63, 42, 126, 84], "label": "star"}]\n```'
 
 
-@pytest.fixture(scope="module")
-def qwen2_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def qwen2_5(tmp_path: Path) -> Path:
     """A tiny Qwen2.5-VL with one token more, whose text is a whole answer."""
-    folder = make_checkpoint("qwen2_5_vl", tmp_path_factory.mktemp("model"))
+    folder = make_checkpoint("qwen2_5_vl", tmp_path / "model")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(ABSOLUTE, normalized=False)])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -37,23 +36,18 @@ def answer_token(folder: Path) -> int:
     return token
 
 
-@pytest.fixture(scope="module")
-def servers(qwen2_5: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ServerProcess]]:
-    """Started side by side."""
-    run = tmp_path_factory.mktemp("run")
-    both = {"default": serve(run / "default", "--dtype", "float32"), "qwen2_5": serve(run / "qwen2_5", model=qwen2_5)}
-    yield both
-    for server in both.values():
-        server.end()
-
-
-def message(data: bytes, question: str, kind: str = "png", **knobs: Any) -> list[dict[str, Any]]:
-    url = f"data:image/{kind};base64," + base64.b64encode(data).decode()
-    part = {"type": "image_url", "image_url": {"url": url}, **knobs}
-    return [{"role": "user", "content": [part, {"type": "text", "text": question}]}]
-
-
-REPORT = {"return_mm_report": True}
+def ask(client: openai.OpenAI, data: bytes, question: str, knobs: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The first choice, and what is reported of the picture."""
+    content = [media_part("image", data, **(knobs or {})), {"type": "text", "text": question}]
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": content}],
+        temperature=0,
+        extra_body={"return_mm_report": True},
+        **options,
+    )
+    (medium,) = answer.mm_report["media"]
+    return answer.choices[0], medium
 
 
 def sideways() -> bytes:
@@ -64,25 +58,17 @@ def sideways() -> bytes:
     return encoded(image, "JPEG", exif=exif.tobytes())
 
 
-def test_absolute_coordinates(servers: dict[str, ServerProcess], qwen2_5: Path) -> None:
+def test_absolute_coordinates(qwen2_5: Path, tmp_path: Path) -> None:
     """Of the resized picture, of which the knobs decide; the source is upright."""
     bias = {str(answer_token(qwen2_5)): 100}
-    with servers["qwen2_5"].client() as client:
+    with serving(tmp_path / "run", model=qwen2_5) as server, server.client() as client:
 
         def boxes(**knobs: Any) -> tuple[Box, ...]:
-            answer = client.chat.completions.create(
-                model="tiny",
-                messages=message(sideways(), "Where is the star?", "jpeg", **knobs),
-                max_tokens=1,
-                temperature=0,
-                logit_bias=bias,
-                extra_body=REPORT,
-            )
-            (medium,) = answer.mm_report["media"]
+            choice, medium = ask(client, sideways(), "Where is the star?", knobs, max_tokens=1, logit_bias=bias)
             assert medium["source_size"] == {"width": 300, "height": 200}
             assert medium["coordinates"] == "absolute"
-            assert answer.choices[0].message.content == ABSOLUTE
-            marks = parse_boxes(answer.choices[0].message.content)
+            assert choice.message.content == ABSOLUTE
+            marks = parse_boxes(choice.message.content)
             assert not marks.problems
             return marks.to_source(medium).boxes
 
@@ -111,24 +97,19 @@ def overlap(box: Box, truth: tuple[float, float, float, float]) -> float:
     ],
 )
 def test_thousandths(
-    servers: dict[str, ServerProcess], name: str, question: str, truth: tuple[float, float, float, float]
+    shared_server: ServerProcess, name: str, question: str, truth: tuple[float, float, float, float]
 ) -> None:
     """The default model's own answers, about places it was told nothing of. It is small, and no surveyor."""
-    data = (ROOT / "assets" / "samples" / name).read_bytes()
-    with servers["default"].client() as client:
-        answer = client.chat.completions.create(
-            model="tiny", messages=message(data, question), max_tokens=64, temperature=0, extra_body=REPORT
-        )
-        cut = client.chat.completions.create(
-            model="tiny", messages=message(data, question), max_tokens=8, temperature=0, extra_body=REPORT
-        )
-    (medium,) = answer.mm_report["media"]
+    data = (SAMPLES / name).read_bytes()
+    with shared_server.client() as client:
+        choice, medium = ask(client, data, question, max_tokens=64)
+        cut, _ = ask(client, data, question, max_tokens=8)
     assert medium["coordinates"] == "0-1000"
     with Image.open(io.BytesIO(data)) as image:
         assert medium["source_size"] == {"width": image.width, "height": image.height}
-    marks = parse_boxes(answer.choices[0].message.content)
+    marks = parse_boxes(choice.message.content)
     assert not marks.problems
     (box,) = marks.to_source(medium).boxes
     assert overlap(box, truth) > 0.35, box
-    assert cut.choices[0].finish_reason == "length"
-    assert parse_boxes(cut.choices[0].message.content).problems
+    assert cut.finish_reason == "length"
+    assert parse_boxes(cut.message.content).problems

@@ -74,6 +74,9 @@ USER = {"role": "user", "content": "x"}
     [
         ("x", {"images": ["/no/such.png"]}, BadRequestError, "cannot read '/no/such.png': No such file"),
         ("x", {"images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
+        ("x", {"images": [Path("a\0b")]}, BadRequestError, "cannot read .*null byte"),
+        ("x", {"images": [Path("a\ud800")]}, BadRequestError, "cannot read .*surrogates"),
+        ("x", {"videos": [b""] * 9}, BadRequestError, "has 9 videos, the limit is 8 .*--max-videos-per-request"),
         ("x", {"images": [SAMPLES / "rolling.mp4"]}, BadRequestError, "not a picture: .* video_url, or video"),
         ("x", {"videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
         ("x", {"images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
@@ -88,8 +91,9 @@ USER = {"role": "user", "content": "x"}
     ids=str,
 )
 def test_what_is_wrong_is_told(llm: LLM, messages: Any, more: dict[str, Any], kind: Any, complaint: str) -> None:
-    with pytest.raises(kind, match=complaint):
+    with pytest.raises(kind, match=complaint) as caught:
         llm.chat(messages, **more)
+    str(caught.value).encode()  # can be printed
 
 
 def test_a_text_is_no_batch(llm: LLM) -> None:

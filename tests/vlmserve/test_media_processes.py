@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import os
@@ -10,7 +9,6 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,9 @@ from PIL import Image
 
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import PATIENCE_S, ROOT, ServerProcess, gone, serving
-from vlmserve_common.transport.shm import SharedArrays
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_ends, gone, serving
+from tests.vlmserve.server_process import media_part as part
+from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
 
 @pytest.fixture
@@ -30,11 +29,6 @@ def serve(default_model: Path, tmp_path: Path) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         runs = itertools.count()
         yield lambda *flags: stack.enter_context(serving(tmp_path / f"run{next(runs)}", *flags, model=default_model))
-
-
-def part(kind: str, data: bytes) -> dict[str, Any]:
-    url = f"data:{'image/png' if kind == 'image' else 'video/mp4'};base64,{base64.b64encode(data).decode()}"
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 def ask(client: openai.OpenAI, *parts: dict[str, Any]) -> Any:
@@ -78,7 +72,7 @@ def await_work(pids: set[int], under_way: Future[Any]) -> int:
 
 
 def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_request(serve: Any) -> None:
-    clip, shapes = make_clip(24), (ROOT / "assets" / "samples" / "shapes.png").read_bytes()
+    clip, shapes = make_clip(24), (SAMPLES / "shapes.png").read_bytes()
     large = encoded(picture(1200, 900), "PNG")
     asked = [[part("image", shapes)], [part("video", clip)], [part("image", large), part("video", clip)]]
     threads, processes = serve("--media-processes", "0"), serve("--processor-cache-mib", "16")
@@ -115,12 +109,13 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
     forks_end = os.pidfd_open(forks)
     [shared] = (SharedArrays(path) for path in processes.directories() if "/shm/" in str(path))
     assert shared.outstanding() == 0
+    assert sum(path.stat().st_size for path in shared.directory.iterdir()) <= SPARE_BYTES
     directories = processes.directories()
+    assert len(directories) == 3
     processes.process.send_signal(signal.SIGINT)
     assert processes.wait() == 0
     assert all(gone(pid) for pid in children)
-    assert wait([forks_end], PATIENCE_S)  # it ends of itself, once it sees that the server is gone
-    os.close(forks_end)
+    await_ends([forks_end])  # it ends of itself, once it sees that the server is gone
     assert not any(path.exists() for path in directories)
     assert not re.search("Traceback", "".join(processes.log))
 
@@ -132,6 +127,4 @@ def test_a_server_that_is_killed_leaves_no_process(serve: Any) -> None:
     watched = [os.pidfd_open(pid) for pid in (forks, *children_of(forks))]
     assert len(watched) == 5
     server.process.kill()
-    for fd in watched:
-        assert wait([fd], PATIENCE_S), "a process outlives the server"
-        os.close(fd)
+    await_ends(watched)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import threading
 import time
@@ -18,7 +17,7 @@ import pytest
 from tests.nasty_media import NastyFile, jpeg_of_scans, nasty_files, slow_files
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import ServerProcess, serving
+from tests.vlmserve.server_process import ServerProcess, media_part, serving
 from vlmserve.commands.bench.processes import children_of
 
 MOST_S = 60.0  # for an answer, on a busy machine
@@ -32,9 +31,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 
 
 def ask(client: openai.OpenAI, file: NastyFile) -> None:
-    url = f"data:application/octet-stream;base64,{base64.b64encode(file.data).decode()}"
-    part = {"type": f"{file.kind}_url", f"{file.kind}_url": {"url": url}}
-    content = [part, {"type": "text", "text": "What is there?"}]
+    content = [media_part(file.kind, file.data), {"type": "text", "text": "What is there?"}]
     client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": content}], max_tokens=1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from tests.vlmserve.server_process import SAMPLES, ServerProcess, data_url
 
-PICTURE = (SAMPLES / "shapes.png").read_bytes()
 PICTURE_URL = data_url(SAMPLES / "shapes.png")
 QUESTION = {"type": "input_text", "text": "What is in this picture?"}
 
@@ -201,20 +199,6 @@ def test_the_events_of_a_stream(ai: openai.OpenAI) -> None:
     with ai.responses.stream(model="tiny", input="Hello", temperature=0, max_output_tokens=60) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    kinds = [event.type for event in events]
-    deltas = kinds.count("response.output_text.delta")
-    assert kinds == [
-        "response.created",
-        "response.in_progress",
-        "response.output_item.added",
-        "response.content_part.added",
-        *["response.output_text.delta"] * deltas,
-        "response.output_text.done",
-        "response.content_part.done",
-        "response.output_item.done",
-        "response.completed",
-    ]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == final.output_text == whole.output_text
     assert len({event.item_id for event in events if hasattr(event, "item_id")}) == 1
@@ -254,29 +238,21 @@ def test_a_response_that_is_not_stored(ai: openai.OpenAI) -> None:
         ai.responses.retrieve(response.id)
 
 
-def test_pictures_come_in_many_forms(ai: openai.OpenAI) -> None:
-    file = ai.files.create(file=("shapes.png", PICTURE), purpose="user_data")
-    data = base64.b64encode(PICTURE).decode()
+@pytest.mark.parametrize("name", ["shapes.png", "rolling.mp4"])
+def test_media_come_in_many_forms(ai: openai.OpenAI, name: str) -> None:
+    file, url = ai.files.create(file=SAMPLES / name, purpose="user_data"), data_url(SAMPLES / name)
     parts = [
-        {"type": "input_image", "image_url": PICTURE_URL, "detail": "auto"},
-        {"type": "input_image", "file_id": file.id, "detail": "auto"},
         {"type": "input_file", "file_id": file.id},
-        {"type": "input_file", "file_data": data, "filename": "shapes.png"},
-        {"type": "input_file", "file_data": PICTURE_URL},
+        {"type": "input_file", "file_data": url.partition(",")[2], "filename": name},
+        {"type": "input_file", "file_data": url},
     ]
+    if name == "shapes.png":
+        parts.append({"type": "input_image", "image_url": url, "detail": "auto"})
+        parts.append({"type": "input_image", "file_id": file.id, "detail": "auto"})
     answers = [_respond(ai, _user(part), store=False) for part in parts]
     assert len({(answer.output_text, answer.usage.input_tokens) for answer in answers}) == 1
+    assert answers[0].usage.input_tokens > 40
     ai.files.delete(file.id)
-
-
-def test_a_video_is_an_input_file(ai: openai.OpenAI) -> None:
-    clip = next(SAMPLES.glob("*.mp4"))
-    file = ai.files.create(file=clip, purpose="user_data")
-    data = base64.b64encode(clip.read_bytes()).decode()
-    by_id = _respond(ai, _user({"type": "input_file", "file_id": file.id}), store=False)
-    by_data = _respond(ai, _user({"type": "input_file", "file_data": data, "filename": clip.name}), store=False)
-    assert by_id.output_text == by_data.output_text
-    assert by_id.usage.input_tokens == by_data.usage.input_tokens > 40
 
 
 def test_truncation_leaves_out_the_oldest_turns(ai: openai.OpenAI) -> None:
@@ -296,19 +272,8 @@ def test_truncation_leaves_out_the_oldest_turns(ai: openai.OpenAI) -> None:
         ({"temperature": 9}, "temperature"),
         ({"background": True}, "background"),
         ({"input": [{"type": "computer_call"}]}, "input[0].type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "AAAA"}]}]},
-            "input[0].content[0].file_data",
-        ),
-        (
-            {
-                "input": [
-                    {"role": "user", "content": "a"},
-                    {"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]},
-                ]
-            },
-            "input[1].content[0]",
-        ),
+        ({"input": _user({"type": "input_file", "file_data": "AAAA"})}, "input[0].content[0].file_data"),
+        ({"input": [*_user(), *_user({"type": "input_image", "image_url": "data:,x"})]}, "input[1].content[0]"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[0].output"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -318,12 +283,8 @@ def test_truncation_leaves_out_the_oldest_turns(ai: openai.OpenAI) -> None:
 def test_what_a_response_cannot_do(ai: openai.OpenAI, options: dict[str, Any], param: str) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
-            _respond(ai, **{"given": "Hello", "stream": stream, **_renamed(options)})
+            ai.responses.create(model="tiny", stream=stream, **{"input": "Hello", **options})
         assert caught.value.param == param
-
-
-def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    return {{"input": "given"}.get(name, name): value for name, value in options.items()}
 
 
 # ---------------------------------------------------------------- tokenization

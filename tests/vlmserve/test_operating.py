@@ -73,15 +73,6 @@ def test_cached_prefixes_are_forgotten(server: ServerProcess) -> None:
     assert scheduler(server)["num_running_reqs"] == 0
 
 
-def test_time_that_is_over_during_an_answer_leaves_nothing(server: ServerProcess) -> None:
-    status, answer = ask(server, max_tokens=3000, timeout=0.3)
-    assert (status, answer["error"]["code"]) == (504, "request_timeout")
-    await_figure(server, "num_running_reqs", 0)
-    figures = scheduler(server)
-    assert figures["kv_cached_tokens"] + figures["kv_free_tokens"] == 4096
-    assert figures["req_pool_free"] == figures["req_pool_total"]
-
-
 def test_a_profile_has_the_steps_of_a_request(server: ServerProcess) -> None:
     status, started = server.post("start_profile", num_steps=3)
     assert status == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,26 +45,6 @@ def test_requests_with_other_salts_share_nothing(client):
     assert len({text for text, _ in answers}) == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("priority", 1, "--schedule-policy priority"),
-        ("priority", 2**40, "below 2147483648"),
-        ("session_id", "", "1 character"),
-        ("cache_salt", "x" * 257, "256"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(client, field, value, words):
-    with pytest.raises(openai.BadRequestError, match=words):
-        ask(client, [QUESTION], **{field: value})
-
-
-def test_priorities_where_the_policy_says_so(default_model, tmp_path):
-    flags = ("--schedule-policy", "priority", "--media-processes", "0")
-    with serving(tmp_path / "run", *flags, model=default_model) as server, server.client() as client:
-        assert ask(client, [QUESTION], priority=-5) == ask(client, [QUESTION], priority=7, cache_salt="other")
-
-
 def test_prefixes_come_back_from_the_host_and_after_a_restart_from_disk(tmp_path):
     prompts = [f"{i} " + " ".join(str(i * j) for j in range(120)) for i in range(1, 6)]
     settings: dict[str, Any] = {"num_threads": 1, "media_processes": 0}
@@ -83,3 +64,20 @@ def test_prefixes_come_back_from_the_host_and_after_a_restart_from_disk(tmp_path
     assert cached[1] == 5
     assert cached[3] >= 1  # how many more depends on how fast the disk is; the restart below finds all
     assert cached[4] == cached[6] == 5
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_with_the_prefixes_of_the_one_before(tmp_path):
+    flags = ["--enable-hierarchical-cache", "--hicache-size-gib=0.01", f"--hicache-storage-dir={tmp_path / 'kv'}"]
+    prompt = " ".join(str(7 * i) for i in range(100))
+    found = []
+    for _ in range(2):
+        with serving(tmp_path / "run", *flags) as server:
+            with server.client() as client:
+                found.append(ask(client, [prompt]))
+            server.process.send_signal(signal.SIGTERM)
+            assert server.wait() == 0
+            assert "lost" not in "".join(server.log)
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == 0
+    assert found[1][1] > 370, "all but its end"

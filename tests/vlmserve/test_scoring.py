@@ -57,8 +57,8 @@ def check(got, want, returns=ALL):
         if position == 0:
             assert np.isnan(found.logprobs[0])
             continue
-        check_row(want.logprobs[position - 1], found.token_ids[row], found.logprobs[row])
         theirs = want.logprobs[position - 1]
+        assert found.logprobs[row] == pytest.approx(theirs[found.token_ids[row]], abs=1e-4)
         best = np.sort(theirs)[::-1][: returns.prompt_logprobs]
         np.testing.assert_allclose(found.top_logprobs[row], best, atol=1e-4)
         np.testing.assert_allclose(theirs[found.top_ids[row]], best, atol=1e-4)
@@ -69,12 +69,8 @@ def check(got, want, returns=ALL):
         np.testing.assert_allclose(got.hidden_states, want.hidden[length - 1 : -1], atol=2e-4)
         for place, entry in enumerate(got.logprobs):
             theirs = want.logprobs[length - 1 + place]
-            check_row(theirs, entry.token_id, entry.logprob)
+            assert entry.logprob == pytest.approx(theirs[entry.token_id], abs=1e-4)
             np.testing.assert_allclose(entry.token_ids_logprobs, theirs[list(ASKED)], atol=1e-4)
-
-
-def check_row(theirs, token, logprob):
-    assert logprob == pytest.approx(theirs[token], abs=1e-4)
 
 
 @over(FAMILIES, SETTINGS, [OFTEN])
@@ -116,10 +112,10 @@ def test_labels_of_a_chat_with_pictures(family):
     chats = [asked[1], asked[3], asked[0]]
     with llm_of(folder) as llm:
         found = llm.score_batch(chats, labels)
-        encoded = llm.builder.tokenizer.encode
         for scores, chat in zip(found, chats, strict=True):
             for score, label in zip(scores, labels, strict=True):
-                ids = encode_check(encoded, label, score)
+                ids = llm.builder.tokenizer.encode(label)
+                assert (score.label, list(score.token_ids)) == (label, ids)
                 want = reference.forward(chat, ids)
                 theirs = [want.logprobs[want.prompt - 1 + k][token] for k, token in enumerate(ids)]
                 np.testing.assert_allclose(score.logprobs, theirs, atol=1e-4)
@@ -132,11 +128,6 @@ def test_labels_of_a_chat_with_pictures(family):
         cached = llm.stats().cached_tokens_total - before.cached_tokens_total
         assert cached == (prompt - 1) // 16 * 16 * len(labels)
         assert llm.stats().encoder.encoded == before.encoder.encoded
-
-
-def encode_check(encode, label, score):
-    assert (score.label, list(score.token_ids)) == (label, encode(label))
-    return list(score.token_ids)
 
 
 @by_any

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,19 +12,12 @@ import openai
 import pytest
 
 from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url, gone, serve, serving
-from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
-
-
-@pytest.fixture(scope="module")
-def server(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    with serving(tmp_path_factory.mktemp("serve") / "run", model=default_model) as server:
-        yield server
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url, serve
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
+def client(shared_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with shared_server.client() as client:
         yield client
 
 
@@ -77,28 +69,15 @@ def test_a_bad_request_is_its_own_sender_s_problem(client: openai.OpenAI) -> Non
     assert _answer(client, _question(None)).choices
 
 
-def test_a_client_that_goes_away_frees_its_request(client: openai.OpenAI, server: ServerProcess) -> None:
+def test_a_client_that_goes_away_frees_its_request(client: openai.OpenAI, shared_server: ServerProcess) -> None:
+    assert shared_server.post("flush_cache")[0] == 200  # sessions hold prefixes that do not count as reusable
     stream = _answer(client, _question(), stream=True, max_tokens=3000, extra_body={"ignore_eos": True})
     next(iter(stream))
-    assert server.figures()["num_requests_running"] == 1
+    assert shared_server.figures()["num_requests_running"] == 1
     stream.close()
-    await_that(lambda: not server.figures()["num_requests_running"])
-    figures = server.figures()
+    await_that(lambda: not shared_server.figures()["num_requests_running"])
+    figures = shared_server.figures()
     assert figures["kv_cache_free_tokens"] + figures["kv_cache_reusable_tokens"] == figures["kv_cache_tokens"] == 4096
-
-
-def test_stops_in_order_and_leaves_nothing(server: ServerProcess) -> None:  # the last one of those that share `server`
-    server.port()
-    children, directories = server.children(), server.directories()
-    assert len(directories) == 3
-    [shared] = (SharedArrays(path) for path in directories if "/shm/" in str(path))
-    assert shared.outstanding() == 0, "no array is left behind"
-    assert sum(path.stat().st_size for path in shared.directory.iterdir()) <= SPARE_BYTES
-    server.process.send_signal(signal.SIGINT)
-    assert server.wait() == 0
-    assert all(gone(pid) for pid in children.values())
-    assert not any(path.exists() for path in directories)
-    assert "Traceback" not in "".join(server.log)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """Through HTTP, the three processes and the `openai` client: every family answers as `transformers` does."""
 
-import base64
-import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.processors.helpers import encoded
 from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
 from tests.vlmserve.reference import Reference, conversations
-from tests.vlmserve.server_process import serving
+from tests.vlmserve.server_process import media_part, serving
 from tests.vlmserve.test_video import conversations as video_conversations
 
 NEW = 12
@@ -23,13 +22,8 @@ def as_openai(messages: list[dict]) -> list[dict]:
     def part_of(part: dict) -> dict:
         if part["type"] == "text":
             return part
-        if part["type"] == "video":
-            url = "data:video/mp4;base64," + base64.b64encode(part["video"]).decode()
-            return {"type": "video_url", "video_url": {"url": url}}
-        file = io.BytesIO()
-        part["image"].save(file, "PNG")
-        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        return {"type": "image_url", "image_url": {"url": url}}
+        data = part["video"] if part["type"] == "video" else encoded(part["image"])
+        return media_part(part["type"], data)
 
     return [
         {**m, "content": [part_of(p) for p in m["content"]]} if isinstance(m["content"], list) else m for m in messages

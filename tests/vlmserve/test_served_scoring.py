@@ -157,7 +157,6 @@ def test_scores_are_asked_for_as_answers_are(asked: Asked) -> None:
     [
         ("chat/completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "leave stream out"),
         ("chat/completions", {"token_ids_logprob": [3]}, "token_ids_logprob", "needs logprobs: true"),
-        ("chat/completions", {"max_tokens": 0}, "max_tokens", "at least 1, or 0 with prompt_logprobs"),
         ("chat/completions", {"logits_processors": ["os"]}, "logits_processors", "only: forbid, Fails"),
         ("score", {"query": "a"}, "label_token_ids", "one of them"),
         ("score", {"query": "a", "items": [], "label_token_ids": [1]}, "items", "empty list"),

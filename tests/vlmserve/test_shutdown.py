@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
-from tests.default_model import copy_default_model
-from tests.vlmserve.server_process import PATIENCE_S, SAMPLES, ServerProcess, data_url
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_ends, data_url
 from vlmserve.commands.bench.processes import children_of
 
 
 @pytest.fixture
-def start(run: Callable[..., ServerProcess], tmp_path: Path) -> Callable[..., ServerProcess]:
+def start(run: Callable[..., ServerProcess], default_model: Path, tmp_path: Path) -> Callable[..., ServerProcess]:
     """A server with embeddings in `tmp_path`/cache that are written when there is something in the pipe `tmp_path`/go.
     It was asked about a picture, and has answered."""
-    (tmp_path / "model").mkdir()
-    copy_default_model(tmp_path / "model")
     os.mkfifo(tmp_path / "go")
 
     def make(*words: str, **environment: str) -> ServerProcess:
-        folders = (str(tmp_path / "model"), str(tmp_path / "cache"))
-        server = run("tests.vlmserve.slow_disk_server", *folders, *words, GO=str(tmp_path / "go"), **environment)
+        words = (str(default_model), f"embedding_cache_dir={tmp_path / 'cache'}", *words)
+        server = run("tests.vlmserve.altered_server", *words, GO=str(tmp_path / "go"), **environment)
         ask(server)
         return server
 
@@ -35,9 +30,8 @@ def start(run: Callable[..., ServerProcess], tmp_path: Path) -> Callable[..., Se
 
 def ask(server: ServerProcess) -> None:
     image = {"type": "image_url", "image_url": {"url": data_url(SAMPLES / "shapes.png")}}
-    model = json.loads(server.get("v1/models")[1])["data"][0]["id"]
     messages = [{"role": "user", "content": [image]}]
-    answer = server.post("v1/chat/completions", model=model, messages=messages, max_tokens=1)[1]
+    answer = server.post("v1/chat/completions", model="tiny", messages=messages, max_tokens=1)[1]
     assert answer["usage"]["completion_tokens"] == 1
 
 
@@ -55,9 +49,7 @@ def end(server: ServerProcess, number: int) -> list[int]:
 
 def assert_nothing_is_left(server: ServerProcess, watched: list[int]) -> None:
     assert server.wait() == 0
-    for fd in watched:
-        assert wait([fd], PATIENCE_S), "a process outlives the server"
-        os.close(fd)
+    await_ends(watched)
     assert list(server.runtime.iterdir()) == []
     assert "does not stop" not in "".join(server.log)
 
@@ -79,7 +71,7 @@ def test_a_server_that_is_stopped_writes_what_waits_for_the_disk(start, tmp_path
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_lost_and_counted(start, tmp_path):
-    server = start("1", FINISH_S="0.2")
+    server = start("encoder_dp_size=1", FINISH_S="0.2")
     watched = end(server, signal.SIGTERM)
     assert len(watched) >= 3, "an encoder process"
     assert_nothing_is_left(server, watched)

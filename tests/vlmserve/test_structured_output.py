@@ -60,6 +60,10 @@ def ask(client: openai.OpenAI, **fields: Any) -> Any:
     return client.chat.completions.create(**asked, extra_body=fields)
 
 
+def tag(**form: str) -> dict[str, Any]:
+    return {"response_format": {"type": "structural_tag", "format": form}}
+
+
 def text_of(answer: Any) -> str:
     assert answer.choices[0].finish_reason == "stop"
     return answer.choices[0].message.content
@@ -93,14 +97,8 @@ def test_streams_are_whole(client):
         ({"guided_grammar": 'root ::= "x" | "y"'}, ["x", "y"].index),
         ({"ebnf": 'root ::= "x" | "y"'}, ["x", "y"].index),
         ({"structured_outputs": {"grammar": 'root ::= "x" | "y"'}}, ["x", "y"].index),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "const_string", "value": "hello"}}},
-            ["hello"].index,
-        ),
-        (
-            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "[0-9]{4}"}}},
-            int,
-        ),
+        (tag(type="const_string", value="hello"), ["hello"].index),
+        (tag(type="regex", pattern="[0-9]{4}"), int),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
@@ -270,16 +268,14 @@ def test_instructor(client):
 
 NASTY = {
     "guided_json": [
-        {"$ref": "#"},
-        {"enum": []},
         {"enum": [f"value {i}" for i in range(10_000)]},
         {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2500)}},
         {"description": "x" * 2**20},
         {"items": {"type": "string", "pattern": "((("}},
     ],
-    "guided_regex": ["", "(" * 20_000, "(a", "[z-a]"],
+    "guided_regex": ["(" * 20_000, "(a", "[z-a]"],
     "guided_grammar": ["root ::= root", 'root ::= s\ns ::= s s s s | s s | "a" | [a-z] | ""', "no grammar"],
-    "guided_choice": [[], [""], ["x"] * 10_000],
+    "guided_choice": [["x"] * 10_000],
 }
 
 
@@ -316,11 +312,10 @@ SCHEDULES: list[dict[str, Any]] = [
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_the_schedule(tmp_path):
-    copy_default_model(tmp_path)
+def test_answers_do_not_depend_on_the_schedule(default_model):
     found = []
     for settings in SCHEDULES:
-        with LLM(tmp_path, num_threads=1, page_size=4, **{"max_total_tokens": 4096, **settings}) as llm:
+        with LLM(default_model, num_threads=1, page_size=4, **{"max_total_tokens": 4096, **settings}) as llm:
             answers = []
             for form in FORMS:
                 answers += [a.text for a in llm.chat_batch(PROMPTS, temperature=0.0, max_tokens=70, **form)]

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import io
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ import uvicorn
 from PIL import Image
 from tokenizers import Tokenizer
 
+from tests.processors.helpers import encoded
 from tests.vlmserve.tiny_tokenizer import write_tokenizer_folder
 from vision.cache.stats import PoolStats, TierStats
 from vlmserve.api.app import ApiFrontend, make_frontend
@@ -315,9 +315,7 @@ def make_stats(**fields: int) -> SchedulerStats:
 
 
 def png_url(colour: tuple[int, int, int] = (200, 60, 30), size: tuple[int, int] = (56, 28)) -> str:
-    out = io.BytesIO()
-    Image.new("RGB", size, colour).save(out, "PNG")
-    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    return "data:image/png;base64," + base64.b64encode(encoded(Image.new("RGB", size, colour))).decode()
 
 
 def ids_of(request: TokenizedGenerateReqInput) -> list[int]:

@@ -150,10 +150,7 @@ def test_good_lines_are_answered_and_bad_ones_told(house: House) -> None:
         _line("z"),
     ]
     _run(house, house.batch(*lines), ask)
-    assert [(o["custom_id"], o["response"]["body"]["said"]) for o in house.written("output")] == [
-        ("a", "a"),
-        ("z", "z"),
-    ]
+    assert [o["response"]["body"]["said"] for o in house.written("output")] == ["a", "z"]
     errors = {
         (e["custom_id"], e["error"]["code"] if e["error"] else e["response"]["status_code"])
         for e in house.written("error")
@@ -270,10 +267,9 @@ def test_what_is_not_answered_in_time_is_told(house: House) -> None:
     _run(house, replace(batch, status="in_progress", total=3))
     assert house.found().status == "expired"
     assert [o["custom_id"] for o in house.written("output")] == ["a"]
-    assert [(e["custom_id"], e["error"]["code"]) for e in house.written("error")] == [
-        ("b", "batch_expired"),
-        ("c", "batch_expired"),
-    ]
+    assert {(e["custom_id"], e["error"]["code"]) for e in house.written("error")} == {
+        (n, "batch_expired") for n in "bc"
+    }
     assert not house.asked
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served, make_served, real_server
+from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served, real_server, serving
 from vlmserve.api import body as body_module
 from vlmserve.api.body import FREE_BYTES
 
@@ -22,19 +21,10 @@ PART = {"type": "text", "text": ""}
 
 @pytest.fixture
 def strict(checkpoint_folder: Path) -> Iterator[Served]:
-    served = make_served(
-        checkpoint_folder,
-        max_json_values=40,
-        max_items_per_request=3,
-        max_parts_per_request=4,
-        max_body_mib=0.5,
-        max_bodies_mib=0.5,
-        body_timeout_s=0.3,
-    )
-    yield served
-    served.assert_idle()
-    assert served.app.state.bodies.held == 0
-    asyncio.run(served.frontend.close())
+    counts = {"max_json_values": 40, "max_items_per_request": 3, "max_parts_per_request": 4}
+    with serving(checkpoint_folder, **counts, max_body_mib=0.5, max_bodies_mib=0.5, body_timeout_s=0.3) as served:
+        yield served
+        assert served.app.state.bodies.held == 0
 
 
 def refusal(served: Served, body: object) -> tuple[int, str]:
@@ -47,17 +37,11 @@ def refusal(served: Served, body: object) -> tuple[int, str]:
 def test_messages_and_parts_are_counted_before_they_are_checked(strict: Served) -> None:
     message = {"role": "user", "content": [PART, PART]}
     assert refusal(strict, BODY | {"messages": [message, message]})[0] == 200
-    status, told = refusal(strict, BODY | {"messages": [message, message, message]})
-    assert (status, told) == (
-        400,
-        "too_many_parts: the request has 6 parts in the items of messages, the limit is 4 (setting "
-        "--max-parts-per-request)",
-    )
-    status, told = refusal(strict, BODY | {"messages": [{"wrong": 1}] * 4})
-    assert (status, told) == (
-        400,
-        "too_many_parts: the request has 4 items in messages, the limit is 3 (setting --max-items-per-request)",
-    )
+    for messages, told in (
+        ([message] * 3, "6 parts in the items of messages, the limit is 4 (setting --max-parts-per-request)"),
+        ([{"wrong": 1}] * 4, "4 items in messages, the limit is 3 (setting --max-items-per-request)"),
+    ):
+        assert refusal(strict, BODY | {"messages": messages}) == (400, f"too_many_parts: the request has {told}")
 
 
 CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}] * 5
@@ -149,20 +133,16 @@ def test_one_large_body_is_parsed_at_a_time(strict: Served, monkeypatch: pytest.
     assert alone == [False, True]
 
 
-def sent(port: int, body: bytes) -> socket.socket:
+def sent(port: int, body: bytes, length: int | None = None) -> socket.socket:
     link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-    link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % (length or len(body)) + body)
     return link
 
 
 def test_a_body_beyond_the_budget_is_told_to_come_again(strict: Served) -> None:
     """Another one holds it, and is not finished; small requests are answered meanwhile."""
     with real_server(strict.app) as port:
-        links = []
-        for _ in range(2):
-            link = socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
-            link.sendall(HEAD + b"Content-Length: 500000\r\n\r\n" + b" " * 400_000)
-            links.append(link)
+        links = [sent(port, b" " * 400_000, 500_000) for _ in range(2)]
         client = sent(port, json.dumps(BODY).encode())
         assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
         answers = sorted(link.recv(65536) for link in links)
@@ -176,8 +156,7 @@ def test_a_body_beyond_the_budget_is_told_to_come_again(strict: Served) -> None:
 
 def test_a_body_that_comes_too_slowly(strict: Served) -> None:
     """It never stalls: there is a byte every moment."""
-    with real_server(strict.app) as port, socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as link:
-        link.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+    with real_server(strict.app) as port, sent(port, b"", 100_000) as link:
         link.settimeout(0.05)
         answer = b""
         while not answer:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
@@ -28,23 +31,17 @@ def test_info_has_no_secrets(serve) -> None:
     assert info["uptime_s"] >= 0
 
 
-class running:
+@contextlib.contextmanager
+def running(client: TestClient, served: Served) -> Iterator[Future[Any]]:
     """A request of the id "mine" at the engine, until it is aborted."""
-
-    def __init__(self, client: TestClient, served: Served, **fields: object) -> None:
-        self.client, self.served, self.fields = client, served, fields
-        self.pool = ThreadPoolExecutor(1)
-
-    def __enter__(self):
-        self.served.scheduler.pause_after = 1
-        body = BODY | {"rid": "mine"} | self.fields
-        reply = self.pool.submit(self.client.post, CHAT, json=body)
-        self.served.scheduler.wait_until(lambda: self.served.scheduler.num_active)
-        return reply
-
-    def __exit__(self, *_):
-        self.client.post("/abort_request", json={"abort_all": True})
-        self.pool.shutdown()
+    served.scheduler.pause_after = 1
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(client.post, CHAT, json=BODY | {"rid": "mine"})
+        served.scheduler.wait_until(lambda: served.scheduler.num_active)
+        try:
+            yield reply
+        finally:
+            client.post("/abort_request", json={"abort_all": True})
 
 
 def test_aborting(client: TestClient, served: Served) -> None:
@@ -87,18 +84,6 @@ def test_a_timeout_is_told_whole_or_in_the_stream(client: TestClient, served: Se
     assert done == "data: [DONE]"
     for timeout in (0, -1, "1", 1e9):
         assert_error(client.post(CHAT, json=BODY | {"timeout": timeout}), 400)
-
-
-def test_refused_because_of_a_limit(serve) -> None:
-    served, client = serve({"max_running_requests": 1, "max_queued_requests": 1})
-    manager = served.frontend.manager
-    now = [0.0]
-    manager._live._clock = lambda: now[0]
-    with client, running(client, served, n=2):
-        now[0] = 7.0
-        reply = client.post(CHAT, json=BODY)
-        assert_error(reply, 429, "rate_limit_error")
-        assert reply.headers["retry-after"] == "7"
 
 
 def test_profiling_needs_its_folder(serve, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import base64
 from collections.abc import Iterator
 
 import pytest
+from PIL import Image
 
 from tests.processors.clips import make_clip
+from tests.processors.helpers import encoded
 from tests.vlmserve.api.fake_engine import MODEL, Served, png_url, serving
 from vlmserve.frontend.chat_messages import with_files
 from vlmserve_common.errors import BadRequestError
@@ -86,14 +88,8 @@ def test_a_video_by_id_is_the_video(client, served):
 
 
 def test_an_animation_is_a_picture_or_a_video_as_it_is_asked_for(client, served):
-    import io
-
-    from PIL import Image
-
-    out = io.BytesIO()
-    frames = [Image.new("RGB", (56, 56), (60 * n, 0, 0)) for n in range(4)]
-    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:], duration=500)
-    name = upload(client, out.getvalue())
+    first, *others = (Image.new("RGB", (56, 56), (60 * n, 0, 0)) for n in range(4))
+    name = upload(client, encoded(first, "GIF", save_all=True, append_images=others, duration=500))
     (item,) = media_of(served, client, {"type": "file", "file": {"file_id": name}})
     assert item.modality == "image"
     (item,) = media_of(served, client, {"type": "video_url", "video_url": {"file_id": name}})
@@ -171,17 +167,18 @@ def test_a_file_over_the_limit_of_pictures(client):
 def test_shapes_that_are_refused(client):
     name = upload(client)
     place = "messages[0].content[0]"
-    refused(ask(client, {"type": "file", "file": {"filename": "x"}}), 400, f"{place}.file", "unsupported_content")
-    refused(
-        ask(client, {"type": "file", "file": {"file_data": png_url()}}), 400, f"{place}.file", "unsupported_content"
-    )
-    refused(ask(client, {"type": "image_url", "image_url": {}}), 400, f"{place}.image_url")
-    both = {"type": "image_url", "image_url": {"file_id": name, "url": png_url()}}
-    assert "either a url or a file_id" in refused(ask(client, both), 400, f"{place}.image_url")
-    refused(ask(client, {"type": "image_url", "image_url": {"file_id": 5}}), 400, f"{place}.image_url.file_id")
-    message = refused(ask(client, {"type": "image_url", "image_url": {"url": name}}), 400, place, "invalid_media_url")
-    assert "belongs into file_id" in message
-    refused(ask(client, {"type": "file", "file": {"file_id": name}}, role="system"), 400, f"{place}.type")
+
+    def refuse(kind, value, param, code=None, **more):
+        return refused(ask(client, {"type": kind, kind: value}, **more), 400, param, code)
+
+    for value in ({"filename": "x"}, {"file_data": png_url()}):
+        refuse("file", value, f"{place}.file", "unsupported_content")
+    refuse("image_url", {}, f"{place}.image_url")
+    both = {"file_id": name, "url": png_url()}
+    assert "either a url or a file_id" in refuse("image_url", both, f"{place}.image_url")
+    refuse("image_url", {"file_id": 5}, f"{place}.image_url.file_id")
+    assert "belongs into file_id" in refuse("image_url", {"url": name}, place, "invalid_media_url")
+    refuse("file", {"file_id": name}, f"{place}.type", role="system")
 
 
 def test_without_a_server_there_are_no_files():

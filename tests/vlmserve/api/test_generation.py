@@ -45,24 +45,6 @@ def finishes(chunks: list[dict[str, Any]], index: int = 0) -> list[str]:
     return [c["finish_reason"] for x in chunks for c in x["choices"] if c["index"] == index and c["finish_reason"]]
 
 
-def test_the_shape_of_an_answer(client):
-    answer = chat(client)
-    assert answer["object"] == "chat.completion"
-    assert answer["id"].startswith("chatcmpl-")
-    assert answer["model"] == MODEL
-    assert isinstance(answer["created"], int)
-    (choice,) = answer["choices"]
-    assert choice["index"] == 0
-    assert choice["finish_reason"] == "length"
-    assert choice["logprobs"] is None
-    assert choice["message"]["role"] == "assistant"
-    assert text_of(answer)
-    usage = answer["usage"]
-    assert usage["completion_tokens"] == 16
-    assert usage["total_tokens"] == usage["prompt_tokens"] + 16
-    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] // 2}
-
-
 def test_an_answer_that_ends_by_itself(client, served):
     served.scheduler.say("naïve 日本語 🦜")
     answer = chat(client, max_tokens=100)
@@ -124,6 +106,7 @@ def test_the_limit_of_tokens(client, field):
     answer = chat(client, **{"max_tokens": None, field: 1})
     assert answer["usage"]["completion_tokens"] == 1
     assert answer["choices"][0]["finish_reason"] == "length"
+    assert (answer["model"], answer["choices"][0]["logprobs"]) == (MODEL, None)
 
 
 def test_sampling_defaults_are_the_checkpoints(client, served):
@@ -135,28 +118,13 @@ def test_sampling_defaults_are_the_checkpoints(client, served):
 
 
 def test_all_sampling_fields_arrive(client, served):
-    chat(
-        client,
-        temperature=0.5,
-        top_p=0.4,
-        top_k=3,
-        min_p=0.1,
-        seed=5,
-        stop=["a", "b"],
-        stop_token_ids=[7],
-        ignore_eos=True,
-        presence_penalty=1,
-        frequency_penalty=-1,
-        logit_bias={"5": -3.5},
-        skip_special_tokens=False,
-        logprobs=True,
-    )
+    same = {"temperature": 0.5, "top_p": 0.4, "top_k": 3, "min_p": 0.1, "seed": 5, "presence_penalty": 1}
+    same |= {"frequency_penalty": -1, "ignore_eos": True, "skip_special_tokens": False}
+    chat(client, **same, stop=["a", "b"], stop_token_ids=[7], logit_bias={"5": -3.5}, logprobs=True)
     (request,) = served.scheduler.requests
     params = request.sampling_params
-    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.4, 3, 0.1, 5)
-    assert (params.stop, params.stop_token_ids, params.ignore_eos) == (("a", "b"), (7,), True)
-    assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (1, -1, {5: -3.5})
-    assert params.skip_special_tokens is False
+    assert {name: getattr(params, name) for name in same} == same
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("a", "b"), (7,), {5: -3.5})
     assert params.max_new_tokens == 16
     assert request.num_logprobs == 0
 
@@ -189,25 +157,33 @@ def test_several_choices(client, served):
         assert first["delta"]["role"] == "assistant"
 
 
+def output_of(index: int, done: int, *, text: str = "", cached: int = 0, ends: bool = False) -> ChoiceOutput:
+    """What the engine sends of a choice that has so many tokens."""
+    output = TokenOutput(
+        rid=str(index),
+        text=text,
+        token_ids=(1,),
+        finish_reason=FinishReason(type="length") if ends else None,
+        prompt_tokens=17,
+        completion_tokens=done,
+        cached_tokens=cached,
+    )
+    return ChoiceOutput(index=index, output=output)
+
+
+def writer_of(model: str = "m", **options: Any) -> AnswerWriter:
+    head = AnswerHead(id="x", created=0, model=model)
+    return AnswerWriter(head, load_text_tokenizer(DEFAULT_MODEL), n=2, logprobs=False, **options)
+
+
 def test_usage_counts_the_prompt_once():
     """Later choices find the prompt of the first in the cache, which is no news to who pays for it."""
 
     async def outputs():
         for index, done, cached in ((0, 1, 3), (1, 1, 16), (0, 4, 3), (1, 5, 16)):
-            output = TokenOutput(
-                rid=str(index),
-                text="",
-                token_ids=(1,),
-                finish_reason=None,
-                prompt_tokens=17,
-                completion_tokens=done,
-                cached_tokens=cached,
-            )
-            yield ChoiceOutput(index=index, output=output)
+            yield output_of(index, done, cached=cached)
 
-    head = AnswerHead(id="x", created=0, model="m")
-    writer = AnswerWriter(head, load_text_tokenizer(DEFAULT_MODEL), n=2, logprobs=False)
-    assert asyncio.run(writer.whole(outputs()))["usage"] == {
+    assert asyncio.run(writer_of().whole(outputs()))["usage"] == {
         "prompt_tokens": 17,
         "completion_tokens": 9,
         "total_tokens": 26,
@@ -298,22 +274,9 @@ TEXTS = ("", " a", '"\\\n\t', "日本\u2028🦜", '""', "</s>")
 
 def written(together: bool, model: str, **options: Any) -> list[dict[str, Any]]:
     """The chunks of two choices' outputs, which come at once or one by one."""
-    writer = AnswerWriter(
-        AnswerHead(id="x", created=0, model=model), load_text_tokenizer(DEFAULT_MODEL), n=2, logprobs=False, **options
-    )
+    writer = writer_of(model, **options)
     items = [
-        ChoiceOutput(
-            index=index,
-            output=TokenOutput(
-                rid=str(index),
-                text=text,
-                token_ids=(1,),
-                finish_reason=FinishReason(type="length") if place == len(TEXTS) else None,
-                prompt_tokens=3,
-                completion_tokens=place,
-                cached_tokens=0,
-            ),
-        )
+        output_of(index, place, text=text, ends=place == len(TEXTS))
         for place, text in enumerate(TEXTS, 1)
         for index in range(2)
     ]

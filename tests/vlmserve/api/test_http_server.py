@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import logging
 import select
@@ -14,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
@@ -84,48 +84,33 @@ def read_answer(link: socket.socket) -> None:
 
 
 def get(port: int, path: str) -> tuple[int, bytes]:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    with contextlib.closing(link):
-        link.request("GET", path)
-        reply = link.getresponse()
-        return reply.status, reply.read()
+    reply = httpx.get(f"http://127.0.0.1:{port}{path}", timeout=WAIT_S)
+    return reply.status_code, reply.content
 
 
-def test_a_silent_connection_is_closed_without_a_word() -> None:
+def test_headers_and_the_rest_of_a_body_that_was_not_wanted_have_their_time() -> None:
+    """A silent connection is closed without a word. A byte now and then does not buy time, also within a second
+    request, whose first byte ends the time that the connection may idle."""
     with serving(header_timeout_s=0.2) as (port, _):
         assert rest(connect(port)) == b""
-
-
-def test_headers_that_do_not_end() -> None:
-    with serving(header_timeout_s=0.2) as (port, _):
         answer = rest(connect(port, GET))
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
         assert b"--header-timeout-s" in answer
-
-
-def test_a_byte_now_and_then_does_not_buy_time() -> None:
-    """Also within a second request, whose first byte ends the time that the connection may idle."""
-    with serving(header_timeout_s=0.2) as (port, _):
+        link = connect(port, GET + b"Content-Length: 1000000\r\n\r\nx")
+        read_answer(link)
+        link.sendall(b"x")
+        assert rest(link) == b""
         link = connect(port, GET + b"\r\n")
         read_answer(link)
         link.settimeout(0.05)
-        answer = None
+        answer = b""
         for byte in b"GET /small HTTP/1.1\r\nx: " + b"x" * 300:
             link.sendall(bytes([byte]))
             with contextlib.suppress(TimeoutError):
                 answer = link.recv(65536)
                 break
-        assert answer is not None
         assert answer.startswith(b"HTTP/1.1 408 ")
         link.close()
-
-
-def test_the_rest_of_a_body_that_was_not_wanted_has_its_time() -> None:
-    with serving(header_timeout_s=0.2) as (port, _):
-        link = connect(port, GET + b"Content-Length: 1000000\r\n\r\nx")
-        read_answer(link)
-        link.sendall(b"x")
-        assert rest(link) == b""
 
 
 def test_an_idle_connection_is_closed() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, png_url, serving
+from tests.vlmserve.api.test_generation import stream
 
 PICTURE = png_url(size=(300, 200))
 TOKEN = 28 * 28
@@ -48,9 +48,7 @@ def answer(client: TestClient, *parts: Any, **fields: Any) -> dict[str, Any]:
 
 
 def events(client: TestClient, *parts: Any, **fields: Any) -> list[dict[str, Any]]:
-    text = client.post(CHAT, json=body(*parts, stream=True, **fields)).text
-    assert text.endswith("data: [DONE]\n\n")
-    return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
+    return stream(client, **body(*parts, **fields))
 
 
 def report(client: TestClient, *parts: Any, **fields: Any) -> list[dict[str, Any]]:
@@ -139,20 +137,12 @@ BIG = png_url(size=(1680, 1680))
 def test_precedence(client):
     """part > detail > mm_processor_kwargs > checkpoint"""
     kwargs = {"mm_processor_kwargs": {"max_pixels": 25 * TOKEN}}
-    parts = (
-        image(BIG),
-        image(BIG, "auto"),
-        image(BIG, "low"),
-        image(BIG, "high"),
-        image(BIG, max_pixels=9 * TOKEN),
-        image(BIG, "low", max_pixels=9 * TOKEN),
-        image(BIG, "low", max_pixels=36 * TOKEN),
-        {"type": "image", "image": BIG, "max_pixels": 4 * TOKEN},
-    )
-    assert tokens(client, *parts[:4]) == [64, 64, 16, 64]
-    assert tokens(client, *parts[4:]) == [9, 9, 36, 4]
-    assert tokens(client, *parts[:4], **kwargs) == [25, 25, 16, 64]
-    assert tokens(client, *parts[4:], **kwargs) == [9, 9, 36, 4]
+    details = [image(BIG, detail) for detail in (None, "auto", "low", "high")]
+    own = [image(BIG, detail, max_pixels=area * TOKEN) for detail, area in ((None, 9), ("low", 9), ("low", 36))]
+    own.append({"type": "image", "image": BIG, "max_pixels": 4 * TOKEN})
+    assert tokens(client, *details) == [64, 64, 16, 64]
+    assert tokens(client, *details, **kwargs) == [25, 25, 16, 64]
+    assert tokens(client, *own) == tokens(client, *own, **kwargs) == [9, 9, 36, 4]
 
 
 def test_kwargs_reach_videos(client):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,15 @@ import pytest
 import schemathesis
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, make_served
+from tests.vlmserve.api.fake_engine import MODEL, write_checkpoint_folder
+from tests.vlmserve.documented import ask
 from vlmserve.api.app import all_operations
 from vlmserve.api.auth import CONTROL_PATHS, DESCRIPTION_PATHS
 from vlmserve.api.openapi import openapi_document
+from vlmserve.ipc.messages import FinishReason
 
 OPERATIONS = all_operations()
 DOCUMENT = openapi_document(OPERATIONS, model=MODEL, keys=True, admin_key=True)
-
-
-@contextmanager
-def serving(folder: Path, **settings: Any) -> Iterator[TestClient]:
-    served = make_served(folder, **settings)
-    with TestClient(served.app) as client:
-        yield client
-    asyncio.run(served.frontend.close())
 
 
 def parts(value: Any) -> Iterator[dict[str, Any]]:
@@ -92,9 +84,10 @@ def test_answers_and_errors_have_schemas() -> None:
         ),
     ],
 )
-def test_keys(checkpoint_folder: Path, settings: Any, schemes: Any, of_chats: Any, of_operators: Any) -> None:
+def test_keys(serve, settings: Any, schemes: Any, of_chats: Any, of_operators: Any) -> None:
     """The document is there without a key, and says what needs one: it is so."""
-    with serving(checkpoint_folder, **settings) as client:
+    _served, client = serve(**settings)
+    with client:
         document = client.get("/openapi.json").json()
         assert document["components"].get("securitySchemes", {}).keys() == schemes
         assert document.get("security", []) == ([{"apiKey": []}] if "api_key" in settings else [])
@@ -106,9 +99,10 @@ def test_keys(checkpoint_folder: Path, settings: Any, schemes: Any, of_chats: An
                 assert refused == bool(operation["security"]) == ("401" in operation["responses"]), path
 
 
-def test_the_page_asks_nobody_else(checkpoint_folder: Path) -> None:
+def test_the_page_asks_nobody_else(serve) -> None:
     """Nor for a key."""
-    with serving(checkpoint_folder, api_key="a") as client:
+    _served, client = serve(api_key="a")
+    with client:
         page = client.get("/docs")
         assert page.headers["content-type"].startswith("text/html")
         assert not re.search(r"(?:https?:)?//[\w.]", page.text), "a file from elsewhere"
@@ -124,3 +118,47 @@ def test_the_page_asks_nobody_else(checkpoint_folder: Path) -> None:
             assert len(file.content) > least
         style = client.get("/docs/swagger-ui.css").text
         assert not re.search(r"@import|url\((?!['\"]?(?:data:|#))", style)
+
+
+# ---------------------------------------------------------------- answers, whole and streamed
+
+SAID = 'I look.\n</think>\n\nYes.\n<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
+FUNCTION: dict[str, Any] = {"name": "f", "parameters": {"type": "object"}}
+CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function", "function": FUNCTION}]}
+RESPONSE_BODY = {"input": "hi", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "auto", "top_logprobs": 1}
+by_operation = pytest.mark.parametrize(
+    ("name", "body"), [("createChatCompletion", CHAT_BODY), ("createResponse", RESPONSE_BODY)]
+)
+
+
+@by_operation
+def test_thoughts_and_calls_are_as_documented(serve, tmp_path: Path, name: str, body: dict[str, Any]) -> None:
+    folder = write_checkpoint_folder(tmp_path)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + "<think>\n")
+    served, client = serve(folder=folder)
+    served.scheduler.say(SAID)
+    with client:
+        whole = ask(client, name, json={"model": MODEL, **body})
+        events = ask(client, name, json={"model": MODEL, **body, "stream": True})
+    if name == "createResponse":
+        assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+        said = whole["output"][1]["content"][0]
+        assert said["text"] in "".join(token["token"] for token in said["logprobs"])
+        assert {"response.reasoning_text.done", "response.function_call_arguments.done"} < {e["type"] for e in events}
+        return
+    [choice] = whole["choices"]
+    assert choice["message"].keys() >= {"reasoning_content", "tool_calls"}
+    assert choice["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"].keys() for event in events for choice in event["choices"]]
+    assert {"role", "content", "reasoning_content", "tool_calls"} == set().union(*deltas)
+
+
+@by_operation
+def test_what_an_engine_that_fails_says_is_as_documented(serve, name: str, body: dict[str, Any]) -> None:
+    served, client = serve()
+    served.scheduler.fail_with = FinishReason(type="error", message="out of memory", status=500)
+    with client:
+        assert ask(client, name, json={"model": MODEL, **body})["error"]["type"] == "server_error"
+        served.frontend.fail_all("the scheduler died")
+        assert ask(client, "getHealth")["error"]["code"] == "engine_unavailable"

@@ -141,11 +141,6 @@ def test_no_more_of_a_large_body_is_read_than_allowed(serve, headers, parts_read
     assert len(read) == parts_read
 
 
-def test_a_large_body_is_answered(client):
-    padded = {**BODY, "metadata": {"x": "y" * 200_000}}
-    assert client.post(CHAT, json=padded).status_code == 200
-
-
 def test_a_full_house_answers_429(serve):
     served, client = serve({"max_running_requests": 2, "max_queued_requests": 1})
     with client:
@@ -157,9 +152,30 @@ def test_a_full_house_answers_429(serve):
     assert len(served.scheduler.requests) == 3
 
 
-def test_sampling_defaults_can_be_openais(serve):
-    served, client = serve({"sampling_defaults": "openai"})
+def test_a_request_may_choose_its_replica_and_there_is_room_for_what_all_can_take(serve):
+    served, client = serve({"dp_size": 2, "max_running_requests": 2, "max_queued_requests": 3})
+    routes = {CHAT: BODY, "/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
     with client:
-        client.post(CHAT, json={**BODY, "temperature": None})
-    params = served.scheduler.requests[0].sampling_params
-    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, -1)
+        for route, fields in routes.items():
+            body = {"model": MODEL, **fields}
+            before = len(served.scheduler.requests)
+            for choice in ({}, {"data_parallel_rank": 0}, {"data_parallel_rank": 1}):
+                assert client.post(route, json=body | choice).status_code == 200
+            told = "below the number of replicas, which is 2 (setting --dp-size)"
+            for rank, words in ((2, told), (-1, "0"), ("1", "")):
+                reply = client.post(route, json=body | {"data_parallel_rank": rank})
+                assert_error(reply, 400)
+                assert "data_parallel_rank" in reply.json()["error"]["param"]
+                assert words in reply.json()["error"]["message"]
+            assert [request.data_parallel_rank for request in served.scheduler.requests[before:]] == [None, 0, 1]
+        assert client.post(CHAT, json={**BODY, "n": 10}).status_code == 200
+        assert client.post(CHAT, json={**BODY, "n": 11}).status_code == 429
+
+
+def test_settings_of_the_engine_reach_requests(serve):
+    served, client = serve({"sampling_defaults": "openai", "schedule_policy": "priority"})
+    with client:
+        assert client.post(CHAT, json={**BODY, "temperature": None, "priority": -5}).status_code == 200
+    (request,) = served.scheduler.requests
+    params = request.sampling_params
+    assert (params.temperature, params.top_p, params.top_k, request.priority) == (1.0, 1.0, -1, -5)

@@ -1,9 +1,7 @@
-"""LangChain's ChatOpenAI, LiteLLM and the whole of the official client, over real sockets."""
+"""LangChain's ChatOpenAI and LiteLLM, over real sockets."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import importlib
 import json
 from collections.abc import Iterator
@@ -11,14 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import openai
 import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
 from tests.vlmserve.api import fake_engine
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, ids_of, make_served, png_url, real_server
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served, ids_of, png_url, real_server, serving
 
 PICTURE: list[Any] = [
     {"type": "image_url", "image_url": {"url": png_url()}},
@@ -37,11 +34,8 @@ def weather(city: str) -> str:
 def running(checkpoint_folder: Path) -> Iterator[tuple[Served, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fake_engine, "CONTEXT", 1024)  # descriptions of tools are long
-        served = make_served(checkpoint_folder, api_key="secret")
-    with real_server(served.app) as port:
-        yield served, f"http://127.0.0.1:{port}/v1"
-    served.assert_idle()
-    asyncio.run(served.frontend.close())
+        with serving(checkpoint_folder, api_key="secret") as served, real_server(served.app) as port:
+            yield served, f"http://127.0.0.1:{port}/v1"
 
 
 @pytest.fixture
@@ -81,10 +75,6 @@ def test_langchain_shows_a_picture(chat: ChatOpenAI, served: Served) -> None:
     before = served.scheduler.requests[-1].input_ids.tolist()
     assert chat.invoke([HumanMessage(own)]).content == "a red square"
     assert ids_of(served.scheduler.requests[-1]) == before
-
-
-def test_langchain_streams(chat: ChatOpenAI, served: Served) -> None:
-    served.scheduler.say("a red square")
     chunks = list(chat.stream([HumanMessage(PICTURE)], stream_usage=True))
     assert "".join(chunk.content for chunk in chunks) == "a red square"
     assert len([chunk for chunk in chunks if chunk.content]) > 1
@@ -163,47 +153,3 @@ def test_litellm_understands_errors(litellm: ModuleType, litellm_options: dict[s
         litellm.completion(messages=messages, temperature=3, **litellm_options)
     with pytest.raises(litellm.AuthenticationError):
         litellm.completion(messages=messages, **{**litellm_options, "api_key": "wrong"})
-
-
-# ---------------------------------------------------------------- the official client
-
-
-def test_a_batch_of_responses_about_an_uploaded_picture(running: tuple[Served, str], served: Served) -> None:
-    """Files, Responses and batches together: the batch's lines name an uploaded file and an earlier response."""
-    served.scheduler.say("a red square")
-    with openai.OpenAI(base_url=running[1], api_key="secret", max_retries=0, timeout=WAIT_S) as ai:
-        data = base64.b64decode(png_url().partition(",")[2])
-        picture = ai.files.create(file=("red.png", data), purpose="user_data")
-        asked: Any = {"role": "user", "content": [{"type": "input_image", "file_id": picture.id, "detail": "auto"}]}
-        first = ai.responses.create(model=MODEL, input=[asked])
-        bodies = [
-            {"model": MODEL, "input": [asked]},
-            {"model": MODEL, "input": "And now?", "previous_response_id": first.id},
-            {"model": MODEL, "input": "And now?", "previous_response_id": "resp_none"},
-        ]
-        lines = [
-            json.dumps({"custom_id": f"c{at}", "method": "POST", "url": "/v1/responses", "body": body})
-            for at, body in enumerate(bodies)
-        ]
-        given = ai.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
-        batch = ai.batches.create(input_file_id=given.id, endpoint="/v1/responses", completion_window="24h")
-        while (batch := ai.batches.retrieve(batch.id)).status not in ("completed", "failed"):
-            pass
-        answers = {
-            answer["custom_id"]: answer["response"]["body"]
-            for answer in map(json.loads, ai.files.content(batch.output_file_id).text.splitlines())
-        }
-        errors = [json.loads(line) for line in ai.files.content(batch.error_file_id).text.splitlines()]
-        assert answers.keys() == {"c0", "c1"}
-        assert [error["custom_id"] for error in errors] == ["c2"]
-        assert (
-            answers["c0"]["usage"]["input_tokens"] == first.usage.input_tokens < answers["c1"]["usage"]["input_tokens"]
-        )
-        again = ai.responses.retrieve(answers["c1"]["id"])
-        assert (again.output_text, again.previous_response_id) == ("a red square", first.id)
-        assert {file.id for file in ai.files.list(purpose="batch_output")} == {
-            batch.output_file_id,
-            batch.error_file_id,
-        }
-        for file in (picture, given):
-            assert ai.files.delete(file.id).deleted

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import HI, MODEL, WAIT_S, real_server
+from tests.vlmserve.api.fake_engine import CHAT, HI, MODEL, WAIT_S, real_server
 
 
 def test_many_streams_at_once(ai, served):
@@ -24,11 +24,15 @@ def test_many_streams_at_once(ai, served):
         assert list(pool.map(ask, range(64))) == alone * 8
 
 
-def start(port: int, **fields) -> http.client.HTTPConnection:
+def post(port: int, url: str, body: object) -> http.client.HTTPConnection:
+    """A connection on which a request was sent."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    body = {"model": MODEL, "messages": HI, "max_tokens": 200, "temperature": 0, **fields}
-    link.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    link.request("POST", url, json.dumps(body), {"Content-Type": "application/json"})
     return link
+
+
+def start(port: int, **fields) -> http.client.HTTPConnection:
+    return post(port, CHAT, {"model": MODEL, "messages": HI, "max_tokens": 200, "temperature": 0, **fields})
 
 
 @pytest.mark.parametrize("n", [1, 2])

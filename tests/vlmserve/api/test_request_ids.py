@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import BODY, CHAT, Served, make_served
+from tests.vlmserve.api.fake_engine import BODY, CHAT, Served
 from vlmserve.api.http_server import OnceInAWhile
 from vlmserve.api.outermost import access, requests
 from vlmserve_common.logs import configure_logging, request_id
@@ -28,9 +26,9 @@ def test_the_clients_own_is_kept_and_the_engines_are_different(client: TestClien
 
 @pytest.mark.parametrize("status", [400, 401, 404, 405, 413, 429, 500, 503])
 def test_errors_have_it_too(serve, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    served, client = serve(api_key="key", max_body_mib=0.001)
+    full = {"max_running_requests": 1, "max_queued_requests": 1}
+    served, client = serve(full, api_key="key", max_body_mib=0.001)
     manager = served.frontend.manager
-    monkeypatch.setattr(manager._live, "_max_pending", 1)
     if status == 500:
         monkeypatch.delattr(manager.builder, "limits")
     if status == 503:
@@ -73,21 +71,10 @@ def test_the_log_of_a_failure_names_the_request(
     client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append((record.getMessage(), request_id.get()))
-
-    def fail(*_: object, **__: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(served.frontend.manager.builder, "tokenize", fail)
-    handler = Handler()
-    logging.getLogger("vlmserve.api.errors").addHandler(handler)
-    try:
-        assert client.post(CHAT, json=BODY, headers={"X-Request-Id": "job-7"}).status_code == 500
-    finally:
-        logging.getLogger("vlmserve.api.errors").removeHandler(handler)
+    log = logging.getLogger("vlmserve.api.errors")
+    monkeypatch.setattr(log, "handle", lambda record: seen.append((record.getMessage(), request_id.get())))
+    monkeypatch.setattr(served.frontend.manager.builder, "tokenize", lambda *_, **__: 1 // 0)
+    assert client.post(CHAT, json=BODY, headers={"X-Request-Id": "job-7"}).status_code == 500
     assert seen == [("a request failed unexpectedly", "job-7")]
     assert request_id.get() == ""
 
@@ -110,15 +97,15 @@ def test_log_requests(serve, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.fixture
-def logging_client(checkpoint_folder: Path) -> Iterator[TestClient]:
+def logging_client(serve) -> Iterator[TestClient]:
     """As with --log-level error: the lines come all the same."""
-    served = make_served(checkpoint_folder, access_log=True, api_key="secret")
     root = logging.getLogger()
     before = root.level
+    _served, client = serve(access_log=True, api_key="secret")
+    client.headers["Authorization"] = "Bearer secret"
     root.setLevel(logging.ERROR)
-    with TestClient(served.app, headers={"Authorization": "Bearer secret"}, raise_server_exceptions=False) as client:
+    with client:
         yield client
-    asyncio.run(served.frontend.close())
     access.setLevel(logging.NOTSET)
     root.setLevel(before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -237,10 +238,8 @@ def test_a_conversation_is_all_that_it_goes_back_to(store: ResponseStore) -> Non
         store.conversation("me", "b")
 
 
-def test_it_is_there_after_a_restart(tmp_path: Path) -> None:
-    for _ in range(2):
-        store = ResponseStore(tmp_path, most=5, most_bytes=1000)
-        if _ == 0:
-            store.add("me", _response("a"), [])
-        assert store.find("me", "a").response == _response("a")
-        store.close()
+def test_it_is_there_after_a_restart(store: ResponseStore, tmp_path: Path) -> None:
+    store.add("me", _response("a"), [])
+    store.close()
+    with contextlib.closing(ResponseStore(tmp_path, most=5, most_bytes=1000)) as again:
+        assert again.find("me", "a").response == _response("a")

@@ -135,15 +135,6 @@ def test_logprobs_are_of_all_tokens(ai, served):
     assert tokens == content
 
 
-def test_calls_and_their_results_are_rendered(ai, served):
-    served.scheduler.say(ONE)
-    said = ask(ai, tools=[TOOL]).choices[0].message
-    result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": [{"type": "text", "text": "done"}]}
-    served.scheduler.say("ok")
-    ask(ai, tools=[TOOL], messages=[*HI, said.model_dump(exclude_none=True), result])
-    assert '<|im_start|>assistant\nYes.f({"x": "é\\n"})<|im_end|>\n<|im_start|>tool\ndone' in served.prompt
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_template_without_tools(serve, tmp_path, choice):
     folder = write_checkpoint_folder(tmp_path)

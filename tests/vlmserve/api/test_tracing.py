@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, make_served, png_url
+from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, png_url, serving
 from vlmserve.api import app, tracing
 from vlmserve.api.tracing import stages_of
 from vlmserve.config.checks import SettingsError
@@ -35,10 +34,9 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
 
 @pytest.fixture
 def served(checkpoint_folder: Path, exporter: InMemorySpanExporter) -> Iterator[Served]:
-    served = make_served(checkpoint_folder, otlp_traces_endpoint="http://collector.example/v1/traces")
-    served.scheduler.encodes_pictures = True
-    yield served
-    asyncio.run(served.frontend.close())
+    with serving(checkpoint_folder, otlp_traces_endpoint="http://collector.example/v1/traces") as served:
+        served.scheduler.encodes_pictures = True
+        yield served
 
 
 @pytest.fixture

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import http.client
-import json
 import socket
 
 import pytest
 
 from tests.processors.clips import make_clip
-from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, png_url, real_server
+from tests.vlmserve.api.fake_engine import MODEL, png_url, real_server
 from tests.vlmserve.api.test_embeds_in_chat import TEXT
 from tests.vlmserve.api.test_files_in_chat import by_url, refused, upload
+from tests.vlmserve.api.test_real_server import post
 from vlmserve.ipc.messages import FinishReason
 
 URL = "/v1/warmup"
@@ -112,9 +112,9 @@ def test_they_count_as_pending(serve):
     served, _client = serve({"max_running_requests": 1, "max_queued_requests": 1})
     served.scheduler.pause_encodes = True
     with real_server(served.app) as port:
-        links = [post(port) for _ in range(2)]
+        links = [start(port) for _ in range(2)]
         served.scheduler.wait_until(lambda: len(served.scheduler.encodes) == 2)
-        answer = post(port).getresponse()
+        answer = start(port).getresponse()
         assert answer.status == 429
         assert b"--max-queued-requests" in answer.read()
         for link in links:
@@ -122,40 +122,33 @@ def test_they_count_as_pending(serve):
         served.scheduler.wait_until(lambda: len(served.scheduler.aborts) == 2)
 
 
-def post(port: int) -> http.client.HTTPConnection:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
-    link.request("POST", URL, json.dumps(body(by_url())), {"Content-Type": "application/json"})
-    return link
+def start(port: int) -> http.client.HTTPConnection:
+    return post(port, URL, body(by_url()))
 
 
 def test_a_client_that_leaves_calls_it_off(served):
     served.scheduler.pause_encodes = True
     with real_server(served.app) as port:
-        link = post(port)
+        link = start(port)
         served.scheduler.wait_until(lambda: len(served.scheduler.encodes) == 1)
         link.sock.shutdown(socket.SHUT_RDWR)
         link.close()
         served.scheduler.wait_until(lambda: len(served.scheduler.aborts) == 1)
         assert served.scheduler.aborts[0].rid == served.scheduler.encodes[0].rid
         served.scheduler.pause_encodes = False
-        assert post(port).getresponse().status == 200
+        assert start(port).getresponse().status == 200
     served.assert_idle()
 
 
 def test_an_engine_that_is_gone_answers_503(served):
     served.scheduler.pause_encodes = True
     with real_server(served.app) as port:
-        link = post(port)
+        link = start(port)
         served.scheduler.wait_until(lambda: len(served.scheduler.encodes) == 1)
-        loop_call(served, served.frontend.fail_all, "the engine is gone")
+        waiter = next(iter(served.frontend.manager._warmups.values()))
+        waiter.get_loop().call_soon_threadsafe(served.frontend.fail_all, "the engine is gone")
         answer = link.getresponse()
         assert answer.status == 503
         assert b"the engine is gone" in answer.read()
-        assert post(port).getresponse().status == 503
+        assert start(port).getresponse().status == 503
     served.assert_idle()
-
-
-def loop_call(served, function, *args) -> None:
-    """Call it in the server's event loop."""
-    waiter = next(iter(served.frontend.manager._warmups.values()))
-    waiter.get_loop().call_soon_threadsafe(function, *args)
