@@ -98,9 +98,11 @@ def test_follows_a_conversation(client: openai.OpenAI) -> None:
 CHECKS = Image.fromarray(np.kron(np.indices((25, 34)).sum(0) % 2, np.full((12, 12), 200)).astype(np.uint8))
 
 
-@pytest.mark.parametrize("image", [Image.fromarray(noise(400, 300)), picture(8, 400, 300), CHECKS], ids=str)
+@pytest.mark.parametrize(
+    "image", [Image.fromarray(noise(400, 300)), picture(8, 400, 300), CHECKS], ids=["noise", "blobs", "checks"]
+)
 def test_stops_on_pictures_outside_its_world(client: openai.OpenAI, image: Image.Image) -> None:
-    """Noise, blobs and checks."""
+    """Pictures unlike those that the model was made with."""
     for question in ("Describe the picture.", "What is this?", "Who painted it, and when?"):
         content = [media_part("image", encoded(image)), {"type": "text", "text": question}]
         answer = _answer(client, [{"role": "user", "content": content}], max_tokens=96).choices[0]
