@@ -352,7 +352,6 @@ def test_proxies_of_the_environment_are_ignored(web, monkeypatch):
         "2130706433",
         "0x7f000001",
         "0x7f.0.0.1",
-        "0177.0.0.1",
         "[::1]",
         "[::ffff:127.0.0.1]",
     ],

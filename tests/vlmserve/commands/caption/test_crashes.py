@@ -120,8 +120,8 @@ def test_killed_at_any_point_a_run_goes_on(tmp_path_factory, name, kills):
     assert_whole(folder / name)
     assert [line["id"] for line in runs.lines(folder / "errors.jsonl")] == ["pictures/gone"]
     asked = (folder / "asked").read_text().splitlines()
-    # each worker of a killed run had one item at most that was not written yet
-    assert len(asked) <= 17 + killed * CONCURRENCY, "what was finished is not asked again"
+    # at most so many in a killed run are asked, and twice as many wait to be written
+    assert len(asked) <= 17 + killed * 3 * CONCURRENCY, "what was finished is not asked again"
     assert not list(folder.glob("*.part"))
 
 
