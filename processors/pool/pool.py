@@ -140,17 +140,22 @@ class ProcessorPool:
             with self._fetcher.claim() as claim:
                 if isinstance(request, EmbedsRequest):
                     return await self._load_embeds(request, claim, fetched)
-                work = await self._fetch(request, claim)
-                fetched()
-                if all(isinstance(file, bytes) for file in work.files):
-                    return await self._make_once(work, request.tenant, client)
-                return await self._threads.make(work, client=client)
+                return await self._load_file(request, claim, client, fetched)
         except BadRequestError as error:
             # Raise a copy: requests for the same medium share the error. Its frames hold the medium's bytes, and form
             # reference cycles with the futures that it came through.
             clear_frames(error.__traceback__)
             param = error.param or request.param
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error
+
+    async def _load_file(
+        self, request: ImageRequest | VideoRequest, claim: Claim, client: str, fetched: Callable[[], None]
+    ) -> ProcessedMedium:
+        work = await self._fetch(request, claim)
+        fetched()
+        if all(isinstance(file, bytes) for file in work.files):
+            return await self._make_once(work, request.tenant, client)
+        return await self._threads.make(work, client=client)
 
     async def _load_embeds(self, request: EmbedsRequest, claim: Claim, fetched: Callable[[], None]) -> ProcessedMedium:
         rows = await file_from(request.source, self._fetcher, claim)

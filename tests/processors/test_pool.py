@@ -249,20 +249,22 @@ def test_close_calls_off_and_refuses(make_pool, processor, monkeypatch):
 
 
 def test_an_error_does_not_keep_the_bytes_of_its_medium(make_pool):
-    async def refuse() -> None:
-        with pytest.raises(BadRequestError, match="not a picture"):
-            await pool.load([ImageRequest(source=bytes(size))])
+    async def refuse() -> BadRequestError:
+        with pytest.raises(BadRequestError, match="not a picture") as caught:
+            await pool.load([ImageRequest(source=data)])
+        return caught.value
 
     async def scenario() -> None:
         await refuse()
         gc.collect()
         gc.disable()  # who has to wait for it has many of them
         before = tracemalloc.get_traced_memory()[0]
-        await refuse()
+        error = await refuse()
         await pool.close()
-        assert tracemalloc.get_traced_memory()[0] - before < size // 2
+        assert tracemalloc.get_traced_memory()[0] - before < size // 2, error
 
     pool, size = make_pool(), 2**24
+    data = data_url(bytes(size))
     tracemalloc.start()
     try:
         asyncio.run(scenario())
