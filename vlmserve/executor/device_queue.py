@@ -5,8 +5,10 @@ A step may read the results of the step before it. Slots that are given to anoth
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from vlmserve_common.errors import EngineError
@@ -32,10 +34,7 @@ class DeviceQueue:
     def here(self, run: Callable[..., T], *args: Any) -> Work[T]:
         """Do `run(*args)` at once. The caller has waited for everything that was submitted before."""
         done: Work[T] = Future()
-        try:
-            done.set_result(run(*args))
-        except Exception as error:
-            done.set_exception(error)
+        _do(done, run, args)
         return done
 
     def close(self) -> None:
@@ -62,20 +61,41 @@ class StreamQueue(DeviceQueue):
 class ThreadQueue(DeviceQueue):
     """Does all work in a thread of its own, while the caller prepares the next step. started: called there first.
 
-    Steps of fewer than `least_reqs` requests are not worth handing over: it takes longer than it saves.
+    Steps of fewer than `least_reqs` requests are not worth handing over: it takes longer than it saves. Unlike that of
+    an executor, the thread works until the process ends, for threads that go on behind the main one. A step that hangs
+    keeps no process from its end.
     """
 
     def __init__(self, started: Callable[[], None] = lambda: None, *, depth: int = 2, least_reqs: int = 4) -> None:
         self.depth, self.least_reqs = depth, least_reqs
-        self._thread = ThreadPoolExecutor(1, "device", started)
+        self._queue: queue.SimpleQueue[tuple[Work[Any], Callable[..., Any], tuple[Any, ...]] | None]
+        self._queue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="device", daemon=True)
+        self._thread.start()
 
     def submit(self, run: Callable[..., T], *args: Any) -> Work[T]:
         """Hand it to the thread."""
-        return self._thread.submit(_in_the_thread, run, *args)
+        done: Work[T] = Future()
+        self._queue.put((done, _in_the_thread, (run, *args)))
+        return done
 
     def close(self) -> None:
         """Let the thread finish, and end it."""
-        self._thread.shutdown()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self, started: Callable[[], None]) -> None:
+        started()
+        while (work := self._queue.get()) is not None:
+            _do(*work)
+            del work  # lets go of the arguments
+
+
+def _do(done: Work[T], run: Callable[..., T], args: tuple[Any, ...]) -> None:
+    try:
+        done.set_result(run(*args))
+    except Exception as error:
+        done.set_exception(error)
 
 
 def _in_the_thread(run: Callable[..., T], *args: Any) -> T:

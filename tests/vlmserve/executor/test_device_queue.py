@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -59,7 +61,7 @@ def test_all_is_done_in_one_thread_that_was_prepared():
 
 def test_closing_does_what_was_submitted():
     device, gate, done = ThreadQueue(), threading.Event(), []
-    device.submit(gate.wait, LIMIT_S)
+    held = device.submit(gate.wait, LIMIT_S)
     works = [device.submit(done.append, number) for number in range(5)]
     closing = threading.Thread(target=device.close)
     closing.start()
@@ -68,6 +70,26 @@ def test_closing_does_what_was_submitted():
     assert not closing.is_alive()
     assert done == list(range(5))
     assert all(work.result() is None for work in works)
+    assert held.result(), "the caller went on meanwhile"
+
+
+_ENDING = """
+import threading
+from vlmserve.executor.device_queue import ThreadQueue
+
+def go_on():
+    threading.main_thread().join()
+    print(device.submit(int, "7").result())
+
+device, hangs = ThreadQueue(), ThreadQueue()
+threading.Thread(target=go_on).start()
+hangs.submit(threading.Event().wait)
+"""
+
+
+def test_it_works_behind_the_main_thread_and_keeps_no_process_from_its_end():
+    ended = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stdout) == (0, "7\n"), ended.stderr
 
 
 def test_on_a_gpu_work_is_launched_in_the_thread_that_submits_it():
