@@ -88,7 +88,8 @@ class _Choice:
     index: int
     outputs: asyncio.Queue[ChoiceOutput | Exception]
     times: AnswerTimes
-    prompt: TokenizedPrompt
+    request: GenerateReqInput
+    notes: PromptNotes
     media: tuple[MediumReport, ...]
     timings: Timings | None = None
     last: TokenOutput | None = None
@@ -310,7 +311,8 @@ class TokenizerManager:
                     index=index,
                     outputs=state.outputs,
                     times=AnswerTimes(moments),
-                    prompt=prompt,
+                    request=prompt.request,
+                    notes=prompt.notes,
                     media=report,
                 )
                 state.rids.append(rid)
@@ -378,7 +380,7 @@ class TokenizerManager:
                     index=choice.index,
                     output=output,
                     media=choice.media,
-                    notes=choice.prompt.notes,
+                    notes=choice.notes,
                     timings=choice.timings,
                 )
             )
@@ -399,7 +401,7 @@ class TokenizerManager:
         self, choice: _Choice, finish: str, timings: Timings | None = None, *, status: int | None = None
     ) -> None:
         """Tell the observers the outcome of a choice. timings: None if this process ended it."""
-        tell = [one for one in (self.observe, choice.prompt.request.ended) if one is not None]
+        tell = [one for one in (self.observe, choice.request.ended) if one is not None]
         if not tell:
             return
         last, first = choice.last, choice.index == 0
