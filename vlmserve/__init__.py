@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from vlmserve.frontend.chat_messages import MediaCounts as MediaCounts
     from vlmserve.frontend.chat_messages import VideoRef as VideoRef
     from vlmserve.frontend.live_requests import RequestAbortedError as RequestAbortedError
-    from vlmserve.frontend.request_builder import ChatPrompt as ChatPrompt
-    from vlmserve.frontend.request_builder import EmbedsPrompt as EmbedsPrompt
-    from vlmserve.frontend.request_builder import GenerateReqInput as GenerateReqInput
-    from vlmserve.frontend.request_builder import TextPrompt as TextPrompt
-    from vlmserve.frontend.request_builder import TokensPrompt as TokensPrompt
+    from vlmserve.frontend.requests import ChatPrompt as ChatPrompt
+    from vlmserve.frontend.requests import EmbedsPrompt as EmbedsPrompt
+    from vlmserve.frontend.requests import GenerateReqInput as GenerateReqInput
+    from vlmserve.frontend.requests import TextPrompt as TextPrompt
+    from vlmserve.frontend.requests import TokensPrompt as TokensPrompt
     from vlmserve.frontend.requests import read_input_embeds as read_input_embeds
     from vlmserve.frontend.sampling import SamplingOverrides as SamplingOverrides
     from vlmserve.frontend.scores import LabelScore as LabelScore
@@ -57,9 +58,8 @@ _EXPORTS = {
     "vlmserve.config.checks": "SettingsError",
     "vlmserve.config.engine_args": "EngineArgs",
     "vlmserve.frontend.chat_messages": "EmbedsRef ImageRef MediaCounts VideoRef",
-    "vlmserve.frontend.requests": "read_input_embeds",
     "vlmserve.frontend.live_requests": "RequestAbortedError",
-    "vlmserve.frontend.request_builder": "ChatPrompt EmbedsPrompt GenerateReqInput TextPrompt TokensPrompt",
+    "vlmserve.frontend.requests": "ChatPrompt EmbedsPrompt GenerateReqInput TextPrompt TokensPrompt read_input_embeds",
     "vlmserve.frontend.sampling": "SamplingOverrides",
     "vlmserve.frontend.scores": "LabelScore",
     "vlmserve.frontend.stage": "StageLimits",
@@ -93,6 +93,8 @@ for _former in (
     *("tokenizer.request_builder", "tokenizer.sampling", "tokenizer.stage"),
 ):
     _module = sys.modules[f"{__name__}.{_former}"] = ModuleType(f"{__name__}.{_former}")
+    _module.__spec__ = ModuleSpec(_module.__name__, None, is_package=True)
     vars(_module).update(__getattr__=__getattr__, __path__=[])
     _parent, _, _last = _module.__name__.rpartition(".")
     setattr(sys.modules[_parent], _last, _module)
+del _former, _module, _parent, _last
