@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlmserve.frontend.parsers.answer import OPEN as THINK
 from vlmserve.frontend.parsers.calls import ToolUse
-from vlmserve_common.checkpoint.text_tokenizer import read_json
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 Message = Mapping[str, Any]
@@ -99,12 +99,12 @@ def load_chat_template(folder: Path) -> ChatTemplate:
 
     Raises CheckpointError if there is none or it is broken.
     """
-    config = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder, "tokenizer_config.json", required=False)
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
     path = folder / "chat_template.jinja"
     if path.is_file():
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=tokens)
-    found = read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    found = read_json(folder, "chat_template.json", required=False).get("chat_template") or config.get("chat_template")
     if isinstance(found, str):
         return ChatTemplate(found, special_tokens=tokens)
     if isinstance(found, list):

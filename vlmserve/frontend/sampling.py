@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vlmserve.frontend.structured_output import verify_grammar
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
-from vlmserve_common.checkpoint.text_tokenizer import read_json
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.errors import BadRequestError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SamplingDefaults:
 
 def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "model") -> SamplingDefaults:
     """Read the checkpoint's generation_config.json, or take OpenAI's values. do_sample false means greedy."""
-    config = read_json(folder / "generation_config.json") if source == "model" else {}
+    config = read_json(folder, "generation_config.json", required=False) if source == "model" else {}
     if config.get("do_sample") is False:
         config = {"temperature": 0.0, "repetition_penalty": config.get("repetition_penalty")}
     known = [field.name for field in fields(SamplingDefaults)]

@@ -21,7 +21,8 @@ from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.request_builder import RequestBuilder, RequestLimits
 from vlmserve.frontend.sampling import load_sampling_defaults
-from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, load_text_tokenizer, read_json
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def make_tokenizer_stage(
     template or a processor, EngineError for media processes that cannot be started.
     """
     folder = Path(args.model)
-    config = read_json(folder / "config.json")
+    config = read_json(folder, "config.json", required=False)
     tokenizer = load_text_tokenizer(folder)
     # before anything is started that would have to be closed
     template, defaults = load_chat_template(folder), load_sampling_defaults(folder, args.sampling_defaults)
@@ -116,7 +117,7 @@ def make_request_media(
     folder = Path(args.model)
     processor = make_processor(
         folder,
-        read_json(folder / "config.json"),
+        read_json(folder, "config.json", required=False),
         _processor_limits(args, limits, max_model_len, auto_pixels),
         continue_text,
     )

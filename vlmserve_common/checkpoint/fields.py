@@ -23,7 +23,9 @@ def read_json(folder: Path, name: str, *, required: bool = True) -> dict[str, An
         if not required:
             return {}
         raise CheckpointError(f"{folder} has no {name}") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except OSError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: a JSON object is expected, not {type(value).__name__}")

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders
 
-from vlmserve_common.checkpoint import fields
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.errors import CheckpointError
 
 
@@ -112,15 +111,10 @@ def load_text_tokenizer(folder: Path) -> TextTokenizer:
     return TextTokenizer(tokenizer)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint file, {} if there is no such file. Raises CheckpointError if it is broken."""
-    return fields.read_json(path.parent, path.name, required=False)
-
-
 def _add_configured_tokens(tokenizer: Tokenizer, folder: Path) -> None:
     """Add what only tokenizer_config.json knows, at the ids it says."""
     known = tokenizer.get_added_tokens_decoder()
-    listed = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    listed = read_json(folder, "tokenizer_config.json", required=False).get("added_tokens_decoder", {})
     for index, entry in sorted(((int(i), f) for i, f in listed.items()), key=lambda pair: pair[0]):
         content = entry["content"]
         if index in known and known[index].content == content and known[index].special == entry["special"]:
