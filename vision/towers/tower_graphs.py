@@ -15,6 +15,7 @@ from vision.towers.pieces import UNLIMITED, finish
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer, Graph
 from vlmserve_common.compute.memory import free_memory, show_gib
 from vlmserve_common.compute.rotary import Rotation
+from vlmserve_common.errors import first_line
 from vlmserve_common.kernels.fused import gpu_kernels_work
 
 BUCKETS = (256, 512, 768, 1024, 1536, 2048)
@@ -169,7 +170,7 @@ def capture_tower(
     try:
         graphs = CapturedTower(tower, buckets, make_segments=make_segments, capturer=capturer)
     except Exception as error:  # a compiler's, too: without graphs it is slower, and that is all
-        log.warning("the vision tower is not captured as CUDA graphs: %s", str(error).split("\n")[0])
+        log.warning("the vision tower is not captured as CUDA graphs: %s", first_line(error))
         return
     tower.attach_graphs(graphs)
     log.info(

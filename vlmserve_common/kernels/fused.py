@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def gpu_kernels_work(device: torch.device, dtype: torch.dtype, dim: int) -> bool
     try:
         apart = trial(device, dtype, dim)
     except Exception as error:  # whatever a compiler, a driver or a missing package raises
-        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        why = f"{type(error).__name__}: {first_line(error)}"
     else:
         if apart < 0.05:
             return True

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vlmserve_common.errors import first_line
+
 SAMPLES = Path(__file__).resolve().parents[1] / "demo" / "samples"
 
 
@@ -62,7 +64,7 @@ def _torch(_: str) -> dict[str, Any]:
             ones = torch.ones(8, 8, device=f"cuda:{index}")
             assert float((ones @ ones).sum()) == 512.0
         except Exception as error:  # torch may have no code for this GPU
-            gpu["error"] = str(error).strip().splitlines()[0]
+            gpu["error"] = first_line(error)
         gpus.append(gpu)
     return {
         "version": torch.__version__,
