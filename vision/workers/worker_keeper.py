@@ -21,7 +21,7 @@ from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
 from vision.workers.cuda_rows import CudaBorrower, try_out
 from vision.workers.encoder_messages import EncodeDone, RowsAnswer, RowsOffer, RowsTaken, encoder_channel
-from vision.workers.settings import WorkerSettings
+from vision.workers.start import WorkerSettings
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
@@ -32,7 +32,7 @@ from vlmserve_common.transport.wire import Frame, MessageChannel
 logger = logging.getLogger(__name__)
 
 WorkerMain: TypeAlias = Callable[[Parent, WorkerSettings, str], None]
-"""A worker's main function; see `vision.workers.settings`."""
+"""A worker's main function; see `vision.workers.start`."""
 
 
 class WorkerKeeper:

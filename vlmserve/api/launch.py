@@ -133,7 +133,7 @@ def rank_mains(args: EngineArgs) -> list[tuple[str, ChildMain]]:
 def serve_node(settings: ServerSettings) -> int:
     """Let this node's ranks work for the server of node 0, until it ends, a rank dies or a signal arrives.
 
-    Returns the exit status. Call it in the main thread. Raises the errors of `launch.launch_server`.
+    Returns the exit status. Call it in the main thread. Raises the errors of `launch_server`.
     """
     configure_logging(settings.log_level, "node")
     with ExitStack() as stack:

@@ -333,7 +333,7 @@ class EngineArgs:
     disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the step before has ended")
     max_decode_slowdown: float = _scheduling(
         2.0,
-        "limit on the time between tokens while prompts and pictures are computed, as a multiple; 0: no limit",
+        "how many times longer prompts and pictures may make the time between tokens; 0: no limit",
         _NOT_NEGATIVE,
     )
     max_step_s: float = _scheduling(

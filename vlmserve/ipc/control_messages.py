@@ -1,5 +1,6 @@
-"""Operators' questions to a running engine, and its answers. They travel on a socket of their own, never among
-requests.
+"""Questions of operators and of /metrics to a running engine, and its answers.
+
+They travel on a socket of their own, never among requests.
 
 The engine takes a question between two steps and answers at once, with a result or a `ControlRefused`.
 """

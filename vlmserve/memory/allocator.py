@@ -96,8 +96,8 @@ class TokenToKVPoolAllocator:
     Slots 0..page_size-1 are a dummy page that padded rows may write to; it is never handed out. The usable slots are
     page_size .. page_size + size - 1. A page belongs to one holder at a time; the allocator only knows that it is held.
 
-    size: usable slots (tokens), a multiple of page_size. on_free: called with the pages (int64
-    [n]) that are about to be free, for groups that hang something on them.
+    size: usable slots (tokens), a multiple of page_size. on_free: called with the pages
+    (int64 [n]) that are about to be free, and that snapshots of states may hang on.
     """
 
     def __init__(self, size: int, page_size: int) -> None:
@@ -181,9 +181,9 @@ class TokenToKVPoolAllocator:
             # a room behind a freed page has no owner
             self._open.add(start, end - start + self._rooms.remove(end))
 
-    def truncate(self, prefix_len: int, seq_len: int, slots: np.ndarray) -> None:
-        """Undo `alloc_extend(prefix_len, seq_len, ...)`, or the end of it: take back tokens prefix_len..seq_len-1 of a
-        request, whose `slots` (int [seq_len - prefix_len]) they lie in.
+    def truncate(self, prefix_len: int, slots: np.ndarray) -> None:
+        """Undo `alloc_extend(prefix_len, ...)`, or the end of it: take back a request's tokens behind the first
+        prefix_len. `slots` (int [n]) are those tokens' slots.
 
         Pages that become empty are freed. A page that keeps tokens stays the request's own, and its rest is filled
         first when the request grows again. The pages behind are its room, as before.

@@ -21,7 +21,7 @@ from vlmserve.scheduler.waiting_queue import WaitingQueue
 _MIN_SHARED = 32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class PromptAdmission:
     """Chooses the prompts of a step from the scheduler's queue.
 

@@ -28,7 +28,7 @@ from vlmserve_common.process.wake_up import WakeUp
 log = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Intake:
     """Makes `Req`s of messages and follows the work that goes on for them beside the scheduler.
 

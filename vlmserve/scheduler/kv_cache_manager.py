@@ -156,7 +156,7 @@ class KVCacheManager:
     def truncate(self, req: Req, end: int) -> None:
         """Drop the KV of a request from token `end` on, where it continues. No step in flight may compute for it."""
         assert req.kv_committed_len <= end <= req.kv_allocated_len == req.kv_len, (req.rid, end, req.kv_len)
-        self.allocator.truncate(end, req.kv_len, self.slots(req, end, req.kv_len))
+        self.allocator.truncate(end, self.slots(req, end, req.kv_len))
         req.kv_len = req.kv_allocated_len = end
 
     def commit(self, req: Req, end: int) -> None:

@@ -126,7 +126,9 @@ def _usage(given: Any) -> dict[str, Any]:
 
 def _choice(index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     message = choice["message"]
-    text = message.get("content") or ""
+    text = message.get("content")
+    if text is None:
+        text = ""
     if isinstance(text, list):
         text = "".join(part["text"] for part in text if part.get("type") == "text")
     if not isinstance(text, str):

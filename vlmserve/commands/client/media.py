@@ -47,7 +47,7 @@ def modality_within_limit(data: bytes, settings: FetchSettings) -> Modality:
     return modality
 
 
-def with_files(messages: Sequence[Message], read: Callable[[str, Modality], Any]) -> list[Message]:
+def with_addresses(messages: Sequence[Message], read: Callable[[str, Modality], Any]) -> list[Message]:
     """Return messages with `read(address, modality)` for each path or URL, except data: URLs and uploaded files.
 
     They stand in parts of Qwen's form: {"type": "image", "image": content}. A part without any change stays, also one

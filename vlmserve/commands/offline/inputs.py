@@ -19,7 +19,7 @@ import numpy as np
 
 from processors.fetch.limits import FetchSettings
 from processors.inputs import Modality
-from vlmserve.commands.client.media import with_files
+from vlmserve.commands.client.media import with_addresses
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
@@ -239,13 +239,13 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
     parts += [{"type": "video", "video": video} for video in _several(videos)]
     if isinstance(chat, str):
         content = [*parts, {"type": "text", "text": chat}] if parts else chat
-        return with_files([{"role": "user", "content": content}], _path)
+        return with_addresses([{"role": "user", "content": content}], _path)
     if parts:
         raise TypeError("images and videos go with a text; in a list of messages they stand in the messages' content")
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         what = 'a conversation is a text, or a list of messages such as {"role": "user", "content": "Hello"}'
         raise TypeError(f"{what}; this is {reprlib.repr(chat)}")
-    return with_files(chat, _path)
+    return with_addresses(chat, _path)
 
 
 def sampling_of(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

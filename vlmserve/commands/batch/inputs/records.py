@@ -25,7 +25,7 @@ from vlmserve.commands.batch.inputs.files import (
     resolved,
 )
 from vlmserve.commands.batch.item import ChatRequest, Failed, Found, Item, MediumItem, RequestItem
-from vlmserve.commands.client.media import with_files
+from vlmserve.commands.client.media import with_addresses
 from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
@@ -70,7 +70,7 @@ def request_item(
         if fields is not None:
             body = {name: body[name] for name in fields if name in body}
         messages, options = _checked(body)
-        with_files(messages, open_file)
+        with_addresses(messages, open_file)
     except BadRequestError as error:
         problem = error
     for content in contents.values():
@@ -81,7 +81,7 @@ def request_item(
         if problem is not None:
             raise problem
         read_file = functools.cache(lambda address, modality: contents[address, modality].read())
-        return ChatRequest(messages=with_files(messages, read_file), options=options)
+        return ChatRequest(messages=with_addresses(messages, read_file), options=options)
 
     id = place if id in (None, "") else printable(str(id))
     return RequestItem(id=id, signature=digest.hexdigest(), size=size, read=read, is_batch=is_batch)
