@@ -85,7 +85,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(noise(width, height, seed))
 
 
-def processed(digest: bytes, feature: np.ndarray, source_size: tuple[int, int] = (1, 1)) -> ProcessedImage:
+def processed(digest: bytes, feature: np.ndarray) -> ProcessedImage:
     """A picture of one token, known by its digest."""
     return ProcessedImage(
         digest=digest,
@@ -93,7 +93,7 @@ def processed(digest: bytes, feature: np.ndarray, source_size: tuple[int, int] =
         grid_thw=(1, 2, 2),
         feature=feature,
         num_tokens=1,
-        source_size=source_size,
+        source_size=(1, 1),
     )
 
 

@@ -183,9 +183,10 @@ def units(*headers: int, prefix: int = 4, size: int = 5) -> bytes:
     return b"".join(size.to_bytes(prefix, "big") + bytes([header]) + bytes(size - 1) for header in headers)
 
 
-def test_slices_without_references():
+@pytest.mark.parametrize("prefix", [1, 2, 3, 4])
+def test_slices_without_references(prefix):
     def disposable(*headers):
-        return is_disposable(units(*headers), 4)
+        return is_disposable(units(*headers, prefix=prefix), prefix)
 
     assert disposable(INFORMATION, DISPOSABLE_SLICE, DISPOSABLE_SLICE)
     # a header sets what later pictures depend on, too
@@ -200,6 +201,21 @@ def test_what_is_not_understood_is_kept():
     assert not is_disposable(whole + b"\0", 4)
     assert not is_disposable(units(DISPOSABLE_SLICE, size=1)[:3], 4)
     assert not is_disposable(b"\0\0\0\1" + whole, 4)  # with start codes instead of lengths
+
+
+@pytest.mark.parametrize(
+    ("extradata", "size"),
+    [
+        (None, 0),
+        (b"", 0),
+        (b"\1\x64\0\x1e", 0),
+        (b"\1\x64\0\x1e\xff", 4),
+        (b"\1\x64\0\x1e\xfd", 2),
+        (b"\0\0\0\1\x67", 0),
+    ],
+)
+def test_length_size(extradata, size):
+    assert length_size(extradata) == size
 
 
 @pytest.mark.parametrize("container", ["mp4", "mov", "matroska"])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from tests.vision.fake_backend import FakeBackend, make_pool, rows_of
 from tests.vision.fake_disk import FakeDisk
@@ -359,9 +358,6 @@ def test_keys_are_of_the_tower_and_the_content():
 
 
 # ---------------------------------------------------------------- the pool and a backend in slices
-
-
-CPU = torch.device("cpu")
 
 
 def test_a_batch_is_cancelled_when_the_last_of_its_entries_is_released():

@@ -9,15 +9,16 @@ import logging
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
-from vlmserve.api.http_server import SPARE, HttpServer
+from vlmserve.api import http_server
+from vlmserve.api.http_server import SPARE, Connections, HttpServer
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 
@@ -143,18 +144,77 @@ def test_a_client_that_does_not_read_is_cut() -> None:
         link.close()
 
 
-def test_who_works_or_reads_slowly_is_left_alone() -> None:
-    """For longer than headers may take, and longer than a client may take nothing."""
-    with serving(header_timeout_s=0.2, send_timeout_s=0.9) as (port, app):
-        worker = connect(port, b"GET /hang HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        slow = connect(port, b"GET /large HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        came = 0
-        for _ in range(8):
-            time.sleep(0.2)
-            came += sum(len(slow.recv(2**20)) for _ in range(4))
-        assert came + len(rest(slow)) > LARGE
-        app.loop.call_soon_threadsafe(app.release.set)
-        assert rest(worker).endswith(b"ok")
+class FakeConnection:
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.ended: list[str] = []
+        self.stuck = False
+
+    def end(self, how: str) -> None:
+        self.ended.append(how)
+        self.house.open.discard(self)
+        self.house.guard.forget(self)
+
+    def drop(self) -> None:
+        self.end("drop")
+
+    def give_up(self) -> None:
+        self.end("give up")
+
+    def cut(self) -> None:
+        self.end("cut")
+
+
+class House:
+    """Connections on a clock of the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.open: set[FakeConnection] = set()
+        settings = ServerSettings(engine=EngineArgs(model=""), header_timeout_s=10, send_timeout_s=60)
+        monkeypatch.setattr(http_server, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.guard = Connections(2, settings, self.open)
+
+    def connect(self) -> FakeConnection:
+        new = FakeConnection(self)
+        self.open.add(new)
+        assert self.guard.admit(new)
+        return new
+
+
+def test_headers_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(monkeypatch)
+    silent, worker, idle = (house.connect() for _ in range(3))
+    house.guard.works(worker)
+    house.guard.works(idle)
+    house.guard.idles(idle)
+    house.now = 9.9
+    house.guard.sweep()
+    assert silent.ended == []
+    house.now = 10
+    house.guard.reads_headers(idle)
+    house.guard.sweep()
+    assert (silent.ended, worker.ended, idle.ended) == (["give up"], [], [])
+    house.now = 20
+    house.guard.sweep()
+    assert (worker.ended, idle.ended) == ([], ["give up"])
+
+
+def test_who_does_not_read_is_cut_and_who_reads_slowly_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(monkeypatch)
+    stuck, slow = (house.connect() for _ in range(2))
+    for each in (stuck, slow):
+        house.guard.works(each)
+        each.stuck = True
+    for house.now in (0, 30, 59):
+        house.guard.sweep()
+    house.guard.stuck.pop(slow)  # as `GuardedProtocol.resume_writing` does
+    house.now = 60
+    house.guard.sweep()
+    assert (stuck.ended, slow.ended) == (["cut"], [])
+    house.now = 120
+    house.guard.sweep()
+    assert slow.ended == ["cut"]
 
 
 def test_health_is_answered_when_all_connections_work() -> None:

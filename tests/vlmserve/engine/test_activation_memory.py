@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import vlmserve
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine import activation_memory
 from vlmserve.engine.activation_memory import StepLimits, estimate_activations, measure_activations, step_limits
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.registry import load_model, outline_model
@@ -57,3 +59,17 @@ def test_limits_of_a_step():
     assert limits(max_pixels=144 * patch, encoder_max_patches=100).patches == 144  # a picture
     assert limits(auto_pixels=169 * patch, encoder_max_patches=100).patches == 169
     assert limits(encoder_dp_size=1).patches == 0
+
+
+def test_a_gpus_meter(monkeypatch):
+    calls = []
+    fake = SimpleNamespace(
+        synchronize=lambda device: calls.append("wait"),
+        reset_peak_memory_stats=lambda device: calls.append("reset"),
+        memory_allocated=lambda device: 100,
+        max_memory_allocated=lambda device: 170,
+        empty_cache=lambda: calls.append("empty"),
+    )
+    monkeypatch.setattr(activation_memory.torch, "cuda", fake)
+    assert activation_memory.cuda_meter(torch.device("cuda:0"))(lambda: calls.append("run")) == 70
+    assert calls == ["wait", "reset", "run", "wait", "empty"]

@@ -44,11 +44,3 @@ class PagedBackend(AttentionBackend):
         k, v = (part.transpose(1, 2).repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for part in past)
         seen = self._seen[: self._size, None, None]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=layer.scaling).flatten(1)
-
-
-class ForgetfulBackend(PagedBackend):
-    """One that must not be captured: it makes its buffers anew in each step."""
-
-    def init_graph_metadata(self, forward_batch: ForwardBatch) -> None:
-        self._slots, self._seen = self._slots.clone(), self._seen.clone()
-        super().init_graph_metadata(forward_batch)

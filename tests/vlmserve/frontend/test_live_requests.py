@@ -12,7 +12,8 @@ import pytest
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
 from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
-from vlmserve.ipc.messages import AbortReq
+from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
+from vlmserve_common.errors import BadRequestError
 
 
 async def answer(house: House, request: GenerateReqInput) -> list[str]:
@@ -53,6 +54,48 @@ def test_time_is_over_while_media_are_loaded(by_setting: bool) -> None:
         assert house.sent == []
 
     run(scenario, request_timeout_s=7.5 if by_setting else 100.0)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_time_is_over_at_the_scheduler(begun: bool) -> None:
+    async def scenario(house: House) -> None:
+        timers = Timers()
+        async with aclosing(house.manager.generate(ask(n=2, timeout_s=7.5))) as outputs:
+            first = asyncio.ensure_future(anext(outputs))
+            await house.arrived.wait()
+            if begun:
+                house.output("r-0")
+                await first
+                first = asyncio.ensure_future(anext(outputs))
+                await asyncio.sleep(0)
+            timers.let_pass()
+            with pytest.raises(RequestTimeoutError):
+                await first
+        assert house.of(AbortReq) == [AbortReq(rid="r-0"), AbortReq(rid="r-1")]
+        assert [stats.finish for stats in house.stats] == ["timeout", "timeout"]
+
+    run(scenario)
+
+
+def test_of_two_with_one_id_the_second_is_refused() -> None:
+    async def scenario(house: House) -> None:
+        first = asyncio.ensure_future(answer(house, ask("mine", group="own-1")))
+        await house.arrived.wait()
+        with pytest.raises(BadRequestError, match="'mine' already") as caught:
+            await answer(house, ask("mine", group="own-2"))
+        assert (caught.value.status, caught.value.param) == (409, "rid")
+        house.output("own-1-0", finish=STOP)
+        await first
+        # what is still on its way for the first one is not the next one's, who may call itself the same
+        house.arrived.clear()
+        again = asyncio.ensure_future(answer(house, ask("mine", group="own-3")))
+        await house.arrived.wait()
+        assert [message.rid for message in house.of(TokenizedGenerateReqInput)] == ["own-1-0", "own-3-0"]
+        house.output("own-1-0", "late")
+        house.output("own-3-0", "right", STOP)
+        assert await again == ["right"]
+
+    run(scenario)
 
 
 def test_slots_do_not_wait_for_a_client_that_does_not_read() -> None:

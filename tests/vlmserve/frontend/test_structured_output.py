@@ -118,6 +118,20 @@ def use(**more: Any) -> ToolUse:
     return ToolUse(tools=[{"type": "function", "function": function}], call_format=HERMES, **more)
 
 
+@pytest.mark.parametrize("thinking", [False, True])
+def test_a_form_alone(thinking):
+    found = chat_grammar(FORM, None, thinking=thinking)
+    assert found is not None
+    assert (found.kind, found.text, found.calls, found.thinking) == ("regex", "a", "", thinking)
+
+
+def test_an_answer_is_of_the_form_or_calls():
+    found = chat_grammar(FORM, use(), thinking=True)
+    assert found is not None
+    assert (found.kind, found.text, found.param, found.thinking) == ("regex", "a", "guided_regex", True)
+    assert json.loads(found.calls)["format"]["at_least_one"]
+
+
 @pytest.mark.parametrize("wanted", [use(choice="required"), use(name="f"), use(function={"strict": True})])
 def test_calls_alone(wanted):
     found = chat_grammar(None, wanted, thinking=False)

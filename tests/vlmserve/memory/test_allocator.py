@@ -96,7 +96,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.requests)))
         old = self.requests[name]
         length = max(1, len(old) - tokens)
-        self.allocator.truncate(length, len(old), old[length:])
+        self.allocator.truncate(length, old[length:])
         self.requests[name] = self.checked(old[:length], length)
 
     @precondition(lambda self: self.requests)
@@ -221,7 +221,7 @@ def test_drafts_taken_back_cost_no_run(page_size):
             requests[i] = np.concatenate([slots, drafts])
         for i, slots in enumerate(requests):
             length = len(slots) - 8 + 1 + (step + i) % 3
-            allocator.truncate(length, len(slots), slots[length:])
+            allocator.truncate(length, slots[length:])
             requests[i] = slots[:length]
     assert [num_runs(slots) for slots in requests] == [1] * 8
     pages = sum(allocator.pages_needed(0, len(slots)) for slots in requests)

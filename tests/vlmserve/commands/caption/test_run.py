@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.processors.clips import make_clip
 from tests.vlmserve.commands.caption.runs import (
@@ -25,7 +27,7 @@ from vlmserve.commands.batch.item import Failed, MediumItem
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.result import Prompts
-from vlmserve.commands.caption.run import CaptionSettings, CaptionStopped
+from vlmserve.commands.caption.run import ByteBudget, CaptionSettings, CaptionStopped
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
 
@@ -241,6 +243,42 @@ def test_no_more_bytes_than_allowed_are_in_memory(out):
     settings = CaptionSettings(concurrency=8, bytes_in_memory=3300)
     assert run_once([big(number) for number in range(30)], out, captioner=Counts(), settings=settings).done == 30
     assert most == 3
+
+
+@given(
+    total=st.integers(1, 20),
+    holders=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.booleans()), max_size=20),
+)
+def test_memory_is_given_in_turn_and_given_back(total, holders):
+    budget, held, order = ByteBudget(total), 0, []
+
+    async def hold(number: int, size: int, turns: int) -> None:
+        nonlocal held
+        async with budget.hold(size):
+            order.append(number)
+            held += min(size, total)
+            assert held <= total
+            try:
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+            finally:
+                held -= min(size, total)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(hold(n, size, turns)) for n, (size, turns, _) in enumerate(holders)]
+        await asyncio.sleep(0)
+        for task, (_, _, gives_up) in zip(tasks, holders, strict=True):
+            if gives_up:
+                task.cancel()
+                await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        async with asyncio.timeout(10):
+            async with budget.hold(total):  # everything was given back
+                pass
+
+    asyncio.run(run())
+    assert order == sorted(order)
+    assert set(order) >= {number for number, (_, _, gives_up) in enumerate(holders) if not gives_up}
 
 
 def test_the_next_item_is_asked_about_while_a_result_is_being_written(out, monkeypatch):
