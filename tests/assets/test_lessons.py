@@ -29,7 +29,7 @@ from processors.video.options import VideoKnobs
 from tests.processors.helpers import values
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.frontend.chat_template import load_chat_template
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 

@@ -16,7 +16,7 @@ from tests.sync_debug import nothing_waits
 from vision.towers.device_resize import resize
 from vision.towers.runner import pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.compute.transfers import to_device
 
 

@@ -17,7 +17,8 @@ from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, jpeg, make_clip
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import BadRequestError
 
 TEXT = "See <|vision_start|><|image_pad|><|vision_end|> and <|vision_start|><|video_pad|><|vision_end|>!"
@@ -35,7 +36,7 @@ class Pair:
         self.tokenizer = load_text_tokenizer(folder)
         # Room for more than the checkpoint's own; transformers' form of the prompt.
         limits = ProcessorLimits(max_pixels=10**6, video_options=VideoOptions(reference="transformers"))
-        config = read_json(folder / "config.json")
+        config = read_json(folder, "config.json")
         self.ours: MultimodalProcessor = make_processor(folder, config, limits, self.tokenizer.continue_text)
 
 

@@ -26,7 +26,8 @@ from tests import hf_env  # noqa: F401
 from tests.processors.clips import decode_all, frame, jpeg, make_clip, with_matrix
 from tests.processors.helpers import picture, values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
-from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer, read_json
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 LIMITS = VideoLimits()
@@ -308,7 +309,7 @@ def ours(folder, reference="published", limits=LIMITS, **options):
     return (
         make_processor(
             folder,
-            read_json(folder / "config.json"),
+            read_json(folder, "config.json"),
             ProcessorLimits(video=limits, video_options=video),
             tokenizer.continue_text,
         ),
@@ -638,14 +639,14 @@ def test_video_settings_are_found_where_transformers_finds_them(folder, tmp_path
 
     from processors.families.config import read_processor_config
 
-    config = read_json(folder / "config.json")
+    config = read_json(folder, "config.json")
     path = tmp_path / "model"
     shutil.copytree(folder, path)
 
     def found():
         return read_processor_config(path, config).video
 
-    written = read_json(path / "video_preprocessor_config.json")
+    written = read_json(path, "video_preprocessor_config.json")
     assert found().max_pixels == written["size"]["longest_edge"]
     assert found().fps is None
     more = {"fps": 3, "num_frames": 6, "max_frames": 10, "min_frames": 5, "cap_pixels_per_frame": True}

@@ -12,7 +12,8 @@ from tests.vlmserve.models.edits import edit_config, edit_weights
 from vision.towers import loading
 from vision.towers.loading import load_tower, tower_fingerprint
 from vlmserve.models.registry import load_model
-from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.errors import CheckpointError
 
 

@@ -24,7 +24,7 @@ from tests.vision.patches import patches_of
 from vision.towers import device_resize as module
 from vision.towers.device_resize import original_patches, resize
 from vision.towers.runner import pixel_values
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.compute.transfers import to_device
 
 MODES = sorted(RESAMPLING.values())

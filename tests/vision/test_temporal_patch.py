@@ -24,7 +24,7 @@ from vision.towers.loading import load_tower
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import temporal_patches
 from vision.workers.inline import InlineBackend
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.fields import read_json
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from tests import hf_env  # noqa: F401
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from vision.towers.loading import make_tower
 from vlmserve.models.registry import load_model
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.errors import CheckpointError
 
 # single block; square; not a multiple of a window (4 merged); wide; long video; whole windows; tall

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.tiny_checkpoints import write_safetensors
-from vlmserve_common.checkpoint.reader import CheckpointReader, read_json
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.reader import CheckpointReader
 from vlmserve_common.errors import CheckpointError
 
 TENSORS = {
@@ -168,5 +169,5 @@ def test_json_files(tmp_path):
         read_json(tmp_path, "absent.json")
     with pytest.raises(CheckpointError, match="not list"):
         read_json(tmp_path, "list.json")
-    with pytest.raises(CheckpointError, match=r"bad\.json: Expecting"):
+    with pytest.raises(CheckpointError, match=r"bad\.json is not JSON: Expecting"):
         read_json(tmp_path, "bad.json")
