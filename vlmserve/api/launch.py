@@ -98,6 +98,8 @@ def prepare_children() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch asks for huge pages: weights and the KV cache are read through far fewer of the kernel's tables.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Texts come one by one. More threads would do nothing, and the library warns of them before each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     prepare_processes()
 
 
