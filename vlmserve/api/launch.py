@@ -18,6 +18,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -67,6 +68,9 @@ logger = logging.getLogger(__name__)
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
+# How long a thread that computes may hold the interpreter, in seconds. The loop gives it up for each read and write,
+# and has to wait for it again.
+_SWITCH_S = 0.0005
 # How long a process that hangs gets to write its stacks to the log.
 _STACKS_S = 1.0
 
@@ -234,7 +238,11 @@ def launch_server(
                 children=children,
                 listener=listener,
             )
-            return asyncio.run(serving.run(of_all(reports.values()), make_frontend))
+            from vlmserve.api.event_loop import ApiEventLoop
+
+            sys.setswitchinterval(_SWITCH_S)
+            with asyncio.Runner(loop_factory=ApiEventLoop) as runner:
+                return runner.run(serving.run(of_all(reports.values()), make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0

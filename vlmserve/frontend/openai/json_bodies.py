@@ -19,7 +19,7 @@ def json_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
     if not text or text.isspace():
         raise BadRequestError(f"the {what} is empty; it must be a JSON object", code="invalid_json")
     try:
-        raw = pydantic_core.from_json(text, allow_inf_nan=False)
+        raw = pydantic_core.from_json(text, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         why = str(error).replace("EOF while parsing", "it ends within")
         raise BadRequestError(f"the {what} is not valid JSON: {why}", code="invalid_json") from None
