@@ -235,3 +235,12 @@ def test_names_of_fields_may_be_megabytes(client: TestClient) -> None:
     assert len(error["message"]) < 200
     error = client.post(CHAT, json=BODY | {"model": "m" * 10**6}).json()["error"]
     assert len(error["message"]) < 200
+
+
+def test_a_query_is_not_copied_for_thousands_of_items(strict: Served) -> None:
+    """A body of 64 MB would become hundreds of gigabytes."""
+    client = TestClient(strict.app, raise_server_exceptions=False)
+    asked = {"model": MODEL, "query": "q" * 200_000, "items": ["a"] * 3, "label_token_ids": [5]}
+    error = client.post("/v1/score", json=asked).json()["error"]
+    assert error["param"] == "items"
+    assert "a query of 200000 with 3 items makes 600000 characters or ids; the limit is 524288" in error["message"]

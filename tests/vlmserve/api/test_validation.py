@@ -204,6 +204,14 @@ IN_WORDS = [
     ({"tools": [TOOL], "tool_choice": 3}, "tool_choice is 3; it must be none, auto, required or a named function"),
     ({"seed": 2**63}, f"seed is {2**63}; it must be below {2**63}"),
     ({"logit_bias": [5]}, "logit_bias is a list of 1; it must be an object"),
+    (
+        {"logit_bias": {f"k{number}": 1 for number in range(1025)}},
+        "logit_bias is a map of 1025; it must be at most 1024 tokens",
+    ),
+    (
+        {"chat_template_kwargs": dict.fromkeys(map(str, range(1000)))},
+        "chat_template_kwargs has 1000 variables; it must have at most 256",
+    ),
     ({"modalities": ["video"]}, "modalities[0] is 'video'; it must be 'text' or 'audio'"),
     ({"metadata": {"a": 1}}, "metadata.a is 1; it must be text"),
 ]
