@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
+from tests.vlmserve.browser import PATIENCE_MS, chromium
 from tests.vlmserve.commands.demo.demo_process import Demo
 from vlmserve.commands.demo.pictures import FOLDER, load_samples
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_MS = 60_000
 ANSWERS = {
     (tuple(sample["media"]), sample["question"]): sample["answer"]
     for sample in json.loads((FOLDER / "samples.json").read_text(encoding="utf-8"))
@@ -33,14 +31,8 @@ PANELS = "#saw, #drawing, #rows"
 
 @pytest.fixture(scope="module")
 def browser():
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no browser on PATH, so nobody looks at the page: apt-get install chromium")
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox is not for root
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
