@@ -30,7 +30,8 @@ from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import JsonLinesOutput, Output, PartNames, Sidecars
 from vlmserve.commands.caption.outputs.parts import Parquet, Tars
-from vlmserve.commands.caption.result import CaptionTally, Prompts
+from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.result import CaptionTally
 from vlmserve.commands.caption.run import Captioner, CaptionRun, CaptionStopped
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
@@ -75,6 +76,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
     )
     words = words_to_open(command)
     with contextlib.ExitStack() as stack:
+        stack.callback(prompts.close)
         fetcher = make_fetcher(command.settings)
         stack.callback(fetcher.close)
         how, columns = command.input_format, command.columns
@@ -107,9 +109,9 @@ def _refuse_shared_files(
     named = [*of_journal, *filter(None, [command.errors])]
     outputs = output.paths(named)
     written = [
-        *(("--output", path) for path in outputs),
         ("--errors", command.errors),
         *(("--journal", path) for path in of_journal),
+        *(("--output", path) for path in outputs),
     ]
     read = [
         *(("INPUT", path) for path in local_files(words, [*outputs, *named])),

@@ -133,18 +133,18 @@ def test_no_file_has_two_uses(tmp_path, capsys):
     (tmp_path / "again").symlink_to(tmp_path)
     out, pattern, before = tmp_path / "out.jsonl", f"{tmp_path}/**/o*.jsonl", sorted(tmp_path.rglob("*"))
     for words, told in (
-        ([given, "--output", out, "--errors", out], f"--errors and --output are one file, '{out}'"),
+        ([given, "--output", out, "--errors", out], f"--output and --errors are one file, '{out}'"),
         (
             [given, "--output", out, "--errors", tmp_path / "later"],
-            f"later' (also '{out}'): name another one for --out",
+            f"{out}' (also '{tmp_path}/later'): name another one for --errors",
         ),
-        ([given, "--output", out, "--errors", tmp_path / "again" / "out.jsonl"], "--errors and --output"),
+        ([given, "--output", out, "--errors", tmp_path / "again" / "out.jsonl"], "--output and --errors"),
         ([given, "--output", out, "--errors", f"{out}.journal"], "--journal and --errors"),
         ([given, "--output", out, "--errors", f"{out}.journal-wal"], "--journal and --errors"),
-        ([given, "--output", out, "--journal", out], "--journal and --output"),
-        ([given, "--output", tmp_path / "o-%05d.tar", "--errors", tmp_path / "o-00003.tar"], "--errors and --output"),
-        ([given, "--output", tmp_path / "o.tar", "--errors", tmp_path / "o-00001.tar.part"], "--errors and --output"),
-        ([given, "--output", tmp_path / "o-%02d.parquet", "--errors", tmp_path / "o-02.parquet"], "--errors and --out"),
+        ([given, "--output", out, "--journal", out], "--output and --journal"),
+        ([given, "--output", tmp_path / "o-%05d.tar", "--errors", tmp_path / "o-00003.tar"], "--output and --errors"),
+        ([given, "--output", tmp_path / "o.tar", "--errors", tmp_path / "o-00001.tar.part"], "--output and --errors"),
+        ([given, "--output", tmp_path / "o-%02d.parquet", "--errors", tmp_path / "o-02.parquet"], "--output and --err"),
         ([given, "--output", out, "--errors", given], f"INPUT and --errors are one file, '{given}'"),
         ([given, "--output", given], "INPUT and --output"),
         ([given, "--output", given, "--restart"], "INPUT and --output"),

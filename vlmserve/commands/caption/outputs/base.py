@@ -16,7 +16,8 @@ from typing import Any
 from vlmserve.commands.batch.item import Item, MediumItem
 from vlmserve.commands.batch.shared_files import place_of
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.result import PROMPT_FILE, Captioned, Touched, as_text, file_name, output_line
+from vlmserve.commands.caption.prompts import PROMPT_FILE
+from vlmserve.commands.caption.result import Captioned, Touched, as_text, file_name, output_line
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.files import flush_folder, replacing
 
