@@ -218,6 +218,32 @@ def test_a_call_is_made_as_its_schema_says(client):
     assert [delta.name for delta in deltas if delta.name] == ["turn"]
 
 
+PAINT: dict[str, Any] = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"shape": {"type": "string", "enum": ["circle", "star"]}, "filled": {"type": "boolean"}},
+        "required": ["shape"],
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+def test_arguments_do_not_run_on_in_blanks(client, choice):
+    """They have the blanks of the template's examples, and so few tokens are enough."""
+    tools = [{"type": "function", "function": PAINT}]
+    for question in ("What is the weather in Oslo?", "Paint a red star", "Hello"):
+        fields: Any = {"messages": [{"role": "user", "content": question}], "tools": tools, "tool_choice": choice}
+        for temperature in (0.0, 1.0):
+            answer = client.chat.completions.create(
+                model="tiny", max_tokens=60, temperature=temperature, seed=3, parallel_tool_calls=False, **fields
+            )
+            [done] = answer.choices
+            assert done.finish_reason == "tool_calls"
+            [call] = done.message.tool_calls
+            assert call.function.arguments == json.dumps(json.loads(call.function.arguments))
+
+
 @pytest.mark.slow
 def test_a_call_in_the_form_of_qwen3_coder(tmp_path):
     with serving(tmp_path / "run", "--tool-call-parser", "qwen3_coder") as server, server.client() as client:
@@ -252,6 +278,10 @@ def test_langchain(server):
     parsed = model.with_structured_output(SCHEMA, method="json_schema", strict=True).invoke("What is it?")
     assert Shape.model_validate(parsed)
     assert isinstance(model.with_structured_output(Shape, method="function_calling").invoke("What is it?"), Shape)
+    for choice in ("paint", "any"):
+        brief = model.model_copy(update={"max_tokens": 60})
+        [call, *_] = brief.bind_tools([PAINT], tool_choice=choice).invoke("Paint a red star").tool_calls
+        assert (call["name"], call["args"]["shape"]) == ("paint", "star")
     model = model.model_copy(update={"model_kwargs": {"logit_bias": EMPTY_OBJECT}})
     assert model.with_structured_output(Anything, method="json_mode").invoke("What is it?") == Anything()
 
