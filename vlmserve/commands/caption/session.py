@@ -79,7 +79,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
         if captioner is None and not command.base_urls:
-            resolve_model(command.settings.engine.model)  # before any file is made
+            engine = command.settings.engine
+            resolve_model(engine.model, engine.revision)  # before any file is made
         written = [*output.paths(), *filter(None, (command.errors, command.journal))]
         refuse_inputs_as_outputs(words, written)
         errors = ErrorsFile(command.errors)
