@@ -217,7 +217,7 @@ class ToolUse:
         return self.name is not None or self.choice == "required"
 
 
-# A small model may go on with whitespace. JSON has the same as in other structured output (see `grammar.compiling`); a
+# A small model may go on with whitespace. JSON has the same as in other structured output (see `grammar.serving`); a
 # format of tags has a line break where a model writes one.
 _LITTLE_WHITESPACE = {"any_whitespace": False, "max_whitespace_cnt": 1}
 

@@ -13,7 +13,7 @@ from vlmserve.frontend.parsers.calls import ToolUse, call_grammar
 from vlmserve.frontend.parsers.hermes import HERMES
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
 from vlmserve.ipc.messages import GrammarSpec
-from vlmserve.scheduler.grammar.compiling import compile_grammar
+from vlmserve.scheduler.grammar.serving import compile_grammar
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 F = {

@@ -1,15 +1,19 @@
-"""The process that compiles grammars with xgrammar: see `CompileProcess`.
+"""The processes that compile grammars with xgrammar, and say which tokens may come next.
 
-A grammar comes from a stranger. Compiling it can take minutes or gigabytes, or crash the process, and its text does not
-tell. So the kernel limits its time and memory, as with media.
+A grammar comes from a stranger. Compiling it can take minutes or gigabytes, or crash the process, and so can each token
+of an answer; its text does not tell. So each grammar has a process, which the kernel ends when it takes too much: that
+ends the requests with this grammar, and no other request waits for them. The processes are forks of one that has
+imported everything and has read the vocabulary. They end when the engine closes their pipe.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -20,16 +24,17 @@ from typing import Any
 import numpy as np
 
 from vlmserve.ipc.messages import THINK_END, GrammarSpec
-from vlmserve.scheduler.grammar.matcher import Matcher, masks_of
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.process.child import die_with_parent
 from vlmserve_common.process.limits import ProcessLimits, confine
 
 COMPILED, REFUSED = b"C", b"R"
-"""The first byte of an answer: a compiled grammar in JSON follows, or a sentence."""
+"""The first byte of the answer to a grammar: the bytes of memory follow, or a sentence."""
 
-MAX_TRIED_STEP_S = 0.25
-"""CPU time that a token may take when a grammar is tried out."""
+MAX_STEP_S = 0.2
+"""CPU time that a step may take, for all answers with the grammar: all other requests wait for it."""
+USUAL_STEP_S, USUAL_ROW_S = 0.02, 0.002
+"""CPU time that steps may take in the long run: for a step, and for each answer in it. It is ten times the usual."""
 
 _THOUGHTS = {
     "type": "structural_tag",
@@ -48,24 +53,79 @@ _HARMLESS = re.compile(r"oneOf .*anyOf semantics")
 
 
 def main() -> None:
-    """Run the process. The command line has its end of the pipe, the parent's pid, and `CompilerSettings` as JSON."""
-    pipe = Connection(int(sys.argv[1]))
+    """Run the process that the others are forks of. The command line has a socket, through which the pipe of each new
+    process comes, the parent's pid, and `GrammarSettings` as JSON."""
+    control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
     settings = json.loads(sys.argv[3])
-    compiler, tokenizer_info = make_compiler(settings["folder"], settings["vocab_size"], settings["stop_token_ids"])
-    pipe.send_bytes(tokenizer_info.serialize_json().encode())
-    confine(ProcessLimits(memory_bytes=settings["memory_bytes"]))
+    compiler, info = make_compiler(settings["folder"], settings["vocab_size"], settings["stop_token_ids"])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    gc.collect()
+    gc.freeze()  # the forks share these pages
+    control.send(b"r")
+    own = os.getpid()
     while True:
-        try:
-            spec = GrammarSpec(**json.loads(pipe.recv_bytes()))
-        except EOFError:
+        fds = socket.recv_fds(control, 1, 1)[1]
+        if not fds:
             return
-        try:
-            compiled = _without_warnings(compiler, spec)
-            try_out(compiled)
-            pipe.send_bytes(COMPILED + compiled.serialize_json().encode())
-        except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises
-            pipe.send_bytes(REFUSED + _plain(str(error)).encode("utf-8", "replace"))
+        if not os.fork():
+            try:
+                control.close()
+                die_with_parent(own, signal.SIGKILL)
+                _serve(Connection(fds[0]), compiler, info, settings)
+            finally:
+                os._exit(0)
+        os.close(fds[0])
+
+
+def _serve(pipe: Connection, compiler: Any, info: Any, settings: dict[str, Any]) -> None:
+    """Compile the grammar that comes through a pipe, and answer for it until the pipe is closed."""
+    confine(ProcessLimits(memory_bytes=settings["memory_bytes"]))
+    spec = GrammarSpec(**json.loads(pipe.recv_bytes()))
+    # The engine waits for `timeout_s` at most; who is not waited for any more ends soon.
+    signal.setitimer(signal.ITIMER_PROF, settings["timeout_s"] + 1)
+    try:
+        compiled = _without_warnings(compiler, spec)
+        try_out(compiled)
+    except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises
+        pipe.send_bytes(REFUSED + _plain(str(error)).encode("utf-8", "replace"))
+        return
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    pipe.send_bytes(COMPILED + str(_own_bytes()).encode())
+    try:
+        _fill_masks(pipe, compiled, -(-info.vocab_size // 32))
+    except (EOFError, OSError):
+        return  # nobody has this grammar any more
+
+
+def _fill_masks(pipe: Connection, compiled: Any, words: int) -> None:
+    """Answer for the steps of all answers with a grammar.
+
+    A step's message: for each row the number of its matcher and the tokens that came since; then the numbers of answers
+    that have ended. Its answer: int32 [rows, 1 + words], 1 or 0 for whether the tokens fit, and the mask of the next.
+    """
+    from xgrammar import GrammarMatcher
+
+    matchers: dict[int, Any] = {}
+    left_s = MAX_STEP_S
+    while True:
+        rows, ended = pipe.recv()
+        for number in ended:
+            matchers.pop(number, None)
+        answer = np.full((len(rows), 1 + words), -1, dtype=np.int32)
+        masks = np.empty((1, words), dtype=np.int32)
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, left_s)  # the kernel ends the process then, wherever it is
+        for row, (number, tokens) in enumerate(rows):
+            matcher = matchers.get(number) or matchers.setdefault(number, GrammarMatcher(compiled))
+            if all(map(matcher.accept_token, tokens)):
+                matcher.fill_next_token_bitmask(masks, 0)
+                answer[row, 1:] = masks
+            else:
+                answer[row, 0] = 0
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        left_s = min(MAX_STEP_S, left_s - (time.process_time() - began) + USUAL_STEP_S + USUAL_ROW_S * len(rows))
+        pipe.send_bytes(answer.tobytes())
 
 
 def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tuple[Any, Any]:
@@ -154,23 +214,33 @@ def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
 
 
 def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
-    """Raise RuntimeError for a grammar that no text fits, or whose next tokens take long to find: here the process can
-    be ended, in the engine it could not. Walks along tokens that the grammar allows, always the same."""
+    """Raise RuntimeError for a grammar that no text fits, or whose next tokens take long to find: most of these show at
+    once. Walks along tokens that the grammar allows, always the same."""
+    from xgrammar import GrammarMatcher
+
+    vocab_size = compiled.tokenizer_info.vocab_size
+    mask = np.empty((1, -(-vocab_size // 32)), dtype=np.int32)
     for seed in range(walks):
-        dice, matcher = Random(seed), Matcher(compiled)
+        dice, matcher = Random(seed), GrammarMatcher(compiled)
         for at in range(tokens):
-            began = time.thread_time()
-            allowed = np.flatnonzero(np.unpackbits(masks_of([matcher])[0].view(np.uint8), bitorder="little"))
-            allowed = allowed[allowed < compiled.tokenizer_info.vocab_size]
+            began = time.process_time()
+            matcher.fill_next_token_bitmask(mask, 0)
+            allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), count=vocab_size, bitorder="little"))
             if not len(allowed):
                 raise RuntimeError("no text fits it" if not at else "it comes to where nothing fits")
-            matcher.accept(int(dice.choice(allowed)))
-            if time.thread_time() - began > MAX_TRIED_STEP_S:
+            matcher.accept_token(int(dice.choice(allowed)))
+            if time.process_time() - began > MAX_STEP_S:
                 raise RuntimeError(
                     "finding its next tokens takes too long: it repeats, or can be read, in too many ways"
                 )
-            if matcher.is_over:
+            if matcher.is_terminated():
                 break
+
+
+def _own_bytes() -> int:
+    """Return the memory that only this process has."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
 def _plain(message: str) -> str:
