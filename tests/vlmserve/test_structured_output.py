@@ -124,6 +124,25 @@ def test_stop_strings_bias_and_ignore_eos(client):
     assert first.logprob < -0.01, "of the model's own distribution"
 
 
+def test_the_form_goes_before_allowed_tokens(client):
+    allowed = [TOKENIZER.encode(digit)[0] for digit in "37"]
+    found = text_of(ask(client, allowed_token_ids=allowed, guided_regex="[0-9]{3}"))
+    assert len(found) == 3, "the form's end, which is not among them, ends it"
+    assert set(found) <= {"3", "7"}
+    assert text_of(ask(client, allowed_token_ids=allowed, guided_choice=["yes"])) == "yes"
+
+
+def test_keywords_of_a_loose_schema_are_left_out_with_a_warning(client):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    form: dict[str, Any] = {"name": "a", "schema": schema, "strict": False}
+    answer = ask(client, response_format={"type": "json_schema", "json_schema": form})
+    assert len(json.loads(text_of(answer))) == 2
+    [warning] = answer.model_extra["warnings"]
+    assert "uniqueItems at # has no effect" in warning
+    with pytest.raises(openai.BadRequestError, match="uniqueItems at # is not supported"):
+        ask(client, response_format={"type": "json_schema", "json_schema": {**form, "strict": True}})
+
+
 def test_completions(client):
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "temperature": 1.0, "seed": 1}
     for form, fits in (
