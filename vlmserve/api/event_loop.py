@@ -56,10 +56,10 @@ class TurnSelector(selectors.DefaultSelector):
 
 
 class ApiEventLoop(asyncio.SelectorEventLoop):
-    """asyncio's loop, with the selector above."""
+    """asyncio's loop, with the selector above. clock: in seconds, for the turns."""
 
-    def __init__(self) -> None:
-        self.turns = TurnSelector()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.turns = TurnSelector(clock)
         super().__init__(self.turns)
 
 

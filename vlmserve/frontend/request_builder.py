@@ -136,7 +136,7 @@ class RequestBuilder:
         """Tokenise a text or a conversation that will not be answered, so it may be longer than the context, up to
         262,144 tokens. Raises BadRequestError (messages)."""
         assert isinstance(request.prompt, ChatPrompt | TextPrompt)
-        return self._rendered(request, request.prompt, most=max(_MOST_COUNTED, self.limits.max_model_len))
+        return self._rendered(request, request.prompt, whole=False)
 
     def expand(self, prompt: TokenizedPrompt, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put processed media, in the order of `prompt.media`, at their placeholders. Takes milliseconds."""
@@ -250,7 +250,7 @@ class RequestBuilder:
                 return TokenizedPrompt(request=request, ids=[0] * len(rows), media=[])
             case TokensPrompt():
                 return TokenizedPrompt(request=request, ids=self._checked_ids(request.prompt.ids), media=[])
-        prompt = self._rendered(request, request.prompt, most=self.limits.max_model_len)
+        prompt = self._rendered(request, request.prompt, whole=request.truncate_prompt_tokens is None)
         if isinstance(request.prompt, ChatPrompt):
             use = request.prompt.tool_use if "tools" in self.template.variables else None
             grammar = chat_grammar(request.sampling_params.grammar, use, thinking=prompt.notes.thinking)
@@ -266,7 +266,8 @@ class RequestBuilder:
                 raise refusal("prompt", f"a list with {text}", "without media, which token ids cannot bring")
         return list(ids)
 
-    def _rendered(self, request: GenerateReqInput, prompt: ChatPrompt | TextPrompt, *, most: int) -> TokenizedPrompt:
+    def _rendered(self, request: GenerateReqInput, prompt: ChatPrompt | TextPrompt, *, whole: bool) -> TokenizedPrompt:
+        """Render and tokenise a prompt. whole: all of it has to fit the context."""
         if isinstance(prompt, TextPrompt):
             text, media, notes = prompt.text, list(prompt.media), NO_NOTES
         else:
@@ -274,11 +275,12 @@ class RequestBuilder:
         given = request.mm_processor_kwargs
         media = settle_media(media, self._expander.parse_kwargs(given) if given else None, self.limits.counts)
         notes = replace(notes, warnings=(*request.warnings, *notes.warnings))
-        return TokenizedPrompt(request=request, ids=self._encoded(text, most), media=media, notes=notes)
+        return TokenizedPrompt(request=request, ids=self._encoded(text, whole), media=media, notes=notes)
 
-    def _encoded(self, text: str, most: int) -> list[int]:
-        """Tokenise a text. One of many more tokens than `most` is refused before all of it is tokenised, which would
-        take minutes and gigabytes."""
+    def _encoded(self, text: str, whole: bool) -> list[int]:
+        """Tokenise a text. One of far too many tokens is refused before all of it is tokenised, which would take
+        minutes and gigabytes."""
+        most = self.limits.max_model_len if whole else max(_MOST_COUNTED, self.limits.max_model_len)
         if len(text) > _CHARS_PER_TOKEN * most:
             count = 0
             for start in range(0, len(text), _PIECE_CHARS):
