@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -176,6 +177,7 @@ class FakeFrontend:
 
 if __name__ == "__main__":
     model, *words = sys.argv[1:]
+    Path(model, "config.json").write_text('{"model_type": "qwen3_vl"}')
     flags = {
         word.removeprefix("--").replace("-", "_"): value for word, value in zip(words[::2], words[1::2], strict=True)
     }

@@ -1,7 +1,8 @@
 """The composition root: starts the processes of a server, connects them, and stops them again.
 
-The parts of a server are made in order, and undone backwards whatever happens. The first is the listening socket, so
-that a taken port is known before a model is loaded. Then come private directories, the process that all children are
+The parts of a server are made in order, and undone backwards whatever happens. Cheap checks come first: API keys, a
+local model's config.json, the device. The first part is the listening socket, so that a taken port is known before a
+model is loaded. Then come private directories, the process that all children are
 forks of, the children, their readiness, and HTTP.
 
 A server has three processes. This one has HTTP, the TokenizerManager, and media unless these have processes of their
@@ -14,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -31,7 +33,7 @@ from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.listening import listen
 from vlmserve.config.engine_args import EngineArgs, StartSettings
-from vlmserve.config.model_path import resolve_model
+from vlmserve.config.model_path import DEFAULT_MODEL_NAME, check_model, checked_model, local_folder
 from vlmserve.config.settings import ServerSettings
 from vlmserve.ipc.channels import LOOK_S, Channels, Heartbeat, Watchdog, Watched
 from vlmserve.ipc.child import (
@@ -135,11 +137,10 @@ def serve_node(settings: ServerSettings) -> int:
 
     Returns the exit status. Call it in the main thread. Raises the errors of `launch_server`.
     """
-    configure_logging(settings.log_level, "node")
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:
-            args = replace(settings.engine, model=str(resolve_model(settings.engine.model)))
+            args = _settle_model(settings)[0].engine
             channels, start = make_directories(settings, stack)
             prepare_children()
             started = start_children(rank_mains(args), args, channels, start, stack)
@@ -187,14 +188,15 @@ def launch_server(
     A signal stops new connections and lets running requests finish, for `shutdown_timeout_s` at most; a second one
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
+    configure_logging(settings.log_level, "node" if settings.engine.node_rank else "api")
+    _check_first(settings.engine)
     if settings.engine.node_rank:
         return serve_node(settings)
-    configure_logging(settings.log_level, "api")
     if settings.otlp_traces_endpoint is not None:
         from vlmserve.api.tracing import check_extra
 
         check_extra()  # before minutes go by with the model
-    read_api_keys(settings)  # so that errors in them show now
+    keys = read_api_keys(settings)  # so that errors in them show now
     raise_open_files()
     if settings.port_file:
         Path(settings.port_file).unlink(missing_ok=True)  # a waiting reader must not see an older server's port
@@ -202,6 +204,12 @@ def launch_server(
         stack.enter_context(stop_signals_raise())
         try:
             listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
+            if keys is None and not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+                logger.warning(
+                    "--host is %s, and there is no API key: everyone who reaches this address may use the server; set "
+                    "VLMSERVE_API_KEY or --api-key-file",
+                    settings.host,
+                )
             settings, model_name = _settle_model(settings)
             channels, start = make_directories(settings, stack)
             # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
@@ -309,8 +317,11 @@ class _Serving:
         host, port = self.listener.getsockname()[:2]
         if self.settings.port_file:
             _write_whole(Path(self.settings.port_file), f"{port}\n")
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
+        everywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+        if everywhere:  # which is no address to go to
+            host = "::1" if ":" in host else "127.0.0.1"
+        shown, where = f"[{host}]" if ":" in host else host, " on all addresses" if everywhere else ""
+        logger.info("ready: http://%s:%d serves %s%s (Ctrl-C stops it)", shown, port, self.model_name, where)
 
     async def _watch(self, frontend: ApiFrontend, server: HttpServer) -> None:
         children = {child.process.pid: child.process for child in self.children}
@@ -387,13 +398,21 @@ class _Serving:
         engines.came(message)  # last, since an ended request may have to be taken back
 
 
+def _check_first(args: EngineArgs) -> None:
+    """Check the model, unless it may have to be downloaded, and a device that was asked for."""
+    if (folder := local_folder(args.model)) is not None:
+        check_model(folder, args.max_model_len)
+    if args.device not in ("auto", "cpu"):
+        from vlmserve_common.compute.devices import resolve_device  # torch takes seconds to import
+
+        resolve_device(args.device)
+
+
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     """Return settings whose model is a folder on this machine, and the model's name for clients."""
-    from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
-
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
-    folder = resolve_model(model)
+    folder = checked_model(model, settings.engine.max_model_len)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
 
 
