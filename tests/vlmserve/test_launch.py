@@ -78,6 +78,7 @@ def test_the_machine_s_own_address_needs_no_warning(start) -> None:
     ("words", "files", "complaint"),
     [
         ("no/such-folder/model", {}, "is neither a folder nor a hub id"),
+        ("no/such.gguf", {}, "GGUF files cannot be read"),
         ("{folder}", {"tokenizer.json": "{}"}, "{folder} has no config.json: it is not a checkpoint"),
         ("{folder}", {"config.json": '{"model_type": "llama"}'}, "model_type 'llama' (architectures []) is not"),
         ("--max-model-len 4097", {}, "--max-model-len is 4097; the model was made for 4096 tokens"),

@@ -43,6 +43,10 @@ def local_folder(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
+    if model.lower().endswith(".gguf"):
+        raise CheckpointError(
+            f"{model!r}: GGUF files cannot be read; take the model's folder of *.safetensors, or its hub id"
+        )
     if path.exists():
         raise CheckpointError(f"{model!r} is a file; a checkpoint is a folder with config.json and *.safetensors")
     if model.startswith(("/", "./", "../", "~")):

@@ -289,7 +289,7 @@ def _plain_part(part: Any, _place: str) -> Any:
 
 
 def _plain_call(call: Any) -> Any:
-    """Return a call as a client would send it. Here it may lack what no template prints, and have a dict as arguments."""
+    """Return a call as a client would send it. Here it may lack what no template prints; arguments may be a dict."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
