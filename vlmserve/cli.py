@@ -33,7 +33,7 @@ _BENCHES = {
     "trace": ("where the device waits for the host, step by step", "vlmserve.commands.bench.trace"),
 }
 _TOOLS = {
-    "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.commands.plan.command"),
+    "plan": ("which models fit on this CPU or on GPUs, and how fast they can be", "vlmserve.commands.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
     "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),
     "warmup": ("encode pictures and videos ahead of time", "vlmserve.commands.warmup.command"),
@@ -58,6 +58,7 @@ examples:
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
   vlmserve caption FOLDER --output captions.jsonl    caption pictures and videos
   vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
+  vlmserve plan                                      which models fit on this machine's CPU, and how fast
   vlmserve plan ./checkpoint --tp 8 --gpu h200       whether it fits, and how fast it can be at the best
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it

@@ -240,7 +240,7 @@ def test_what_is_wrong_is_told(family):
             llm.score(asked[0], ["a", ""])
         with pytest.raises(BadRequestError, match="there is no logits processor 'x', only: none"):
             llm.chat(asked[0], GREEDY, logits_processors=[LogitsProcessorCall(name="x")])
-    with pytest.raises(EngineError, match="--logits-processors: cannot make 'os:nothing'"):
+    with pytest.raises(EngineError, match="logits_processors: cannot make 'os:nothing'"):
         LLM(str(folder), num_threads=1, logits_processors="os:nothing")
 
 
