@@ -25,12 +25,14 @@ _SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-da
 _UPLOADS = "/v1/files"
 # Probes of load balancers ask by any name.
 OPEN_PATH = "/health"
+# The page with a chat. It tells no more than the API's description does.
+FRONT_PATH = "/"
 # The API's description, and the files of Swagger UI that show it
 DOCUMENT_PATH = "/openapi.json"
 PAGE_PATH = "/docs"
 SCRIPT_PATH = "/docs/swagger-ui-bundle.js"
 STYLE_PATH = "/docs/swagger-ui.css"
-DESCRIPTION_PATHS = frozenset((DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH))
+DESCRIPTION_PATHS = frozenset((FRONT_PATH, DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH))
 
 
 class WebPageGuard:

@@ -7,7 +7,7 @@ the media into the prompt and makes one message for each choice. Both are synchr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -99,6 +99,11 @@ class RequestBuilder:
         self._expander = expander
         self._defaults = defaults or SamplingDefaults()
         self._logits_processors = logits_processors or LogitsProcessors({})
+
+    @property
+    def defaults(self) -> dict[str, float | None]:
+        """The values of fields that a request leaves out, as far as they do not depend on it."""
+        return {**asdict(self._defaults), **self._expander.defaults}
 
     def tokenize(self, request: GenerateReqInput, *, default_seed: int = 0) -> TokenizedPrompt:
         """Check, render and tokenise a request. Raises BadRequestError (parameters, messages, context_length_exceeded).
