@@ -230,7 +230,7 @@ def test_what_is_wrong_is_told(family):
             (ReturnOptions(prompt_logprobs=1, logprob_start_len=4000), "logprob_start_len is 4000; it must be below"),
             (ReturnOptions(logprob_start_len=1), "logprob_start_len is 1; it must be left out without prompt_logprobs"),
             (ReturnOptions(token_ids_logprob=(448,)), "token_ids_logprob is token id 448; .* below 448"),
-            (ReturnOptions(hidden_states="all"), "--enable-return-hidden-states"),
+            (ReturnOptions(hidden_states="all"), "setting enable_return_hidden_states"),
         ):
             with pytest.raises(BadRequestError, match=complaint):
                 llm.chat(asked[0], GREEDY, returns=returns)

@@ -215,20 +215,10 @@ _CPU = "--gpu cpu --gpu-memory-gib 20 --bandwidth-gbs 20 --tflops 0.4"
 
 
 def test_published_models_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a model. Parameters are those of the model cards."""
+    """Without a model."""
     assert cli.main(["plan", "--json", *_CPU.split()]) == 0
     found = json.loads(capsys.readouterr().out)
-    billions = {name.split("/")[1]: one["model"]["parameters"] / 1e9 for name, one in found.items() if "model" in one}
-    assert billions == pytest.approx(
-        {
-            "Qwen3-VL-2B-Instruct": 2.13,
-            "Qwen2.5-VL-3B-Instruct": 3.75,
-            "Qwen3-VL-4B-Instruct": 4.44,
-            "Qwen2.5-VL-7B-Instruct": 8.29,
-            "Qwen3-VL-8B-Instruct": 8.77,
-        },
-        rel=0.01,
-    )
+    assert found.keys() == {f"Qwen/{shape.what}-Instruct" for shape in SHAPES.values()}
     assert {name for name in found if "error" in found[name]} == {
         "Qwen/Qwen3-VL-30B-A3B-Instruct",
         "Qwen/Qwen3-VL-32B-Instruct",
