@@ -412,7 +412,7 @@ def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     """Return settings whose model is a folder on this machine, and the model's name for clients."""
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
-    folder = checked_model(model, settings.engine.max_model_len)
+    folder = checked_model(settings.engine)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from vlmserve.config.engine_args import EngineArgs
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.errors import CheckpointError, EngineError
@@ -24,6 +25,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The hub library's errors by their names, in words that say what to do.
 _REASONS = {
     "RepositoryNotFoundError": "there is no such model, or it is private (`hf auth login`)",
+    "RevisionNotFoundError": "the model has no such branch, tag or commit (setting --revision)",
     "GatedRepoError": "its terms are to be accepted on its page first (then `hf auth login`)",
     "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and no copy is here",
@@ -56,18 +58,18 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
-def resolve_model(model: str, *, download: bool = True) -> Path:
+def resolve_model(model: str, revision: str | None = None, *, download: bool = True) -> Path:
     """Return the folder of a checkpoint: `model` itself, or the downloaded `model` of the Hugging Face hub.
 
-    "": the default model. download: False raises NotDownloadedError instead of downloading. Raises CheckpointError,
-    with the reason, if there is no such checkpoint.
+    revision: a branch, tag or commit of the hub's; folders have none. "": the default model. download: False raises
+    NotDownloadedError instead of downloading. Raises CheckpointError, with the reason, if there is no such checkpoint.
     """
     if (folder := local_folder(model)) is not None:
         return folder
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_FILES, local_files_only=not download))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES, local_files_only=not download))
     except Exception as error:  # the library's errors have no common base that also covers the network's
         if not download:
             raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None
@@ -87,10 +89,10 @@ def check_model(folder: Path, max_model_len: int | None) -> None:
             raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
 
 
-def checked_model(model: str, max_model_len: int | None) -> Path:
+def checked_model(args: EngineArgs) -> Path:
     """Return the folder of a checkpoint after `check_model`. Errors: also those of `resolve_model`."""
-    folder = resolve_model(model)
-    check_model(folder, max_model_len)
+    folder = resolve_model(args.model, args.revision)
+    check_model(folder, args.max_model_len)
     return folder
 
 

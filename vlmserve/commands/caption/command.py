@@ -200,7 +200,7 @@ def _parser() -> CommandParser:
     add_media_settings(
         parser,
         groups=("memory", "scheduling"),
-        more={"attention_backend", "sampling_defaults"},
+        more={"attention_backend", "sampling_defaults", "chat_template"},
         left_out={"max_queued_requests", "max_pixels", "video_fps"},  # the last two are this command's own flags
     )
     return parser

@@ -82,7 +82,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
         if captioner is None and not command.base_urls:
-            resolve_model(command.settings.engine.model)  # before any file is made
+            engine = command.settings.engine
+            resolve_model(engine.model, engine.revision)  # before any file is made
         journal_path = command.journal or choose_journal(command.output, list(map(named_folder, words)), command.shard)
         output.kept = _refuse_shared_files(command, words, output, journal_path)
         errors = ErrorsFile(command.errors)
