@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
+import os
+import sqlite3
+import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +28,10 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.requests import Caller
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.threads import Threads, check_wanted
 
 URL = "/v1/chat/completions"
+Sleep = Callable[[float], Awaitable[None]]
 Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
@@ -44,6 +51,8 @@ class House:
         stack.callback(self.files.close)
         self.journal = BatchJournal(folder)
         stack.callback(self.journal.close)
+        self.threads = Threads("batch-files", 2)
+        stack.callback(self.threads.close)
         self.asked: list[str] = []
         self.now = 1000.0
         self.room = True
@@ -68,7 +77,7 @@ class House:
         self.journal.add(batch, 10)
         return batch
 
-    def runner(self, ask: Ask = _echo, concurrency: int = 2) -> BatchRunner:
+    def runner(self, ask: Ask = _echo, concurrency: int = 2, sleep: Sleep = asyncio.sleep) -> BatchRunner:
         async def endpoint(body: dict[str, Any], caller: Caller) -> dict[str, Any]:
             assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 2**31 - 1)
             self.asked.append(body["say"])
@@ -85,9 +94,11 @@ class House:
                 max_body_mib=1000 / 2**20,
                 max_json_values=100,
             ),
+            self.threads,
             has_room=lambda: self.room,
             is_gone=lambda: self.gone,
             clock=lambda: self.now,
+            sleep=sleep,
         )
 
     def found(self) -> Batch:
@@ -180,17 +191,58 @@ def test_lines_are_counted_as_they_are_read(tmp_path: Path) -> None:
         path = tmp_path / str(number)
         path.write_bytes(text)
         with path.open("rb") as one, path.open("rb") as other:
-            assert count_lines(one) == len(list(read_lines(other, URL, most_bytes=50, most_values=50)))
+            lines = len(list(read_lines(other, URL, most_bytes=50, most_values=50)))
+            with pytest.raises(BadRequestError, match="not blank") if lines == 0 else nullcontext():
+                assert count_lines(one, 3) == lines
 
 
 @pytest.mark.parametrize(
-    ("lines", "code"), [([], "empty_file"), ([_line(str(n)) for n in range(101)], "too_many_lines")]
+    ("lines", "code"),
+    [
+        ([], "empty_file"),
+        ([""] * 9, "empty_file"),
+        ([_line(str(n)) for n in range(101)], "too_many_lines"),
+        ([_line("a"), *[""] * 101], "too_many_lines"),
+    ],
 )
 def test_a_file_that_cannot_be_taken_fails_the_batch(house: House, lines: list[str], code: str) -> None:
     _run(house, house.batch(*lines))
     assert house.found().status == "failed"
     assert house.found().problem[0] == code
     assert not house.asked
+
+
+def test_of_many_blank_lines_a_part_is_read() -> None:
+    class Endless(io.RawIOBase):
+        def readinto(self, buffer: Any) -> int:
+            buffer[:] = b"\n" * len(buffer)
+            return len(buffer)
+
+    with pytest.raises(
+        BadRequestError, match=r"more than 50000 lines, blank ones included \(setting --max-batch-lines"
+    ):
+        count_lines(Endless(), 50_000)
+
+
+def test_nobody_waits_for_a_batch_that_is_not_wanted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread looks."""
+    began = threading.Event()
+
+    def endless(*_: object) -> int:
+        began.set()
+        while True:
+            check_wanted()
+
+    monkeypatch.setattr(runner_module, "count_lines", endless)
+
+    async def run() -> None:
+        runner = house.runner()
+        runner.run(house.batch(_line("a")))
+        await asyncio.to_thread(began.wait)
+        await runner.stop()
+
+    asyncio.run(run())
+    assert house.found().status == "validating"
 
 
 def test_the_next_server_answers_only_what_is_left(house: House) -> None:
@@ -237,24 +289,157 @@ def test_a_full_engine_is_asked_again(house: House, monkeypatch: pytest.MonkeyPa
     assert house.found().completed == 1
 
 
+class FullDisk:
+    """The functions that `fill` replaces fail until it is `freed`. Runners sleep in `sleep` until then; `paused` is set
+    when one does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+        self.paused, self.freed = asyncio.Event(), asyncio.Event()
+        self.slept: list[float] = []
+
+    def fill(self, *places: tuple[object, str], error: Callable[[], Exception]) -> None:
+        for owner, name in places:
+            self.patch.setattr(owner, name, self._failing(getattr(owner, name), error))
+
+    def _failing(self, function: Callable[..., Any], error: Callable[[], Exception]) -> Callable[..., Any]:
+        def write(*args: Any, **kwargs: Any) -> Any:
+            if not self.freed.is_set():
+                raise error()
+            return function(*args, **kwargs)
+
+        return write
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.paused.set()
+        await self.freed.wait()
+
+
+def _no_space() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _database_full() -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return error
+
+
+FULL = "the batch waits: the server's disk is full (setting --file-store-dir)"
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "status", "done"),
+    [
+        ("put", _database_full, "in_progress", 0),
+        ("add_lines", _database_full, "in_progress", 0),
+        ("write_file", _no_space, "finalizing", 3),
+    ],
+)
+def test_a_full_disk_is_waited_for(
+    house: House, monkeypatch: pytest.MonkeyPatch, place: str, error: Callable[[], Exception], status: str, done: int
+) -> None:
+    """And the batch says so. No line is lost, nor asked twice."""
+
+    async def run() -> Batch:
+        disk = FullDisk(monkeypatch)
+        disk.fill((runner_module if place == "write_file" else house.journal, place), error=error)
+        batch, runner = house.batch(*map(_line, "abc")), house.runner(sleep=disk.sleep)
+        runner.run(batch)
+        await disk.paused.wait()
+        seen = runner.seen(house.found())
+        assert house.journal.counts(batch.id) == (done, 0)
+        assert min(disk.slept) >= 1, "patiently"
+        disk.freed.set()
+        await _all_over(runner)
+        return seen
+
+    seen = asyncio.run(run())
+    assert (seen.status, seen.problem) == (status, ("storage_full", FULL))
+    told = seen.as_json(completed=0, failed=0)["errors"]["data"]
+    assert told == [{"code": "storage_full", "message": FULL, "param": None, "line": None}]
+    assert (house.found().status, house.found().problem) == ("completed", None)
+    assert [o["custom_id"] for o in house.written("output")] == ["a", "b", "c"]
+    assert sorted(house.asked) == ["a", "b", "c"]
+    assert house.journal.unfinished() == []
+
+
+@pytest.mark.parametrize("finalizing", [False, True])
+def test_a_batch_that_waits_for_room_can_be_cancelled(
+    house: House, monkeypatch: pytest.MonkeyPatch, finalizing: bool
+) -> None:
+    """Its end is all that is written: the files are not waited for."""
+
+    async def run() -> Batch:
+        disk = FullDisk(monkeypatch)
+        places = [(runner_module, "write_file"), (house.journal, "forget_lines")]
+        disk.fill(*places, *([] if finalizing else [(house.journal, "add_lines")]), error=_no_space)
+        batch, runner = house.batch(*map(_line, "abc")), house.runner(sleep=disk.sleep)
+        house.journal.add_lines(batch.id, [(1, True, {"response": {"body": {}}})]) if finalizing else None
+        runner.run(batch)
+        await disk.paused.wait()
+        cancelling = await runner.cancel(runner.seen(house.found()))
+        await _all_over(runner)
+        return cancelling
+
+    assert asyncio.run(run()).status == "cancelling"
+    batch = house.found()
+    assert batch.status == "cancelled"
+    assert house.journal.unfinished() == [], "it does not count any more"
+    assert batch.output_file_id is None
+    assert batch.problem == (
+        None
+        if not finalizing
+        else (
+            "output_file_lost",
+            "the batch is cancelled without its output file, for which there is no room: the server's disk is full "
+            "(setting --file-store-dir)",
+        )
+    )
+
+
+def test_a_cancelled_batch_is_seen_as_that_while_nothing_can_be_written(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> list[str]:
+        disk = FullDisk(monkeypatch)
+        batch, runner = house.batch(_line("a")), house.runner(sleep=disk.sleep)
+        disk.fill((house.journal, "put"), (house.journal, "add_lines"), error=_database_full)
+        runner.run(batch)
+        await disk.paused.wait()
+        disk.paused.clear()
+        states = [(await runner.cancel(runner.seen(house.found()))).status]
+        await disk.paused.wait()
+        states += [runner.seen(house.found()).status, house.found().status]
+        disk.freed.set()
+        await _all_over(runner)
+        return states
+
+    assert asyncio.run(run()) == ["cancelling", "cancelled", "validating"]
+    assert house.found().status == "cancelled"
+
+
 def test_a_full_store_is_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "_WRITE_AGAIN_S", 0.0)
     batch, others = house.batch(_line("a")), []
     for _ in range(4):
         with house.files.begin("other") as upload:
             others.append(upload.commit(filename="x", purpose="vision"))
-    problems = []
-    put = house.journal.put
 
-    def watched_put(batch: Batch) -> None:
-        put(batch)
-        if batch.problem and not problems:
-            problems.append(batch.problem)
-            house.files.delete("other", others[0].id)
+    async def run() -> tuple[str, str] | None:
+        disk = FullDisk(monkeypatch)
+        runner = house.runner(sleep=disk.sleep)
+        runner.run(batch)
+        await disk.paused.wait()
+        problem = runner.seen(house.found()).problem
+        house.files.delete("other", others[0].id)
+        disk.freed.set()
+        await _all_over(runner)
+        return problem
 
-    monkeypatch.setattr(house.journal, "put", watched_put)
-    _run(house, batch)
-    assert "--max-files" in problems[0][1]
+    code, message = asyncio.run(run())
+    assert code == "too_many_files"
+    assert "--max-files" in message
     assert house.found().status == "completed"
     assert house.found().problem is None
     assert [o["custom_id"] for o in house.written("output")] == ["a"]
@@ -334,6 +519,19 @@ def test_batches_of_others_are_not_found_and_limits_hold(house: House) -> None:
     assert house.journal.batches("you") == []
     with pytest.raises(BadRequestError, match="--max-batches"):
         house.journal.add(replace(batch, id="batch_2"), 1)
+
+
+def test_no_owner_takes_all_unfinished_batches(house: House) -> None:
+    first = house.batch(_line("a"))
+    for number in range(2, 6):
+        house.journal.add(replace(first, id=f"batch_{number}"), 10, shared=True)
+    what = r"there are 5 batches .* the limit is 5, half of what other API keys leave of 10 \(setting --max-batches\)"
+    with pytest.raises(BadRequestError, match=what):
+        house.journal.add(replace(first, id="batch_6"), 10, shared=True)
+    for number in range(6, 9):
+        house.journal.add(replace(first, id=f"batch_{number}", owner="you"), 10, shared=True)
+    with pytest.raises(BadRequestError, match="the limit is 3,"):
+        house.journal.add(replace(first, id="batch_9", owner="you"), 10, shared=True)
 
 
 @pytest.mark.parametrize(
