@@ -129,7 +129,7 @@ def test_no_owner_takes_all_files(store):
     put(store, owner="c")
     refused(store.begin, "a", code="too_many_files")
     store.delete("a", records[0].id)
-    put(store, owner="a")
+    put(store, owner="d")
 
 
 def test_no_owner_takes_all_bytes_those_under_way_too(store):
