@@ -73,7 +73,7 @@ def test_a_server_that_is_stopped_writes_what_waits_for_the_disk(start, tmp_path
 
 def test_threads_that_never_end_are_not_waited_for(run, default_model, tmp_path):
     """One of a pool of ours with a batch, one of asyncio's with a request."""
-    words = (str(default_model), "shutdown_timeout_s=1")
+    words = (str(default_model), "shutdown_timeout_s=0.2")
     server = run("tests.vlmserve.altered_server", *words, STUCK="1", TMPDIR=str(tmp_path))
     with server.client() as ai, ThreadPoolExecutor(1) as threads:
         file = ai.files.create(file=("in.jsonl", b"{}"), purpose="batch")

@@ -46,10 +46,10 @@ class ApiKeys:
 
 
 def share_of(total: int, held: Mapping[str, int], owner: str, *, shared: bool) -> tuple[int, int, str]:
-    """Return what an owner has of a total, the most that it may have, and words for the latter.
+    """Return how much of a total an owner has, how much it may have, and this limit in words.
 
-    held: what each owner has. shared: each may have half of what the others leave. So whatever one takes, another finds
-    room. Otherwise all are one.
+    held: the amounts of all owners. shared: each owner may have half of the total that the others leave, so that there
+    is room for the next one. False: all owners count as one.
     """
     taken = sum(held.values())
     if not shared:

@@ -254,7 +254,7 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
 
 
 async def _call_off(tasks: Collection[asyncio.Task[Any]], patience_s: float) -> None:
-    """Cancel tasks, and wait for their ends. What waits for a thread may not end."""
+    """Cancel tasks, and wait for their ends. A task that waits for a thread may not end."""
     for task in tasks:
         task.cancel()
     if tasks:
@@ -266,8 +266,8 @@ class _Serving:
     """The server from its readiness to its end: HTTP, the messages from the detokenizer, and a watch on the children.
 
     api: the address of messages from the engine. engines: the channels of each replica. failure: why the server ends,
-    if it has to. watchdog: None until there are children to watch. ends_at: the loop's time until which the end waits
-    for what is under way; None until the end begins.
+    if it has to. watchdog: None until there are children to watch. ends_at: the loop's time until which running work
+    is waited for; None until the end begins.
     """
 
     settings: ServerSettings

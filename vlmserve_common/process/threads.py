@@ -21,11 +21,11 @@ _unwanted: ContextVar[threading.Event | None] = ContextVar("_unwanted", default=
 
 
 class UnwantedError(Exception):
-    """Nobody waits for the result of a thread's work any more."""
+    """The caller of a thread's work was cancelled."""
 
 
 def check_wanted() -> None:
-    """Raise UnwantedError in a thread of `Threads` whose caller was cancelled. Long loops ask every now and then."""
+    """Raise UnwantedError in a thread of `Threads` whose caller was cancelled. Long loops call this now and then."""
     event = _unwanted.get()
     if event is not None and event.is_set():
         raise UnwantedError
@@ -53,7 +53,7 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Begin no more work. What is under way goes on."""
+        """Begin no more work. Work under way goes on."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import Served
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import Batch, BatchJournal, count_lines, read_lines, write_file
 from vlmserve.api.batches.runner import BatchRunner
@@ -532,6 +532,34 @@ def test_no_owner_takes_all_unfinished_batches(house: House) -> None:
         house.journal.add(replace(first, id=f"batch_{number}", owner="you"), 10, shared=True)
     with pytest.raises(BadRequestError, match="the limit is 3,"):
         house.journal.add(replace(first, id="batch_9", owner="you"), 10, shared=True)
+
+
+def test_batches_hold_up_nobody_else(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than asyncio has threads, and none ends."""
+    free, late = threading.Event(), []
+
+    def slow_count(*_: object) -> int:
+        if not free.wait(WAIT_S):
+            late.append("too late")
+        raise BadRequestError("enough")
+
+    monkeypatch.setattr(runner_module, "count_lines", slow_count)
+    uploaded = client.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"}).json()
+    body = {"input_file_id": uploaded["id"], "endpoint": URL, "completion_window": "24h"}
+    for _ in range(33):
+        made = client.post("/v1/batches", json=body)
+    large = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "user": "x" * 300_000}
+    response = client.post("/v1/responses", json={"model": MODEL, "input": "hi", "max_output_tokens": 1}).json()
+    answers = [
+        made,
+        client.get(f"/v1/batches/{made.json()['id']}"),
+        client.get("/v1/files"),
+        client.get(f"/v1/responses/{response['id']}"),
+        client.post(URL, json=large),
+    ]
+    free.set()
+    assert [answer.status_code for answer in answers] == [200] * len(answers)
+    assert late == []
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ file that is there is not written twice. So there is one answer to each line, wh
 
 Lines of all batches share a few slots, in turns, and begin only while requests leave the engine room.
 
-A batch pauses while the disk or the file store has no room for what it has to write. It says why, and tries again. The
+A batch pauses while the disk or the file store has no room for its lines or files. It says why, and tries again. The
 state of such a batch may be ahead of the journal's; `BatchRunner.seen` has it.
 """
 
@@ -147,7 +147,7 @@ class BatchRunner:
     def seen(self, batch: Batch) -> Batch:
         """Return the state of a batch as clients see it. batch: as the journal has it."""
         now = self._states.get(batch.id, batch)
-        return replace(now, problem=self._waits.get(batch.id, now.problem))
+        return replace(now, problem=now.problem or self._waits.get(batch.id))
 
     async def cancel(self, batch: Batch) -> Batch:
         """Begin no further line of a batch, and drop those under way. Answers that are there stay, but a batch that
@@ -339,7 +339,8 @@ class BatchRunner:
         return batch
 
     async def _write_file(self, batch: Batch, kind: str) -> dict[str, Any]:
-        """Return the fields of the batch with the file's id, or with what is wrong: nothing keeps a cancelled batch."""
+        """Write a file, and return fields for the batch: the file's id, or a problem. A cancelled batch waits for no
+        room."""
 
         def write() -> Awaitable[str]:
             return self._threads.run(write_file, self._files, self._journal, batch, kind)
