@@ -296,6 +296,21 @@ def test_nasty_ones_are_refused_and_others_go_on(client):
     assert text_of(ask(client, guided_json={"enum": [f"value {i}" for i in range(5000)]})).startswith('"value ')
 
 
+def test_one_that_explodes_in_the_middle_of_an_answer_ends_alone(client):
+    """Behind a prefix that is longer than what is tried out, texts of it can be read in ever more ways."""
+    rules = "".join(
+        f"s{i} ::= s{i * 7 % 20} s{(i + 3) % 20} | s{i * 3 % 20} s{(i + 8) % 20} | [ab]\n" for i in range(20)
+    )
+    late = f'root ::= "{"x" * 200}" s0\n{rules}'
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(ask, client, structured_outputs={"grammar": late}, n=8, max_tokens=400)
+        assert text_of(ask(client, guided_choice=["yes", "no"])) in ("yes", "no")
+        with pytest.raises(openai.BadRequestError, match="in too many ways") as caught:
+            refused.result()
+    assert caught.value.param == "structured_outputs.grammar"
+    assert text_of(ask(client, guided_choice=["yes", "no"])) in ("yes", "no")
+
+
 PROMPTS = ["What is a red circle?", "Where is the star?", "Name a color.", "What do you see? " * 12, "Hello", "Count."]
 FORMS: list[dict[str, Any]] = [
     {"structured_outputs": {"json": SCHEMA}},

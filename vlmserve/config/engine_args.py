@@ -376,7 +376,7 @@ class EngineArgs:
     grammar_timeout_s: float = _other(
         10.0, "seconds that compiling a JSON schema, regular expression or grammar of a request may take", SECONDS
     )
-    grammar_cache_mib: int = _other(256, "compiled grammars that are kept, in MiB", CACHE_SIZE)
+    grammar_cache_mib: int = _other(256, "memory for compiled grammars that no request has, in MiB", CACHE_SIZE)
     enable_return_hidden_states: bool = _other(False, "let requests ask for hidden states (return_hidden_states)")
     random_seed: int = _other(
         0, "LLM only: seed of the first request without one; the server draws a seed for each", _SEED

@@ -44,7 +44,7 @@ from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import NGramDrafter
-from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
+from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import BatchLog
@@ -343,13 +343,13 @@ def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> Devic
 
 def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:
     config = runner.model.config
-    settings = CompilerSettings(
+    settings = GrammarSettings(
         folder=args.model,
         vocab_size=config.vocab_size,
         stop_token_ids=sorted(config.eos_token_ids),
         timeout_s=args.grammar_timeout_s,
     )
-    return GrammarQueue(partial(CompileProcess, settings), cache_bytes=args.grammar_cache_mib << 20)
+    return GrammarQueue(GrammarProcesses(settings), cache_bytes=args.grammar_cache_mib << 20)
 
 
 def build_prefix_cache(

@@ -3,7 +3,7 @@ the calls of tools into one `GrammarSpec`.
 
 xgrammar reads past keywords of JSON schemas that it does not know. An answer would then not be what the schema says,
 without a word, so they are refused here, with the place. Schemas that xgrammar itself refuses or warns about are left
-to it (see `grammar.compiling`).
+to it (see `grammar.serving`).
 """
 
 from __future__ import annotations

@@ -135,6 +135,8 @@ class Intake:
 
     def release(self, req: Req) -> None:
         """Release the grammar of a request that has ended."""
+        if req.grammar is not None:
+            req.grammar.end()
         if req.sampling_params.grammar is not None and self.grammars is not None:
             self.grammars.release(req.sampling_params.grammar)
 

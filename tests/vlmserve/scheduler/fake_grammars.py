@@ -28,6 +28,7 @@ class FakeMatcher:
         self._divisor, self._end = divisor, ends[0] if ends else None
         self._sum = 0
         self._count = 0
+        self.grammar = self
         self.failure = ""
 
     @property
@@ -41,13 +42,19 @@ class FakeMatcher:
 
     words = -(-fake.VOCAB // 32)
 
-    def fill(self, masks: np.ndarray, row: int) -> None:
-        masks[row] = self.mask()
+    def ask(self, matchers: list[FakeMatcher]) -> None:
+        assert matchers == [self]
+
+    def take_masks(self, matchers: list[FakeMatcher]) -> np.ndarray:
+        return self.mask()[None]
 
     def accept(self, token: int) -> None:
         assert self.mask()[token // 32] >> token % 32 & 1
         self._sum += token
         self._count += 1
+
+    def end(self) -> None:
+        pass
 
 
 class _Compiled:

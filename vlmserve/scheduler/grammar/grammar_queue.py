@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vlmserve.ipc.messages import GrammarSpec
-from vlmserve.scheduler.grammar.compile_process import CompileProcess
+from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve_common.errors import BadRequestError
+
+MOST_PROCESSES = 64
+"""Grammars that have a process at a time."""
 
 _REFUSED_BYTES = 1024
 """The size that a refused grammar counts in the cache, besides its text."""
@@ -26,17 +28,20 @@ class _Entry:
 class GrammarQueue:
     """Compiles grammars in threads of its own. One thread calls `get`, `release` and `close`.
 
-    make: makes the compiler of each of `workers` threads, when it is needed. cache_bytes: most memory for compiled
-    grammars and refused texts; the least recently used go first. A refused grammar is not tried again.
+    cache_bytes: most memory for the processes of grammars without requests, and for refused texts; the least recently
+    used go first. A refused grammar is not tried again. most: processes at a time; more grammars wait. workers: threads
+    that wait for a process while it compiles.
     """
 
-    def __init__(self, make: Callable[[], CompileProcess], *, cache_bytes: int, workers: int = 2) -> None:
-        self._make = make
+    def __init__(
+        self, processes: GrammarProcesses, *, cache_bytes: int, most: int = MOST_PROCESSES, workers: int = 2
+    ) -> None:
+        self._processes = processes
         self._cache_bytes = cache_bytes
+        self._most = most
+        self._room = threading.Semaphore(most)
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
-        self._own = threading.local()
-        self._compilers: list[CompileProcess] = []
 
     def get(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """Return the future of a compiled grammar (or its BadRequestError), one for all requests with this grammar.
@@ -47,6 +52,7 @@ class GrammarQueue:
             entry = self._entries[spec] = _Entry(self._threads.submit(self._compile, spec), holders)
         entry.holders += 1
         self._entries.move_to_end(spec)
+        self._trim()
         return entry.future
 
     def release(self, spec: GrammarSpec) -> None:
@@ -65,31 +71,46 @@ class GrammarQueue:
         return sum(_size(spec, entry.future) for spec, entry in self._entries.items())
 
     def close(self) -> None:
-        """End the compilers, even in the middle of a grammar."""
+        """End all processes, even in the middle of a grammar."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for compiler in self._compilers:
-            compiler.close()
+        self._processes.close()
+        self._room.release(len(self._entries))
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        if not hasattr(self._own, "compiler"):
-            self._own.compiler = self._make()
-            self._compilers.append(self._own.compiler)
-        return self._own.compiler.compile(spec)
+        self._room.acquire()
+        try:
+            return self._processes.compile(spec, closed=self._room.release)
+        except BaseException:
+            self._room.release()
+            raise
 
     def _trim(self) -> None:
-        size = self.cached_bytes
+        """Let grammars without requests go, the least recently used first, until there is room for all others."""
+        size, alive = self.cached_bytes, sum(not _is_refused(entry.future) for entry in self._entries.values())
         for spec in [spec for spec, entry in self._entries.items() if not entry.holders and entry.future.done()]:
-            if size <= self._cache_bytes:
-                return
-            size -= _size(spec, self._entries.pop(spec).future)
+            future = self._entries[spec].future
+            refused = _is_refused(future)
+            if size <= self._cache_bytes and (refused or alive <= self._most):
+                continue
+            del self._entries[spec]
+            size -= _size(spec, future)
+            if not refused:
+                alive -= 1
+                future.result().close("it is not kept any more")
+
+
+def _is_refused(future: Future[CompiledGrammar]) -> bool:
+    return future.done() and (future.cancelled() or future.exception() is not None)
 
 
 def _is_accident(future: Future[CompiledGrammar]) -> bool:
-    return future.cancelled() or not isinstance(future.exception(), BadRequestError | type(None))
+    """Return True for a grammar that may be tried again: its process could not start, or has ended since."""
+    if _is_refused(future):
+        return future.cancelled() or not isinstance(future.exception(), BadRequestError)
+    return bool(future.result().failure)
 
 
 def _size(spec: GrammarSpec, future: Future[CompiledGrammar]) -> int:
     if not future.done() or future.cancelled():
         return 0
-    text = len(spec.text)
-    return text + (future.result().num_bytes if future.exception() is None else _REFUSED_BYTES)
+    return len(spec.text) + (_REFUSED_BYTES if _is_refused(future) else future.result().num_bytes)

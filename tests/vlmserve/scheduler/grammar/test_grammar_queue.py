@@ -16,6 +16,15 @@ WAIT_S = 30
 class FakeCompiled:
     num_bytes = 1000
 
+    def __init__(self, closed) -> None:
+        self.failure = ""
+        self._closed = closed
+
+    def close(self, why: str) -> None:
+        assert not self.failure
+        self.failure = why
+        self._closed()
+
 
 class FakeCompiler:
     """Says what it is at, and goes on when it may."""
@@ -26,14 +35,14 @@ class FakeCompiler:
         self.closed = False
         self.broken = False
 
-    def compile(self, spec):
+    def compile(self, spec, *, closed):
         self.begun.append(spec.text)
         assert self.may_go_on.acquire(timeout=WAIT_S)
         if self.broken:
             raise EngineError("the process cannot start")
         if spec.text == "bad":
             raise BadRequestError("no")
-        return FakeCompiled()
+        return FakeCompiled(closed)
 
     def close(self) -> None:
         self.closed = True
@@ -47,10 +56,10 @@ def compiler():
 
 @pytest.fixture
 def grammars(compiler):
-    grammars = GrammarQueue(lambda: compiler, cache_bytes=2100, workers=1)
+    grammars = GrammarQueue(compiler, cache_bytes=2100, most=3, workers=1)
     yield grammars
     grammars.close()
-    assert compiler.closed or not compiler.begun
+    assert compiler.closed
 
 
 def spec(text: str, **more) -> GrammarSpec:
@@ -87,6 +96,28 @@ def test_those_used_last_are_kept(grammars, compiler):
     assert compiler.begun == ["a", "b", "c"]
     compiled(grammars, compiler, "b")
     assert compiler.begun == ["a", "b", "c", "b"]
+
+
+def test_more_than_there_is_room_for_wait_until_one_is_given_back(grammars, compiler):
+    compiler.may_go_on.release(10)
+    waiting = [grammars.get(spec(text)) for text in "abcd"]
+    for future in waiting[:3]:
+        assert future.result(WAIT_S)
+    assert compiler.begun == ["a", "b", "c"]
+    grammars.release(spec("b"))
+    assert waiting[3].result(WAIT_S)
+    assert compiler.begun == ["a", "b", "c", "d"]
+    assert [bool(future.result().failure) for future in waiting] == [False, True, False, False]
+
+
+def test_one_whose_process_has_ended_is_compiled_again(grammars, compiler):
+    compiler.may_go_on.release(10)
+    first = grammars.get(spec("a")).result(WAIT_S)
+    first.close("it takes too long")
+    grammars.release(spec("a"))
+    assert grammars.get(spec("a")).result(WAIT_S) is not first
+    for _ in range(3):  # the room of the first one is free again
+        assert grammars.get(spec(f"{_}") if _ < 2 else spec("a")).result(WAIT_S)
 
 
 def test_refusals_are_kept_and_accidents_are_not(grammars, compiler):

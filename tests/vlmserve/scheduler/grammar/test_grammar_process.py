@@ -10,7 +10,7 @@ import pytest
 
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.ipc.messages import GrammarSpec
-from vlmserve.scheduler.grammar.compile_process import CompileProcess, CompilerSettings
+from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
 from vlmserve.scheduler.grammar.matcher import masks_of
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import BadRequestError
@@ -18,13 +18,13 @@ from vlmserve_common.errors import BadRequestError
 TOKENIZER = load_text_tokenizer(DEFAULT_MODEL)
 VOCAB = json.loads((DEFAULT_MODEL / "config.json").read_text())["text_config"]["vocab_size"]
 END = TOKENIZER.id_of("<|im_end|>")
-SETTINGS = CompilerSettings(folder=str(DEFAULT_MODEL), vocab_size=VOCAB, stop_token_ids=[END], timeout_s=60.0)
+SETTINGS = GrammarSettings(folder=str(DEFAULT_MODEL), vocab_size=VOCAB, stop_token_ids=[END], timeout_s=60.0)
 EXPLODES = json.dumps({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2500)}})
 
 
 @pytest.fixture(scope="module")
 def process():
-    process = CompileProcess(SETTINGS)
+    process = GrammarProcesses(SETTINGS)
     yield process
     process.close()
 
@@ -127,8 +127,8 @@ def test_special_tokens_are_no_text_and_an_answer_ends_where_it_may(process):
         matcher.accept(token)
     assert END in allowed(matcher)
     matcher.accept(TOKENIZER.encode("x")[0])
-    assert "no token" in matcher.failure
     assert allowed(matcher) == set(range(VOCAB)), "the request is about to end"
+    assert "no token" in matcher.failure
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,29 @@ def test_what_cannot_be_compiled(process, kind, text, words):
     assert "Warning" not in caught.value.message
 
 
+def test_what_explodes_late_ends_alone_and_is_compiled_again(process):
+    """A text that is read in ever more ways, behind a prefix that is longer than what is tried out."""
+    rules = "".join(
+        f"s{i} ::= s{i * 7 % 20} s{(i + 3) % 20} | s{i * 3 % 20} s{(i + 8) % 20} | [ab]\n" for i in range(20)
+    )
+    late = spec("ebnf", f'root ::= "{"x" * 100}" s0\n{rules}')
+    bad, good = process.compile(late), process.compile(spec("regex", "a+"))
+    matchers = [bad.matcher(), good.matcher(), bad.matcher()]
+    for token in TOKENIZER.encode("x" * 100):
+        for matcher in (matchers[0], matchers[2]):
+            matcher.accept(token)
+    for _ in range(10_000):
+        masks_of(matchers)
+        if bad.failure:
+            break
+        for matcher in matchers:
+            matcher.accept(TOKENIZER.encode("a")[0])
+    assert [matcher.failure for matcher in matchers] == [bad.failure, "", bad.failure]
+    assert "too many ways" in bad.failure
+    assert fits(good, "aa")
+    assert fits(process.compile(late), "x" * 100 + "a")
+
+
 @pytest.mark.parametrize(
     ("limit", "too_much", "words", "times"),
     [
@@ -163,8 +186,8 @@ def test_what_cannot_be_compiled(process, kind, text, words):
             1,
         ),
         (
-            {"memory_bytes": 24 << 20},
-            spec("regex", "(((a{1,100}b){1,100}c){1,100}d){1,100}[^a]{0,5000}"),
+            {"memory_bytes": 16 << 20},
+            spec("json_schema", EXPLODES),
             "cannot be compiled",
             2,
         ),
@@ -172,7 +195,7 @@ def test_what_cannot_be_compiled(process, kind, text, words):
     ids=["time", "memory"],
 )
 def test_what_takes_too_much_is_refused_and_others_go_on(limit, too_much, words, times):
-    process = CompileProcess(replace(SETTINGS, **limit))
+    process = GrammarProcesses(replace(SETTINGS, **limit))
     try:
         for _ in range(times):
             with pytest.raises(BadRequestError, match=words):

@@ -1,0 +1,230 @@
+"""The processes that compile grammars with xgrammar, and say which tokens may come next.
+
+A grammar comes from a stranger. Compiling it can take minutes or gigabytes, or crash the process, and so can each token
+of an answer; its text does not tell. So each grammar has a process, which the kernel ends when it takes too much: that
+ends the requests with this grammar, and no other request waits for them. The processes are forks of one that has
+imported everything and has read the vocabulary. They end when the engine closes their pipe.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from vlmserve.ipc.messages import THINK_END, GrammarSpec
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
+from vlmserve_common.process.child import die_with_parent
+from vlmserve_common.process.limits import ProcessLimits, confine
+
+COMPILED, REFUSED = b"C", b"R"
+"""The first byte of the answer to a grammar: the bytes of memory follow, or a sentence."""
+
+MAX_STEP_S = 0.2
+"""CPU time that a step may take, for all answers with the grammar: all other requests wait for it."""
+USUAL_STEP_S, USUAL_ROW_S = 0.02, 0.002
+"""CPU time that steps may take in the long run: for a step, and for each answer in it. It is ten times the usual."""
+
+_THOUGHTS = {
+    "type": "structural_tag",
+    "format": {
+        "type": "sequence",
+        "elements": [
+            {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": THINK_END},
+            {"type": "const_string", "value": "\n\n"},
+        ],
+    },
+}
+
+_WHERE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+: ", re.MULTILINE)
+# A request may say oneOf for anyOf, as pydantic does for unions: an answer fits one of them at least.
+_HARMLESS = re.compile(r"oneOf .*anyOf semantics")
+
+
+def main() -> None:
+    """Run the process that the others are forks of. The command line has a socket, through which the pipe of each new
+    process comes, the parent's pid, and `GrammarSettings` as JSON."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    die_with_parent(int(sys.argv[2]), signal.SIGKILL)
+    settings = json.loads(sys.argv[3])
+    compiler, info = make_compiler(settings["folder"], settings["vocab_size"], settings["stop_token_ids"])
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    gc.collect()
+    gc.freeze()  # the forks share these pages
+    control.send(b"r")
+    own = os.getpid()
+    while True:
+        fds = socket.recv_fds(control, 1, 1)[1]
+        if not fds:
+            return
+        if not os.fork():
+            try:
+                control.close()
+                die_with_parent(own, signal.SIGKILL)
+                _serve(Connection(fds[0]), compiler, info, settings)
+            finally:
+                os._exit(0)
+        os.close(fds[0])
+
+
+def _serve(pipe: Connection, compiler: Any, info: Any, settings: dict[str, Any]) -> None:
+    """Compile the grammar that comes through a pipe, and answer for it until the pipe is closed."""
+    confine(ProcessLimits(memory_bytes=settings["memory_bytes"]))
+    spec = GrammarSpec(**json.loads(pipe.recv_bytes()))
+    # The engine waits for `timeout_s` at most; who is not waited for any more ends soon.
+    signal.setitimer(signal.ITIMER_PROF, settings["timeout_s"] + 1)
+    try:
+        compiled = _without_warnings(compiler, spec)
+        try_out(compiled)
+    except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises
+        pipe.send_bytes(REFUSED + _plain(str(error)).encode("utf-8", "replace"))
+        return
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    pipe.send_bytes(COMPILED + str(_own_bytes()).encode())
+    try:
+        _fill_masks(pipe, compiled, -(-info.vocab_size // 32))
+    except (EOFError, OSError):
+        return  # nobody has this grammar any more
+
+
+def _fill_masks(pipe: Connection, compiled: Any, words: int) -> None:
+    """Answer for the steps of all answers with a grammar.
+
+    A step's message: for each row the number of its matcher and the tokens that came since; then the numbers of answers
+    that have ended. Its answer: int32 [rows, 1 + words], 1 or 0 for whether the tokens fit, and the mask of the next.
+    """
+    from xgrammar import GrammarMatcher
+
+    matchers: dict[int, Any] = {}
+    left_s = MAX_STEP_S
+    while True:
+        rows, ended = pipe.recv()
+        for number in ended:
+            matchers.pop(number, None)
+        answer = np.full((len(rows), 1 + words), -1, dtype=np.int32)
+        masks = np.empty((1, words), dtype=np.int32)
+        began = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, left_s)  # the kernel ends the process then, wherever it is
+        for row, (number, tokens) in enumerate(rows):
+            matcher = matchers.get(number) or matchers.setdefault(number, GrammarMatcher(compiled))
+            if all(map(matcher.accept_token, tokens)):
+                matcher.fill_next_token_bitmask(masks, 0)
+                answer[row, 1:] = masks
+            else:
+                answer[row, 0] = 0
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        left_s = min(MAX_STEP_S, left_s - (time.process_time() - began) + USUAL_STEP_S + USUAL_ROW_S * len(rows))
+        pipe.send_bytes(answer.tobytes())
+
+
+def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tuple[Any, Any]:
+    """Make a compiler and the tokens that it compiles for. folder: the checkpoint's. vocab_size: rows of logits.
+
+    Special tokens have no text: an answer's text cannot contain them.
+    """
+    from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
+
+    tokenizer = load_text_tokenizer(Path(folder))
+    special = tokenizer.special_ids
+    vocab = [b"" if index in special else tokenizer.token_bytes(index) for index in range(vocab_size)]
+    info = TokenizerInfo(vocab, VocabType.RAW, vocab_size=vocab_size, stop_token_ids=stop_token_ids)
+    return GrammarCompiler(info, max_threads=1, cache_enabled=False), info
+
+
+def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:
+    """Compile a grammar. Raises RuntimeError for a malformed one."""
+    from xgrammar import Grammar
+
+    grammar = _form(spec)
+    if spec.calls:
+        grammar = Grammar.union(grammar, Grammar.from_structural_tag(spec.calls))
+    if spec.thinking:
+        grammar = Grammar.concat(Grammar.from_structural_tag(_THOUGHTS), grammar)
+    return compiler.compile_grammar(grammar)
+
+
+def _form(spec: GrammarSpec) -> Any:
+    from xgrammar import Grammar
+
+    match spec.kind:
+        case "json_schema":
+            # On one line: where whitespace is free, a small model may write nothing else from there on.
+            return Grammar.from_json_schema(spec.text, any_whitespace=False, strict_mode=spec.strict)
+        case "regex":
+            return Grammar.from_regex(spec.text)
+        case "ebnf":
+            return Grammar.from_ebnf(spec.text)
+        case "choice":
+            texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
+            return Grammar.from_ebnf(f"root ::= {texts}")
+        case "structural_tag":
+            return Grammar.from_structural_tag(spec.text)
+
+
+def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:
+    """Compile a grammar, and fail if xgrammar warns on stderr that it leaves something out. Tools that are not strict
+    may lose something."""
+    kept, file = os.dup(2), os.memfd_create("warnings")
+    os.dup2(file, 2)
+    try:
+        compiled = compile_grammar(compiler, spec)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        said = os.pread(file, 1 << 16, 0).decode("utf-8", "replace")
+        os.close(file)
+    warnings = [line for line in said.splitlines() if "Warning: " in line and not _HARMLESS.search(line)]
+    if warnings and (spec.strict or spec.kind != "structural_tag"):
+        raise RuntimeError(warnings[0].partition("Warning: ")[2])
+    return compiled
+
+
+def try_out(compiled: Any, *, walks: int = 2, tokens: int = 32) -> None:
+    """Raise RuntimeError for a grammar that no text fits, or whose next tokens take long to find: most of these show at
+    once. Walks along tokens that the grammar allows, always the same."""
+    from xgrammar import GrammarMatcher
+
+    vocab_size = compiled.tokenizer_info.vocab_size
+    mask = np.empty((1, -(-vocab_size // 32)), dtype=np.int32)
+    for seed in range(walks):
+        dice, matcher = Random(seed), GrammarMatcher(compiled)
+        for at in range(tokens):
+            began = time.process_time()
+            matcher.fill_next_token_bitmask(mask, 0)
+            allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), count=vocab_size, bitorder="little"))
+            if not len(allowed):
+                raise RuntimeError("no text fits it" if not at else "it comes to where nothing fits")
+            matcher.accept_token(int(dice.choice(allowed)))
+            if time.process_time() - began > MAX_STEP_S:
+                raise RuntimeError(
+                    "finding its next tokens takes too long: it repeats, or can be read, in too many ways"
+                )
+            if matcher.is_terminated():
+                break
+
+
+def _own_bytes() -> int:
+    """Return the memory that only this process has."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
+
+
+def _plain(message: str) -> str:
+    text = _WHERE_IN_SOURCE.sub("", message).strip()
+    text = re.sub(r"Check failed: .* is false: ", "", text)
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+if __name__ == "__main__":
+    main()
