@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
@@ -71,6 +71,7 @@ def batch_endpoints(served: ServedModel, responses: ResponsesApi, threads: Threa
     }
 
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
@@ -226,7 +227,16 @@ class BatchRunner:
 
     async def _put(self, batch: Batch) -> None:
         self._states[batch.id] = batch
-        await self._written(batch.id, lambda: self._journal.threads.run(self._journal.put, batch))
+        await self._written(batch.id, lambda: self._journaled(self._journal.put, batch))
+
+    async def _journaled(self, write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Write to the journal, even if this task is cancelled meanwhile: an answer that is there stays."""
+        writing = asyncio.ensure_future(self._journal.threads.run(write, *args, **kwargs))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait((writing,))
+            raise
 
     async def _written(self, batch_id: str, write: Callable[[], Awaitable[_T]]) -> _T:
         """Write something, as soon as there is room for it."""
@@ -289,8 +299,7 @@ class BatchRunner:
             status, body = await self._ask(batch, line.body, name)
             response = {"status_code": status, "request_id": name, "body": body}
             row = (line.number, status == 200, _record(batch, line, response=response))
-        journal = self._journal
-        await self._written(batch.id, lambda: journal.threads.run(journal.add_lines, batch.id, [row]))
+        await self._written(batch.id, lambda: self._journaled(self._journal.add_lines, batch.id, [row]))
 
     async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, Mapping[str, Any]]:
         request_id.set(name)
