@@ -7,6 +7,7 @@
 #   make test-elsewhere                    the quick tests as on an older CPU, beside two busy processes
 #   make test-gpu DEVICE=cpu               the GPU's tests on the CPU
 #   make docs                            docs/flags.md, made of the settings
+#   make wheel                           dist/vlmserve-VERSION-py3-none-any.whl, with the version of the git tag (v0.1.0)
 #   make test-gpu                        the tests that need a CUDA device (DEVICE=cpu runs them on the CPU)
 #   make gpu-report OUT=folder           checks and measures everything on a GPU, with results in files
 #   PYTHON=/path/to/python               the interpreter that makes .venv (3.11 or newer; found by itself)
@@ -33,7 +34,7 @@ endif
 FRESH = --hypothesis-profile=fresh --hypothesis-seed=$(SEED)
 DEVICE ?= cuda
 
-.PHONY: serve setup setup-test lint test test-full test-slow test-elsewhere test-gpu gpu-report docs clean
+.PHONY: serve setup setup-test lint test test-full test-slow test-elsewhere test-gpu gpu-report docs wheel clean
 .DEFAULT_GOAL := serve
 
 serve: setup
@@ -88,6 +89,14 @@ gpu-report: setup-test
 docs: setup
 	@$(BIN)/python -m docs.settings_pages > docs/flags.md.new
 	@mv docs/flags.md.new docs/flags.md
+
+# build/ may hold files that are gone meanwhile.
+wheel:
+	@PYTHON='$(PYTHON)' sh .ci/make-venv $(VENV)
+	@rm -rf build
+	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
+	@rm -rf build
+	@ls dist/*.whl
 
 clean:
 	rm -rf $(VENV) .ruff_cache .mypy_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info

@@ -117,6 +117,14 @@ class MultimodalProcessor(ABC):
             self._rules, config.video_patches, limits.video, allocate, resize_later=limits.resize_later
         )
 
+    @property
+    def defaults(self) -> dict[str, float | None]:
+        """The knobs of pictures and clips that a request leaves out: area limits of a picture, and frames a second."""
+        high = min(self.sizes.max_pixels, self.sizes.highest)
+        settings = self._rules.sizer.settings
+        fps = settings.default_fps if settings.config.num_frames is None else None
+        return {"min_pixels": min(self.sizes.min_pixels, high), "max_pixels": high, "fps": fps}
+
     @staticmethod
     @abstractmethod
     def video_rules(settings: RuleSettings) -> VideoRules:

@@ -94,6 +94,7 @@ def test_a_few_requests_to_every_route(case: schemathesis.Case, server: str) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # making the requests takes most of it, on a busy machine
 @schemathesis.pytest.from_fixture("large_schema").parametrize()
 def test_many_requests_to_every_route(case: schemathesis.Case, server: str) -> None:
     _try(case, server)

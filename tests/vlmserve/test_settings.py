@@ -65,6 +65,7 @@ _OTHERS = {
     "device": "cpu",
     "encoder_devices": "cpu",
     "cuda_graph_bs": "1,2,4",
+    "chat_template": "{{ messages[0].content }}",
     "metrics_prefixes": "vllm,sglang",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
     **dict.fromkeys(("allowed_local_media_path", "file_store_dir", "profile_dir"), str(CONFIGS)),

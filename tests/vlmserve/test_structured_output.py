@@ -124,6 +124,25 @@ def test_stop_strings_bias_and_ignore_eos(client):
     assert first.logprob < -0.01, "of the model's own distribution"
 
 
+def test_the_form_goes_before_allowed_tokens(client):
+    allowed = [TOKENIZER.encode(digit)[0] for digit in "37"]
+    found = text_of(ask(client, allowed_token_ids=allowed, guided_regex="[0-9]{3}"))
+    assert len(found) == 3, "the form's end, which is not among them, ends it"
+    assert set(found) <= {"3", "7"}
+    assert text_of(ask(client, allowed_token_ids=allowed, guided_choice=["yes"])) == "yes"
+
+
+def test_keywords_of_a_loose_schema_are_left_out_with_a_warning(client):
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    form: dict[str, Any] = {"name": "a", "schema": schema, "strict": False}
+    answer = ask(client, response_format={"type": "json_schema", "json_schema": form})
+    assert len(json.loads(text_of(answer))) == 2
+    [warning] = answer.model_extra["warnings"]
+    assert "uniqueItems at # has no effect" in warning
+    with pytest.raises(openai.BadRequestError, match="uniqueItems at # is not supported"):
+        ask(client, response_format={"type": "json_schema", "json_schema": {**form, "strict": True}})
+
+
 def test_completions(client):
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "temperature": 1.0, "seed": 1}
     for form, fits in (
@@ -218,6 +237,32 @@ def test_a_call_is_made_as_its_schema_says(client):
     assert [delta.name for delta in deltas if delta.name] == ["turn"]
 
 
+PAINT: dict[str, Any] = {
+    "name": "paint",
+    "parameters": {
+        "type": "object",
+        "properties": {"shape": {"type": "string", "enum": ["circle", "star"]}, "filled": {"type": "boolean"}},
+        "required": ["shape"],
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}])
+def test_arguments_do_not_run_on_in_blanks(client, choice):
+    """They have the blanks of the template's examples, and so few tokens are enough."""
+    tools = [{"type": "function", "function": PAINT}]
+    for question in ("What is the weather in Oslo?", "Paint a red star", "Hello"):
+        fields: Any = {"messages": [{"role": "user", "content": question}], "tools": tools, "tool_choice": choice}
+        for temperature in (0.0, 1.0):
+            answer = client.chat.completions.create(
+                model="tiny", max_tokens=60, temperature=temperature, seed=3, parallel_tool_calls=False, **fields
+            )
+            [done] = answer.choices
+            assert done.finish_reason == "tool_calls"
+            [call] = done.message.tool_calls
+            assert call.function.arguments == json.dumps(json.loads(call.function.arguments))
+
+
 @pytest.mark.slow
 def test_a_call_in_the_form_of_qwen3_coder(tmp_path):
     with serving(tmp_path / "run", "--tool-call-parser", "qwen3_coder") as server, server.client() as client:
@@ -252,6 +297,10 @@ def test_langchain(server):
     parsed = model.with_structured_output(SCHEMA, method="json_schema", strict=True).invoke("What is it?")
     assert Shape.model_validate(parsed)
     assert isinstance(model.with_structured_output(Shape, method="function_calling").invoke("What is it?"), Shape)
+    for choice in ("paint", "any"):
+        brief = model.model_copy(update={"max_tokens": 60})
+        [call, *_] = brief.bind_tools([PAINT], tool_choice=choice).invoke("Paint a red star").tool_calls
+        assert (call["name"], call["args"]["shape"]) == ("paint", "star")
     model = model.model_copy(update={"model_kwargs": {"logit_bias": EMPTY_OBJECT}})
     assert model.with_structured_output(Anything, method="json_mode").invoke("What is it?") == Anything()
 

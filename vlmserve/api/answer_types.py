@@ -150,13 +150,14 @@ class AnswerMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One choice of an answer. stop_reason: the stop string that was found."""
+    """One choice of an answer. stop_reason: the stop string that was found. token_ids: with return_token_ids."""
 
     index: int
     message: AnswerMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishType
     stop_reason: str | None
+    token_ids: NotRequired[list[int]]
     hidden_states: NotRequired[list[list[float]]]
 
 
@@ -168,6 +169,7 @@ class ChatCompletion(_Head, Remarks):
     usage: Usage
     prompt_logprobs: NotRequired[PromptLogprobs]
     prompt_token_ids_logprobs: NotRequired[list[list[float] | None]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 # ---- in chunks
@@ -200,14 +202,17 @@ class ChunkChoice(TypedDict):
     logprobs: ChoiceLogprobs | None
     finish_reason: FinishType | None
     stop_reason: NotRequired[str | None]
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletionChunk(_Head, Remarks):
-    """A part of a streamed answer; the last one has the usage, if the request asks for it."""
+    """A part of a streamed answer; the last one has the usage, if the request asks for it, and the first one of each
+    choice the prompt's token ids."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: NotRequired[Usage | None]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 # ---- text completions
@@ -223,7 +228,8 @@ class LogprobColumns(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One choice of an answer. stop_reason: the stop string that was found."""
+    """One choice of an answer. stop_reason: the stop string that was found. token_ids, prompt_token_ids: with
+    return_token_ids."""
 
     index: int
     text: str
@@ -231,6 +237,8 @@ class TextChoice(TypedDict):
     finish_reason: Literal["stop", "length"]
     stop_reason: str | None
     prompt_logprobs: NotRequired[PromptLogprobs]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class TextCompletion(_Head):
@@ -247,6 +255,8 @@ class TextChunkChoice(TypedDict):
     logprobs: LogprobColumns | None
     finish_reason: Literal["stop", "length"] | None
     stop_reason: NotRequired[str | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class TextCompletionChunk(_Head):

@@ -28,6 +28,7 @@ from vlmserve.api.control import AskEngine, ControlApi, no_engine
 from vlmserve.api.errors import error_body, install_error_handlers
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
+from vlmserve.api.front_page import add_front_page
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.api.openapi import ID_ERRORS, Operation, add_operations, add_pages, endpoints_of, operation
 from vlmserve.api.outermost import OutermostMiddleware, access, log_request, requests
@@ -47,6 +48,7 @@ from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve.ipc.messages import PreparedMessage, SchedulerInput
 from vlmserve.ipc.private_dir import PrivateDirectory
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.process.threads import Threads
 from vlmserve_common.version import __version__
 
@@ -191,6 +193,13 @@ def build_app(
     keys = read_api_keys(settings)
     files.shared = keys is not None and keys.shared
     add_pages(app, model=model_name, keys=keys is not None, admin_key=settings.admin_api_key is not None)
+    add_front_page(
+        app,
+        model=model_name,
+        family=str(read_json(Path(settings.engine.model), "config.json", required=False).get("model_type")),
+        max_model_len=manager.builder.limits.max_model_len,
+        keys=keys is not None,
+    )
     if keys is not None or settings.admin_api_key is not None:
         scope = settings.cache_scope
         scoped = scope == "key" or (scope == "auto" and settings.api_key_file is not None)

@@ -13,6 +13,7 @@ import ipaddress
 
 from fastapi import Request
 from starlette.responses import JSONResponse
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.api.api_keys import ApiKeys
@@ -25,12 +26,14 @@ _SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-da
 _UPLOADS = "/v1/files"
 # Probes of load balancers ask by any name.
 OPEN_PATH = "/health"
+# The page with a chat. It tells no more than the API's description does.
+FRONT_PATH = "/"
 # The API's description, and the files of Swagger UI that show it
 DOCUMENT_PATH = "/openapi.json"
 PAGE_PATH = "/docs"
 SCRIPT_PATH = "/docs/swagger-ui-bundle.js"
 STYLE_PATH = "/docs/swagger-ui.css"
-DESCRIPTION_PATHS = frozenset((DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH))
+DESCRIPTION_PATHS = frozenset((FRONT_PATH, DOCUMENT_PATH, PAGE_PATH, SCRIPT_PATH, STYLE_PATH))
 
 
 class WebPageGuard:
@@ -49,14 +52,14 @@ class WebPageGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != OPEN_PATH:
             headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-            refusal = self._refusal(headers, scope["method"], scope["path"])
+            refusal = self._refusal(headers, scope)
             if refusal is not None:
                 status, message, code = refusal
                 await JSONResponse(error_body(status, message, code=code), status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _refusal(self, headers: dict[bytes, str], method: str, path: str) -> tuple[int, str, str] | None:
+    def _refusal(self, headers: dict[bytes, str], scope: Scope) -> tuple[int, str, str] | None:
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
         if not self._knows(host):
             message = (
@@ -70,7 +73,7 @@ class WebPageGuard:
             )
             return 403, message, "origin_not_allowed"
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        if method == "POST" and kind in _SIMPLE and path != _UPLOADS:
+        if scope["method"] == "POST" and kind in _SIMPLE and scope["path"] != _UPLOADS and _is_there(scope):
             return 415, f"the request's Content-Type is {kind!r}; it must be application/json", "unsupported_media_type"
         return None
 
@@ -86,6 +89,11 @@ class WebPageGuard:
         scheme, _, place = origin.partition("://")
         default = {"http": ":80", "https": ":443"}.get(scheme, "")
         return bool(place) and place.lower().removesuffix(default) == host.lower().removesuffix(default)
+
+
+def _is_there(scope: Scope) -> bool:
+    """Return whether there is an endpoint at the request's path."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 def _name_of(host: str) -> str:

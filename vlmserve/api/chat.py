@@ -44,7 +44,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     request.state.asked = asked_of(chat)
     if not chat.stream:
         answer = await while_connected(request.receive, whole_chat(served, chat, own_id, caller_of(request)))
-        if chat.logprobs or "prompt_logprobs" in answer:  # they are many
+        if chat.logprobs or "prompt_logprobs" in answer or chat.return_token_ids:  # they are many
             return await asyncio.to_thread(JSONResponse, answer)
         return JSONResponse(answer)
     events = chat_events(served, chat, own_id, caller_of(request))
@@ -79,6 +79,7 @@ def _prepare(
         mm_report=bool(chat.return_mm_report),
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
         usage_details=bool(chat.return_usage_details),
+        token_ids=bool(chat.return_token_ids),
         reading=AnswerReading(calls=tool_use(chat, served.formats), reasoning=served.formats.reasoning),
     )
     return [wanted], writer

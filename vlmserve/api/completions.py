@@ -49,7 +49,7 @@ async def complete(served: ServedModel, request: Request) -> Response:
     if body.stream:
         return await EventStream.begin(request.receive, _events(served, body, own_id, caller_of(request)))
     answer = await while_connected(request.receive, whole_completion(served, body, own_id, caller_of(request)))
-    if body.logprobs is not None or body.prompt_logprobs is not None:  # they are many
+    if body.logprobs is not None or body.prompt_logprobs is not None or body.return_token_ids:  # they are many
         return await asyncio.to_thread(JSONResponse, answer)
     return JSONResponse(answer)
 
@@ -90,6 +90,8 @@ def to_generate_requests(body: CompletionRequest, own_id: str, caller: Caller) -
             n=body.n or 1,
             num_logprobs=body.logprobs,
             returns=ReturnOptions(prompt_logprobs=k),
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            return_token_ids=bool(body.return_token_ids),
             logits_processors=calls,
             **named(body, own_id if len(prompts) == 1 else f"{own_id}-{index}", caller),
         )
@@ -119,6 +121,7 @@ def _prepare(
         echo=echo,
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
+        token_ids=bool(body.return_token_ids),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         hidden_ids=frozenset() if body.skip_special_tokens is False else tokenizer.special_ids,
     )
@@ -135,6 +138,8 @@ def _check(body: CompletionRequest) -> None:
         raise _unsupported("best_of", f"best_of {body.best_of} with n {n}: all answers that are made are returned")
     if body.suffix:
         raise _unsupported("suffix", "suffix: Qwen-VL models go on from a text, they do not fill gaps")
+    if body.echo and body.truncate_prompt_tokens is not None:
+        raise invalid_value("truncate_prompt_tokens", "echo repeats the whole prompt: leave truncate_prompt_tokens out")
     if body.stream_options is not None and not body.stream:
         raise invalid_value("stream_options", "stream_options needs stream: true")
     if body.stream and body.prompt_logprobs is not None:

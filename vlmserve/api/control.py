@@ -77,7 +77,10 @@ class ProfileBody(StrictModel):
 
 
 class ServerState(TypedDict):
-    """The state of a server. settings: without secrets. scheduler: the scheduler's figures."""
+    """The state of a server. settings: without secrets. scheduler: the scheduler's figures.
+
+    defaults: of fields that a request leaves out; null where the request decides.
+    """
 
     version: str
     model: str
@@ -88,6 +91,7 @@ class ServerState(TypedDict):
     paused: bool
     profiling: bool
     num_pending: int
+    defaults: dict[str, float | None]
     scheduler: dict[str, Any]
     replicas: NotRequired[list[dict[str, Any]]]
     settings: dict[str, Any]
@@ -171,6 +175,7 @@ class ControlApi:
             "paused": info.paused,
             "profiling": info.profiling,
             "num_pending": self._manager.num_pending,
+            "defaults": self._manager.builder.defaults,
             "scheduler": _figures(info.stats),
             "settings": dict(sorted(settings.items())),
         }

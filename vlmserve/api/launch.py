@@ -140,7 +140,7 @@ def serve_node(settings: ServerSettings) -> int:
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:
-            args = replace(settings.engine, model=str(resolve_model(settings.engine.model)))
+            args = replace(settings.engine, model=str(resolve_model(settings.engine.model, settings.engine.revision)))
             channels, start = make_directories(settings, stack)
             prepare_children()
             started = start_children(rank_mains(args), args, channels, start, stack)
@@ -427,7 +427,7 @@ def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
 
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
-    folder = resolve_model(model)
+    folder = resolve_model(model, settings.engine.revision)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
 
 

@@ -158,7 +158,7 @@ _INSTEAD = {
     "speculative_config speculative_draft_model_path": "speculative_algorithm",
 }
 _REFUSED = (
-    "revision download_dir tokenizer tokenizer_path ssl_keyfile ssl_certfile root_path fastapi_root_path chat_template "
+    "download_dir tokenizer tokenizer_path ssl_keyfile ssl_certfile root_path fastapi_root_path "
     "override_generation_config lora_modules max_loras max_lora_rank lora_paths max_loras_per_batch moe_dense_tp_size "
     "pp_max_micro_batch_size mm_encoder_attn_backend mm_attention_backend"
 )

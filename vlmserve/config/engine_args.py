@@ -41,6 +41,10 @@ def _are_devices(names: str) -> bool:
 _DEVICE = Allowed(
     words="auto, cpu, cuda (a GPU) or cuda:N", holds=lambda name: re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
 )
+_TEMPLATE = Allowed(
+    words="a file, or a text of Jinja, which has a {",
+    holds=lambda text: "{" in text or Path(text).expanduser().is_file(),
+)
 _DEVICES = Allowed(words="cpu, cuda or cuda:N, with commas between them", holds=_are_devices)
 _FRACTION = Allowed(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1)
 _POSITIVE = Allowed(words="above 0", holds=lambda value: value > 0)
@@ -62,6 +66,13 @@ class EngineArgs:
     """All settings of the engine. `vlmserve serve --help-all` shows the same texts."""
 
     model: str = _model(MISSING, "checkpoint folder, or a Hugging Face hub id", common=True)
+    revision: str | None = _model(None, "branch, tag or commit of a hub id; default: the hub's main branch")
+    chat_template: str | None = _model(
+        None,
+        "chat template in place of the checkpoint's: a file of Jinja, or the Jinja itself",
+        _TEMPLATE,
+        common=True,
+    )
     device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE, common=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
         "auto", "compute type; auto is the checkpoint's own", common=True

@@ -22,6 +22,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The hub library's errors by their names, in words that say what to do.
 _REASONS = {
     "RepositoryNotFoundError": "there is no such model, or it is private (`hf auth login`)",
+    "RevisionNotFoundError": "the model has no such branch, tag or commit (setting --revision)",
     "GatedRepoError": "its terms are to be accepted on its page first (then `hf auth login`)",
     "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and no copy is here",
@@ -31,11 +32,11 @@ _REASONS = {
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
-def resolve_model(model: str, *, download: bool = True) -> Path:
+def resolve_model(model: str, revision: str | None = None, *, download: bool = True) -> Path:
     """Return the folder of a checkpoint: `model` itself, or the downloaded `model` of the Hugging Face hub.
 
-    "": the default model. download: False raises NotDownloadedError instead of downloading. Raises CheckpointError,
-    with the reason, if there is no such checkpoint.
+    revision: a branch, tag or commit of the hub's; folders have none. "": the default model. download: False raises
+    NotDownloadedError instead of downloading. Raises CheckpointError, with the reason, if there is no such checkpoint.
     """
     if not model:
         return DEFAULT_MODEL
@@ -51,7 +52,7 @@ def resolve_model(model: str, *, download: bool = True) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_FILES, local_files_only=not download))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES, local_files_only=not download))
     except Exception as error:  # the library's errors have no common base that also covers the network's
         if not download:
             raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None

@@ -217,7 +217,8 @@ def _about(args: EngineArgs) -> dict[str, str]:
     """Return what must be the same for all ranks, by its name."""
     settings = {flag(name): repr(value) for name, value in asdict(args).items() if name not in _OWN_SETTINGS}
     return {
-        "vlmserve's version": __version__,
+        # Without the number of commits: a checkout has that of the day when it was installed.
+        "vlmserve's version": __version__.partition(".dev")[0],
         "torch's version": torch.__version__,
         "the model": _model_digest(Path(args.model)),
         "the kind of device": torch.device(args.device).type,

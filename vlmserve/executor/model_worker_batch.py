@@ -106,6 +106,7 @@ class SamplingBatchInfo:
     as often as it has tokens. token_indices: int64, the batch token that each of the S follows. temperatures, top_ps,
     min_ps: float32. top_ks: int64, <= 0 is off. seeds, output_indices: int64; sampling noise depends on these two only.
     num_logprobs: int64, -1 is none. bias_*: [K] triples (index among the S, token id, value added to the logit).
+    allowed_*: [K] pairs (index among the S, token id) of requests that allow only some tokens.
     count_*: [K] triples (index among the S, token id, times it was produced so far) of requests with penalties, by
     index and id. presence, frequency: float32 penalties. seen_*: [K] pairs (index among the S, token id) of the tokens
     of prompt and answer, of requests with a repetition penalty. repetition: float32, 1 is none. in_flight_*: int64 [U]
@@ -142,6 +143,8 @@ class SamplingBatchInfo:
     bitmasks: np.ndarray = field(default_factory=lambda: NO_MASKS)
     in_flight_rows: np.ndarray = field(default_factory=_no_ids)
     in_flight_places: np.ndarray = field(default_factory=_no_ids)
+    allowed_rows: np.ndarray = field(default_factory=_no_ids)
+    allowed_ids: np.ndarray = field(default_factory=_no_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

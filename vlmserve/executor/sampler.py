@@ -170,11 +170,12 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def adjust(logits: torch.Tensor, inputs: SamplerInputs, in_flight: torch.Tensor | None = None) -> torch.Tensor:
-    """Return logits float32 [S, vocab] with penalties and bias: the given tensor, or a changed copy.
+    """Return logits float32 [S, vocab] with penalties, bias and -inf for tokens that a request does not allow: the
+    given tensor, or a changed copy.
 
     in_flight: int64, the ids of the tokens of `SamplingBatchInfo.in_flight_rows`.
     """
-    if inputs.repeated is None and inputs.counted is None and inputs.bias is None:
+    if inputs.repeated is None and inputs.counted is None and inputs.bias is None and inputs.allowed is None:
         return logits
     logits = logits.clone()
     # A pair may come twice, where a token in flight is one that was there before: both write the same.
@@ -188,6 +189,11 @@ def adjust(logits: torch.Tensor, inputs: SamplerInputs, in_flight: torch.Tensor 
     if inputs.bias is not None:
         rows, ids, values = (part.tensor for part in inputs.bias)
         logits.index_put_((rows, ids), values, accumulate=True)
+    if inputs.allowed is not None:
+        rows, ids = (part.tensor for part in inputs.allowed)
+        allowed = logits[rows, ids]
+        logits[rows] = -torch.inf
+        logits[rows, ids] = allowed
     return logits
 
 

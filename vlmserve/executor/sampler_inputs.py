@@ -25,6 +25,9 @@ class SamplerInputs:
         self.bias = None
         if len(info.bias_rows):
             self.bias = tuple(upload.add(part) for part in (info.bias_rows, info.bias_ids, info.bias_values))
+        self.allowed = None
+        if len(info.allowed_rows):
+            self.allowed = upload.add(info.allowed_rows), upload.add(info.allowed_ids)
         self.masked = None
         if len(info.masked_rows):
             self.masked = upload.add(info.masked_rows), upload.add(info.bitmasks)

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vlmserve.frontend.parsers.answer import OPEN as THINK
 from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve_common.checkpoint.fields import read_json
-from vlmserve_common.errors import BadRequestError, CheckpointError
+from vlmserve_common.errors import BadRequestError, CheckpointError, first_line
 
 Message = Mapping[str, Any]
 _OURS = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
@@ -93,14 +93,16 @@ class ChatTemplate:
         return _cut_after(text, messages[-1]) if continue_final_message else text
 
 
-def load_chat_template(folder: Path) -> ChatTemplate:
+def load_chat_template(folder: Path, given: str | None = None) -> ChatTemplate:
     """Load the template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in
-    order.
+    order. given: a file or a text of Jinja in its place.
 
     Raises CheckpointError if there is none or it is broken.
     """
     config = read_json(folder, "tokenizer_config.json", required=False)
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+    if given is not None:
+        return ChatTemplate(_given_source(given), special_tokens=tokens)
     path = folder / "chat_template.jinja"
     if path.is_file():
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=tokens)
@@ -114,6 +116,16 @@ def load_chat_template(folder: Path) -> ChatTemplate:
     raise CheckpointError(
         f"{folder} has no chat template: chat_template.jinja, chat_template.json or one in tokenizer_config.json"
     )
+
+
+def _given_source(given: str) -> str:
+    """Return the Jinja of --chat-template: the setting itself, or a file's."""
+    if "{" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--chat-template is {given!r}, which cannot be read: {first_line(error)}") from None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,13 +21,15 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 class _Answer:
     """The state of one answer: bytes of an incomplete character, and text that may be the start of a stop string.
 
-    unmatched: the number of tokens to come in which no stop string is found.
+    unmatched: the number of tokens to come in which no stop string is found. include_stop: the answer has the text of
+    what ends it.
     """
 
     decoder: codecs.IncrementalDecoder
     matcher: StopMatcher
     skip_special_tokens: bool
     unmatched: int = 0
+    include_stop: bool = False
 
 
 class DetokenizerManager:
@@ -60,8 +62,7 @@ class DetokenizerManager:
                 if output.finish_reason is not None and output.finish_reason.type in ("abort", "error"):
                     texts.append(_with_text(output, "", 0, output.finish_reason))
                 continue
-            text, kept, matched = self._extend(answer, output)
-            finish = output.finish_reason if matched is None else FinishReason(type="stop", matched=matched)
+            text, kept, finish = self._extend(answer, output)
             if finish is not None:
                 self._answers.pop(output.rid, None)
                 if output.finish_reason is None:
@@ -77,18 +78,21 @@ class DetokenizerManager:
         if output.first:
             self._answers[output.rid] = _Answer(
                 decoder=_Utf8Decoder("replace"),
-                matcher=StopMatcher(output.stop),
+                matcher=StopMatcher(output.stop, include=output.include_stop),
                 skip_special_tokens=output.skip_special_tokens,
                 unmatched=output.min_tokens,
+                include_stop=output.include_stop,
             )
         return self._answers.get(output.rid)
 
-    def _extend(self, answer: _Answer, output: TokenOutput) -> tuple[str, int, str | None]:
-        """Return the new text, how many of the new tokens belong to the answer, and the stop string found."""
+    def _extend(self, answer: _Answer, output: TokenOutput) -> tuple[str, int, FinishReason | None]:
+        """Return the new text, how many of the new tokens belong to the answer, and why it ends."""
         hidden = self._tokenizer.special_ids if answer.skip_special_tokens else frozenset()
         ids, finish = output.token_ids, output.finish_reason
-        stop_token = finish is not None and finish.type == "stop" and bool(ids) and ids[-1] == finish.matched
-        shown = len(ids) - stop_token
+        shown = len(ids)
+        if finish is not None and finish.type == "stop" and ids and ids[-1] == finish.matched:
+            finish = replace(finish, shown=answer.include_stop and ids[-1] not in hidden)
+            shown -= not finish.shown
         parts: list[str] = []
         for index in range(shown):
             matching = answer.unmatched == 0
@@ -104,14 +108,14 @@ class DetokenizerManager:
             text, matched = answer.matcher.feed(chars)
             parts.append(text)
             if matched is not None:
-                return "".join(parts), index + 1, matched
+                return "".join(parts), index + 1, FinishReason(type="stop", matched=matched)
         if finish is not None:
             text, matched = answer.matcher.feed(answer.decoder.decode(b"", final=True))
             parts.append(text)
             if matched is not None:
-                return "".join(parts), len(ids), matched
+                return "".join(parts), len(ids), FinishReason(type="stop", matched=matched)
             parts.append(answer.matcher.flush())
-        return "".join(parts), len(ids), None
+        return "".join(parts), len(ids), finish
 
 
 def _with_text(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TokenOutput:
@@ -149,9 +153,12 @@ class StopMatcher:
     The stop string that is complete first wins; of several complete at the same character the longest, which begins
     first. So the answer does not depend on how the text was cut into tokens or steps. Each string is followed by a
     Knuth-Morris-Pratt automaton: O(1) amortised per character and stop string, whatever the text repeats.
+
+    include: the text that is returned has the stop string.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._include = include
         self._stops = [stop for stop in stops if stop]
         self._failures = [_failures(stop) for stop in self._stops]
         self._lengths = [0] * len(self._stops)
@@ -169,7 +176,7 @@ class StopMatcher:
             matched = self._advance(char)
             if matched is not None:
                 self._held = ""
-                return pending[: end - len(matched)], matched
+                return pending[: end if self._include else end - len(matched)], matched
         decided = len(pending) - max(self._lengths)
         self._held = pending[decided:]
         return pending[:decided], None

@@ -36,6 +36,11 @@ class RequestMedia:
         self._processor = processor
         self._pool = pool
 
+    @property
+    def defaults(self) -> Mapping[str, float | None]:
+        """See `MultimodalProcessor.defaults`."""
+        return self._processor.defaults
+
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
         """Parse a request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
         return self._processor.parse_kwargs(given)

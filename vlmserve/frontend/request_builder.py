@@ -7,7 +7,7 @@ the media into the prompt and makes one message for each choice. Both are synchr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from vlmserve.frontend.sampling import (
     verify_returns,
     verify_sampling_params,
 )
-from vlmserve.frontend.structured_output import chat_grammar
+from vlmserve.frontend.structured_output import chat_grammar, verify_grammar
 from vlmserve.ipc.messages import TokenizedGenerateReqInput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 from vlmserve_common.errors import BadRequestError
@@ -100,6 +100,11 @@ class RequestBuilder:
         self._defaults = defaults or SamplingDefaults()
         self._logits_processors = logits_processors or LogitsProcessors({})
 
+    @property
+    def defaults(self) -> dict[str, float | None]:
+        """The values of fields that a request leaves out, as far as they do not depend on it."""
+        return {**asdict(self._defaults), **self._expander.defaults}
+
     def tokenize(self, request: GenerateReqInput, *, default_seed: int = 0) -> TokenizedPrompt:
         """Check, render and tokenise a request. Raises BadRequestError (parameters, messages, context_length_exceeded).
 
@@ -113,8 +118,14 @@ class RequestBuilder:
         verify_sampling_params(params, vocab_size=vocab_size, least_tokens=0 if of_prompt else 1)
         verify_returns(returns, params, vocab_size=vocab_size, hidden_states=self.limits.hidden_states)
         verify_logits_processors(request.logits_processors, self._logits_processors)
-        tokenized = self._tokenized(replace(request, sampling_params=params))
-        self._room_behind(len(tokenized.ids), at_least=bool(tokenized.media))
+        ignored = () if params.grammar is None else verify_grammar(params.grammar)
+        keep = request.truncate_prompt_tokens
+        if keep is not None and (keep < -1 or keep == 0 or isinstance(request.prompt, EmbedsPrompt)):
+            raise refusal("truncate_prompt_tokens", keep, "-1, or 1 or more; and left out with input_embeds")
+        warnings = (*request.warnings, *ignored)
+        tokenized = self._tokenized(replace(request, sampling_params=params, warnings=warnings))
+        if keep is None:
+            self._room_behind(len(tokenized.ids), at_least=bool(tokenized.media))
         return tokenized
 
     def tokenize_alone(self, request: GenerateReqInput) -> TokenizedPrompt:
@@ -134,7 +145,7 @@ class RequestBuilder:
     def build(self, prompt: TokenizedPrompt, media: Sequence[ProcessedMedium]) -> list[TokenizedGenerateReqInput]:
         """Make one message for each choice, with rids GROUP-0, GROUP-1 ... Raises BadRequestError
         (context_length_exceeded)."""
-        request, expanded = prompt.request, self.expand(prompt, media)
+        request, expanded = prompt.request, self._truncated(prompt, self.expand(prompt, media))
         params, length = request.sampling_params, len(expanded.input_ids)
         room = self._room_behind(length)
         wanted = room if params.max_new_tokens is None else params.max_new_tokens
@@ -167,6 +178,30 @@ class RequestBuilder:
             return [self._continuation(first, index, text) for index, text in enumerate(request.continuations)]
         seeds = (choice_seed(params.seed or 0, index) for index in range(1, request.n))
         return [first, *(self._choice(first, index, seed) for index, seed in enumerate(seeds, 1))]
+
+    def _truncated(self, prompt: TokenizedPrompt, expanded: ExpandedPrompt) -> ExpandedPrompt:
+        """Return the end of a prompt, as its request asks. Raises BadRequestError if a picture or video would be
+        cut."""
+        keep, length = prompt.request.truncate_prompt_tokens, len(expanded.input_ids)
+        if keep == -1:
+            keep = max(1, self.limits.max_model_len - (prompt.request.sampling_params.max_new_tokens or 1))
+        if keep is None or keep >= length:
+            return expanded
+        cut, media = length - keep, expanded.mm_inputs
+        if media is None:
+            return ExpandedPrompt(expanded.input_ids[cut:], None)
+        pads = [self.tokenizer.id_of(text) for text in _PLACEHOLDERS]
+        before = next(at for at, token in enumerate(prompt.ids) if token in pads) - 1  # its opening tag stays, too
+        if cut > before:
+            raise refusal(
+                "truncate_prompt_tokens",
+                prompt.request.truncate_prompt_tokens,
+                f"at least {length - before}: the prompt has {length} tokens, and its first picture or video begins "
+                f"behind {before}",
+            )
+        items = (replace(item, offsets=tuple((a - cut, b - cut) for a, b in item.offsets)) for item in media.items)
+        positions = media.mrope_positions[:, cut:] - cut
+        return ExpandedPrompt(expanded.input_ids[cut:], replace(media, items=tuple(items), mrope_positions=positions))
 
     @staticmethod
     def _choice(first: TokenizedGenerateReqInput, index: int, seed: int) -> TokenizedGenerateReqInput:

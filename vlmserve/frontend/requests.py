@@ -68,7 +68,9 @@ class GenerateReqInput(RequestOptions):
     id of the request; "" takes the request_id. mm_processor_kwargs: how media are prepared where a part does not say
     (`processors.families.processor_kwargs`). continuations: texts to score instead of making answers. The logprobs of
     each text's tokens behind the prompt come as the `prompt_logprobs` of a choice of its own. tenant: only requests
-    with the same tenant share cached prefixes and media; "" is a tenant, too. timeout_s: seconds that the request may
+    with the same tenant share cached prefixes and media; "" is a tenant, too. truncate_prompt_tokens: keep so many of
+    the prompt's last tokens; -1: as many as leave room for the answer. return_token_ids: outputs have the prompt's ids.
+    timeout_s: seconds that the request may
     take; None is no limit. ended: called with the outcome of each choice. warnings: sentences for the answer about
     fields that will have no effect. sampling: an older name of sampling_params.
     """
@@ -79,6 +81,8 @@ class GenerateReqInput(RequestOptions):
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     continuations: tuple[str, ...] = ()
     tenant: str = ""
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
     warnings: tuple[str, ...] = ()

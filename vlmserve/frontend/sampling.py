@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vlmserve.frontend.structured_output import verify_grammar
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
 from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.errors import BadRequestError
@@ -22,6 +21,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_TOKEN_IDS_LOGPROB = 1024
 MAX_LOGITS_PROCESSORS = 16
 _UINT64 = (1 << 64) - 1
@@ -55,7 +55,7 @@ def load_sampling_defaults(folder: Path, source: Literal["model", "openai"] = "m
 def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tokens: int = 1) -> SamplingParams:
     """Return the same parameters, or raise BadRequestError naming the field, its value and the values allowed.
 
-    vocab_size: ids the model knows; those of logit_bias and stop_token_ids must be below. least_tokens: 0 where
+    vocab_size: ids the model knows; those that the parameters name must be below. least_tokens: 0 where
     the request returns something besides an answer.
     """
     for name, high in (("temperature", 2), ("top_p", 1), ("min_p", 1)):
@@ -85,8 +85,12 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
         check_range("logit_bias", bias, -100, 100)
     for token in params.stop_token_ids:
         check_token("stop_token_ids", token, vocab_size)
-    if params.grammar is not None:
-        verify_grammar(params.grammar)
+    if params.allowed_token_ids is not None:
+        if not params.allowed_token_ids:
+            raise refusal("allowed_token_ids", "an empty list", "a list of one token id or more, or left out")
+        check_most("allowed_token_ids", params.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, " token ids")
+        for token in params.allowed_token_ids:
+            check_token("allowed_token_ids", token, vocab_size)
     return params
 
 

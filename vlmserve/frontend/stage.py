@@ -69,7 +69,8 @@ def make_tokenizer_stage(
     config = read_json(folder, "config.json", required=False)
     tokenizer = load_text_tokenizer(folder)
     # before anything is started that would have to be closed
-    template, defaults = load_chat_template(folder), load_sampling_defaults(folder, args.sampling_defaults)
+    template = load_chat_template(folder, args.chat_template)
+    defaults = load_sampling_defaults(folder, args.sampling_defaults)
     media = make_request_media(
         args,
         limits,

@@ -2,8 +2,8 @@
 the calls of tools into one `GrammarSpec`.
 
 xgrammar reads past keywords of JSON schemas that it does not know. An answer would then not be what the schema says,
-without a word, so they are refused here, with the place. Schemas that xgrammar itself refuses or warns about are left
-to it (see `grammar.serving`).
+without a word, so they are refused here, with the place, unless the client asks for no strictness. Schemas that
+xgrammar itself refuses or warns about are left to it (see `grammar.serving`).
 """
 
 from __future__ import annotations
@@ -56,8 +56,12 @@ class SchemaError(VlmserveError):
     """The fault of a schema, with its place: #/properties/name."""
 
 
-def check_schema(root: Any) -> None:
-    """Raise SchemaError if the value is no schema, if no answer fits it, or if it asks for something unsupported."""
+def check_schema(root: Any, *, strict: bool = True) -> list[str]:
+    """Raise SchemaError if the value is no schema, if no answer fits it, or if it asks for something unsupported.
+
+    strict: False returns the places of keywords that have no effect, in place of the error.
+    """
+    ignored: list[str] = []
     todo: list[tuple[str, int, Any]] = [("#", 1, root)]
     while todo:
         place, depth, schema = todo.pop()
@@ -67,8 +71,13 @@ def check_schema(root: Any) -> None:
             continue
         if not isinstance(schema, dict):
             raise SchemaError(f"at {place} there is {_name(schema)} in place of a schema")
-        _check_keywords(place, schema, root)
+        unknown = [key for key in _UNKNOWN if schema.get(key) not in (None, False)]
+        if unknown and strict:
+            raise SchemaError(f"{unknown[0]} at {place} is not supported")
+        ignored += [f"{key} at {place}" for key in unknown]
+        _check_keywords(place, {key: value for key, value in schema.items() if key not in unknown}, root)
         todo += [(where, depth + 1, inner) for where, inner in _inside(place, schema)]
+    return ignored
 
 
 def _inside(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -84,9 +93,6 @@ def _inside(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_keywords(place: str, schema: dict[str, Any], root: Any) -> None:
-    for key in _UNKNOWN:
-        if schema.get(key) not in (None, False):
-            raise SchemaError(f"{key} at {place} is not supported")
     _check_shapes(place, schema)
     whole = [key for key in _WHOLE if key in schema]
     beside = set(schema) - _ANNOTATIONS - set(whole[:1]) - {"type"}
@@ -283,11 +289,12 @@ def _refusal(param: str, message: str) -> BadRequestError:
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_CHOICES = 1024
+_MOST_WARNINGS = 16
 
 
-def verify_grammar(spec: GrammarSpec) -> None:
-    """Raise BadRequestError for a grammar that is too large or malformed. Only the engine finds out whether it
-    compiles."""
+def verify_grammar(spec: GrammarSpec) -> tuple[str, ...]:
+    """Return warnings about parts without effect. Raise BadRequestError for a grammar that is too large or malformed.
+    Only the engine finds out whether it compiles."""
     size = len(spec.text.encode("utf-8", "surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise _unfit(spec, f"has {size} bytes; the limit is {MAX_GRAMMAR_BYTES}")
@@ -296,16 +303,18 @@ def verify_grammar(spec: GrammarSpec) -> None:
     if not _is_text(spec.text):
         raise _unfit(spec, "has a NUL or half a surrogate pair, which no text has")
     if spec.kind == "json_schema":
-        _check_schema(_parsed(spec), spec.param)
+        ignored = _check_schema(_parsed(spec), spec.param, strict=spec.strict)
+        return tuple(f"{spec.param} is not strict: {what} has no effect" for what in ignored[:_MOST_WARNINGS])
     elif spec.kind == "choice":
         _check_choices(spec, json.loads(spec.text))
     elif spec.kind == "structural_tag":
         _parsed(spec)
+    return ()
 
 
-def _check_schema(schema: object, param: str, why: str = "") -> None:
+def _check_schema(schema: object, param: str, why: str = "", *, strict: bool = True) -> list[str]:
     try:
-        check_schema(schema)
+        return check_schema(schema, strict=strict)
     except SchemaError as error:
         what = f"{param} is a JSON schema that cannot be followed{why}: {error}"
         raise BadRequestError(what, param=param, code="invalid_grammar") from None

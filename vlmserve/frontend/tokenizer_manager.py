@@ -70,7 +70,8 @@ class _Plain:
 class ChoiceOutput:
     """New text of choice `index` of a request. media: reports on the request's media, in prompt order.
 
-    timings: as of the choice's first output; complete in its last one. notes: about the prompt.
+    timings: as of the choice's first output; complete in its last one. notes: about the prompt. prompt_ids: int64 [L],
+    if the request asks for token ids.
     """
 
     index: int
@@ -78,6 +79,7 @@ class ChoiceOutput:
     media: tuple[MediumReport, ...] = ()
     notes: PromptNotes = NO_NOTES
     timings: Timings | None = None
+    prompt_ids: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class _Choice:
     request: GenerateReqInput
     notes: PromptNotes
     media: tuple[MediumReport, ...]
+    prompt_ids: np.ndarray | None = None
     timings: Timings | None = None
     last: TokenOutput | None = None
 
@@ -298,9 +301,12 @@ class TokenizerManager:
             for _ in range(prompt.request.num_choices)
         ]
 
+        prompt_ids: list[np.ndarray] = []
+
         def make() -> SchedulerInput:
             pairs = zip(prompts, media, strict=True)
             messages = [message for prompt, loaded in pairs for message in self.builder.build(prompt, loaded)]
+            prompt_ids.extend(message.input_ids for message in messages)
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
@@ -314,6 +320,7 @@ class TokenizerManager:
                     request=prompt.request,
                     notes=prompt.notes,
                     media=report,
+                    prompt_ids=prompt_ids[index] if prompt.request.return_token_ids else None,
                 )
                 state.rids.append(rid)
 
@@ -382,6 +389,7 @@ class TokenizerManager:
                     media=choice.media,
                     notes=choice.notes,
                     timings=choice.timings,
+                    prompt_ids=choice.prompt_ids,
                 )
             )
 

@@ -48,6 +48,8 @@ class SamplingParams:
     repetition_penalty: logits of all tokens of prompt and answer so far are divided by it (negative ones multiplied).
     stop: strings that end the answer and are not part of it (found by the detokenizer).
     stop_token_ids: ids that end the answer, besides the model's own (unless ignore_eos).
+    include_stop_str_in_output: the text of the stop string or token that ended the answer is part of it.
+    allowed_token_ids: no other tokens are sampled, unless the grammar allows none of them; None: all.
     grammar: the form that the answer must have; it goes before all other fields and ends where the grammar does.
     min_tokens: before the answer has this many tokens, no id that would end it is sampled and no stop string is found.
     """
@@ -69,6 +71,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
     min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -196,13 +200,14 @@ class AbortReq:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishReason:
     """type: "stop" (matched = the stop token id or stop string), "length", "abort" or "error" (message, status, and the
-    field of the request that is at fault)."""
+    field of the request that is at fault). shown: the answer's text has the text of the stop token."""
 
     type: str
     matched: int | str | None = None
     message: str = ""
     status: int = 500
     param: str | None = None
+    shown: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,13 +267,14 @@ class TokenOutput(NamedTuple):
     It is a tuple because every step makes hundreds of them, and a frozen dataclass takes three times as long to make.
     token_ids: the new output tokens (a stop token that ended the answer is included). logprobs: one per new token,
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
-    stop, skip_special_tokens, min_tokens: repeated from the sampling parameters in an answer's first output only;
-    prompt_logprobs come with that output, too. hidden_states: float32 [n, hidden], of the prompt's last token or of the
-    new tokens. stages: in an answer's first and last output.
+    stop, skip_special_tokens, min_tokens, include_stop: repeated from the sampling parameters in an answer's first
+    output only; prompt_logprobs come with that output, too. hidden_states: float32 [n, hidden], of the prompt's last
+    token or of the new tokens. stages: in an answer's first and last output.
 
-    text: the new text, whole UTF-8 characters, never part of a stop string. Text may be held back (it may be part of a
-    stop string or an incomplete character): then it comes with a later output than its tokens. Once a stop string
-    matched, tokens after the one that completed it are dropped and completion_tokens does not count them.
+    text: the new text, whole UTF-8 characters, never part of a stop string unless include_stop. Text may be held back
+    (it may be part of a stop string or an incomplete character): then it comes with a later output than its tokens.
+    Once a stop string matched, tokens after the one that completed it are dropped and completion_tokens does not count
+    them.
     """
 
     rid: str
@@ -285,6 +291,7 @@ class TokenOutput(NamedTuple):
     hidden_states: np.ndarray | None = None
     stages: StageTimes | None = None
     min_tokens: int = 0
+    include_stop: bool = False
     text: str = ""
 
 

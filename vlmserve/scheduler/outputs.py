@@ -113,6 +113,7 @@ def token_output(
         hidden_states=hidden_states,
         stages=req.times.so_far() if first or req.finish_reason is not None else None,
         min_tokens=req.sampling_params.min_tokens if first else 0,
+        include_stop=req.sampling_params.include_stop_str_in_output and first,
     )
 
 

@@ -86,6 +86,7 @@ class SamplingArrays:
 def info_of(reqs: Sequence[Req]) -> SamplingBatchInfo:
     """Return the part of a step's sampling that depends only on its requests; the arrays of a single step are empty."""
     params = [req.sampling_params for req in reqs]
+    allowed = [(i, token) for i, p in enumerate(params) for token in p.allowed_token_ids or ()]
     bias = [(i, token, value) for i, p in enumerate(params) if p.logit_bias for token, value in p.logit_bias.items()]
     num_logprobs = [-1 if req.num_logprobs is None else req.num_logprobs for req in reqs]
     return SamplingBatchInfo(
@@ -106,6 +107,8 @@ def info_of(reqs: Sequence[Req]) -> SamplingBatchInfo:
         bias_rows=_ints([row for row, _, _ in bias]),
         bias_ids=_ints([token for _, token, _ in bias]),
         bias_values=_floats([value for _, _, value in bias]),
+        allowed_rows=_ints([row for row, _ in allowed]),
+        allowed_ids=_ints([token for _, token in allowed]),
         presence=_floats([p.presence_penalty for p in params]),
         frequency=_floats([p.frequency_penalty for p in params]),
         repetition=_floats([p.repetition_penalty for p in params], left_out=1.0),

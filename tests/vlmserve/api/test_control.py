@@ -29,6 +29,16 @@ def test_info_has_no_secrets(serve) -> None:
     assert info["settings"]["page_size"] == 8
     assert info["scheduler"]["kv_total_tokens"] == 100
     assert info["uptime_s"] >= 0
+    assert info["defaults"] == {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "min_pixels": 784,
+        "max_pixels": 50176,
+        "fps": 2.0,
+    }
 
 
 @contextlib.contextmanager

@@ -227,7 +227,7 @@ def test_what_comes_back_of_a_value_is_short(client):
         ("POST", "/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/v1/chat/completions", 404, "did you mean /v1/chat/completions?"),
         ("POST", "/v1/completion", 404, "did you mean /v1/completions?"),
-        ("GET", "/", 404, "there is nothing at / that takes GET; the API begins at /v1, and /docs shows it"),
+        ("GET", "/x", 404, "there is nothing at /x that takes GET; the API begins at /v1, and /docs shows it"),
         ("GET", CHAT, 405, f"there is nothing at {CHAT} that takes GET; it takes POST"),
     ],
 )

@@ -77,6 +77,15 @@ def test_types_that_pages_may_send(ask_with: Callable[..., Ask], kind: str) -> N
     assert ask_with(api_key="k")(Content_Type=kind, Authorization="Bearer k")[0] == 200
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_path_that_is_not_there_is_not_found_whatever_the_body(serve, kind: str) -> None:
+    _served, client = serve(allowed_hosts=None)
+    client.base_url = "http://localhost:8000"
+    for path, status in (("/api/generate", 404), ("/v1/chat/completion", 404), ("/v1/models", 405), (CHAT, 415)):
+        for body in (b"{", b'{"model": 1}', b"a=1&b=2"):
+            assert client.post(path, content=body, headers={"Content-Type": kind}).status_code == status
+
+
 def test_probes_ask_by_any_name(client: TestClient) -> None:
     assert client.get("/health", headers={"Host": "evil.example"}).status_code == 200
     assert client.get("/metrics", headers={"Host": "evil.example"}).status_code == 403

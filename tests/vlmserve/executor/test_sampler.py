@@ -141,6 +141,17 @@ def test_temperatures_too_small_to_divide_by_are_greedy():
         assert set(draw(row, 20, temperatures=np.float32(temperature)).tolist()) == {int(row.argmax())}
 
 
+def test_other_tokens_than_the_allowed_ones_are_impossible():
+    rows = torch.arange(3 * VOCAB, dtype=torch.float32).reshape(3, VOCAB)
+    given = info(
+        3, allowed_rows=[2, 0, 0], allowed_ids=[4, 7, 9], bias_rows=[0], bias_ids=[7], bias_values=[np.float32(5)]
+    )
+    found = adjusted(rows, given)
+    assert found.isfinite().nonzero().tolist() == [[0, 7], [0, 9], *([1, token] for token in range(VOCAB)), [2, 4]]
+    assert found[0, 7] == rows[0, 7] + 5
+    assert rows.isfinite().all(), "the model's own logits stay, for logprobs"
+
+
 def test_bias_and_penalties_change_the_choice_and_not_the_logprobs():
     row = logits()
     best = int(row.argmax())

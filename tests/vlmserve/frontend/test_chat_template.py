@@ -27,6 +27,13 @@ def test_the_places_of_a_template_in_order(tmp_path):
     assert load_chat_template(tmp_path).render(HI) == "json"
     (tmp_path / "chat_template.jinja").write_text("jinja")
     assert load_chat_template(tmp_path).render(HI) == "jinja"
+    assert load_chat_template(tmp_path, "own {{ eos_token }}").render(HI) == "own <end>"
+    own = tmp_path / "own.txt"
+    own.write_text("{{ messages[0].role }}")
+    assert load_chat_template(tmp_path, str(own)).render(HI) == "user"
+    for wrong in (tmp_path / "missing.jinja", "{% if %}"):
+        with pytest.raises(CheckpointError):
+            load_chat_template(tmp_path, str(wrong))
 
 
 def test_a_template_of_its_own_for_tools(tmp_path):

@@ -124,12 +124,13 @@ def naive_stop(ids: list[int], stops: list[str]) -> tuple[str, str | None, int]:
     ),
     st.lists(st.text(alphabet="ab日é \n", min_size=1, max_size=4) | OVERLAPS.filter(bool), max_size=4),
     st.sets(st.integers(1, 60)),
+    st.booleans(),
 )
-def test_stop_strings_as_in_a_naive_search(ids, stops, cuts):
-    texts, aborts, manager = run(ids, cuts, stop=tuple(stops))
+def test_stop_strings_as_in_a_naive_search(ids, stops, cuts, included):
+    texts, aborts, manager = run(ids, cuts, stop=tuple(stops), include_stop=included)
     want, stop, count = naive_stop(ids, stops)
     answer = [t for t in texts if t.finish_reason is not None]
-    assert joined(texts) == want
+    assert joined(texts) == want + (stop or "") * included
     assert len(answer) == 1
     assert answer[0] is texts[-1]
     assert answer[0].finish_reason == (LENGTH if stop is None else FinishReason(type="stop", matched=stop))
@@ -163,6 +164,10 @@ def test_the_stop_token_is_not_shown_even_when_special_tokens_are():
     texts, _, _ = run(ids, finish=FinishReason(type="stop", matched=end), skip_special_tokens=False)
     assert joined(texts) == "a<|im_end|>b"
     assert texts[-1].completion_tokens == 4
+    for skip, text in ((False, "a<|im_end|>b<|im_end|>"), (True, "ab")):
+        finish = FinishReason(type="stop", matched=end)
+        texts, _, _ = run(ids, finish=finish, skip_special_tokens=skip, include_stop=True)
+        assert (joined(texts), texts[-1].finish_reason.shown) == (text, not skip)
 
 
 def test_tokens_after_the_stop_string_are_dropped_with_their_logprobs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,15 @@ BAD = [
 @pytest.mark.parametrize(("schema", "words"), BAD)
 def test_schemas_that_cannot(schema, words):
     assert words in refused("json_schema", json.dumps(schema))
+
+
+@pytest.mark.parametrize("keyword", ["uniqueItems", "not", "if", "contains", "dependentRequired"])
+def test_loose_schemas_are_followed_as_far_as_possible(keyword):
+    schema = {"properties": {"a": {"enum": [[1]], keyword: {"x": []}}}}
+    loose = GrammarSpec(kind="json_schema", text=json.dumps(schema), strict=False, param="the.field")
+    assert verify_grammar(loose) == (f"the.field is not strict: {keyword} at #/properties/a has no effect",)
+    assert f"{keyword} at #/properties/a is not supported" in refused("json_schema", json.dumps(schema))
+    assert verify_grammar(replace(loose, text="{}")) == ()
 
 
 def test_sizes_have_limits():

@@ -130,6 +130,8 @@ class ResponsesRequest(NamedRequest):
     min_p: float | None = None
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     stop: Stop = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[int] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -138,6 +138,8 @@ class CaptionCommand:
     shard: ItemShard
     limit: int | None
     prompt: str
+    prompt_file: Path | None
+    json_schema: Path | None
     system_prompt: str | None
     prefix: str
     suffix: str
@@ -198,7 +200,7 @@ def _parser() -> CommandParser:
     add_media_settings(
         parser,
         groups=("memory", "scheduling"),
-        more={"attention_backend", "sampling_defaults"},
+        more={"attention_backend", "sampling_defaults", "chat_template"},
         left_out={"max_queued_requests", "max_pixels", "video_fps"},  # the last two are this command's own flags
     )
     return parser
@@ -297,14 +299,6 @@ def words_to_open(command: CaptionCommand) -> list[str]:
     stems = {os.path.splitext(word)[0] for word in words if Path(word).suffix.lower() in (*PICTURES, *VIDEOS)}
     suffix = command.caption_suffix
     return [word for word in words if not (word.endswith(suffix) and word.removesuffix(suffix) in stems)]
-
-
-def refuse_inputs_as_outputs(words: Sequence[str], written: Sequence[Path]) -> None:
-    """Raise SettingsError for a file that would be read and written."""
-    for word in words:
-        for path in written:
-            if os.path.exists(word) and path.exists() and os.path.samefile(word, path):
-                raise SettingsError(f"{word!r} is an INPUT, and would be written to: name another file")
 
 
 def named_folder(word: str) -> Path:

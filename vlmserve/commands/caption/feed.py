@@ -14,7 +14,8 @@ import blake3
 from vlmserve.commands.batch.item import Failed, Found, Item, MediumItem
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import Output
-from vlmserve.commands.caption.result import CaptionTally, CaptionTask, Prompts
+from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.result import CaptionTally, CaptionTask
 from vlmserve_common.errors import BadRequestError
 
 

@@ -41,7 +41,7 @@ class LocalCaptioner:
     """
 
     def __init__(self, settings: ServerSettings, *, concurrency: int, nothing_twice: bool = False) -> None:
-        weights = _weights_digest(resolve_model(settings.engine.model))
+        weights = _weights_digest(resolve_model(settings.engine.model, settings.engine.revision))
         self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
         engine = settings.engine
         if nothing_twice and resolve_device(engine.device).type == "cpu":
@@ -58,6 +58,8 @@ class LocalCaptioner:
             settings.tool_call_parser, settings.reasoning_parser, self.llm.builder.template.text
         )
         how = f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}"
+        if engine.chat_template is not None:
+            how += f" {self.llm.builder.template.text}"
         self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
 
     async def start(self) -> None:

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -22,14 +22,16 @@ from typing import BinaryIO, TextIO
 import blake3
 
 from vlmserve.commands.batch.command_line import make_fetcher
-from vlmserve.commands.batch.inputs import Inputs, open_inputs
+from vlmserve.commands.batch.inputs import Inputs, local_files, open_inputs
 from vlmserve.commands.batch.progress import RunProgress
-from vlmserve.commands.caption.command import CaptionCommand, named_folder, refuse_inputs_as_outputs, words_to_open
+from vlmserve.commands.batch.shared_files import place_of, refuse_shared_files
+from vlmserve.commands.caption.command import CaptionCommand, named_folder, words_to_open
 from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import JsonLinesOutput, Output, PartNames, Sidecars
 from vlmserve.commands.caption.outputs.parts import Parquet, Tars
-from vlmserve.commands.caption.result import CaptionTally, Prompts
+from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.result import CaptionTally
 from vlmserve.commands.caption.run import Captioner, CaptionRun, CaptionStopped
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.fields import flag
@@ -74,16 +76,19 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
     )
     words = words_to_open(command)
     with contextlib.ExitStack() as stack:
+        stack.callback(prompts.close)
         fetcher = make_fetcher(command.settings)
         stack.callback(fetcher.close)
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
         if captioner is None and not command.base_urls:
-            resolve_model(command.settings.engine.model)  # before any file is made
-        written = [*output.paths(), *filter(None, (command.errors, command.journal))]
-        refuse_inputs_as_outputs(words, written)
+            engine = command.settings.engine
+            resolve_model(engine.model, engine.revision)  # before any file is made
+        journal_path = command.journal or choose_journal(command.output, list(map(named_folder, words)), command.shard)
+        output.kept = _refuse_shared_files(command, words, output, journal_path)
         errors = ErrorsFile(command.errors)
-        journal = stack.enter_context(_open_journal(command, words))
+        journal_path.parent.mkdir(parents=True, exist_ok=True)
+        journal = stack.enter_context(CaptionJournal(journal_path))
         if command.restart:
             output.discard(journal)
             journal.forget()
@@ -94,10 +99,29 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         return _CaptionSession(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
 
 
-def _open_journal(command: CaptionCommand, words: Sequence[str]) -> CaptionJournal:
-    path = command.journal or choose_journal(command.output, list(map(named_folder, words)), command.shard)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return CaptionJournal(path)
+def _refuse_shared_files(
+    command: CaptionCommand, words: Sequence[str], output: Output, journal: Path
+) -> Mapping[str, str]:
+    """Raise SettingsError for a file with two uses. Returns the places of files that no caption may replace.
+
+    Their uses are beside them.
+    """
+    of_journal = [journal, journal.with_name(f"{journal.name}-wal")]  # SQLite makes the second
+    named = [*of_journal, *filter(None, [command.errors])]
+    outputs = output.paths(named)
+    written = [
+        ("--errors", command.errors),
+        *(("--journal", path) for path in of_journal),
+        *(("--output", path) for path in outputs),
+    ]
+    read = [
+        *(("INPUT", path) for path in local_files(words, [*outputs, *named])),
+        ("--prompt-file", command.prompt_file),
+        ("--json-schema", command.json_schema),
+    ]
+    refuse_shared_files(written, read)
+    uses = [(option, path) for option, path in [*written, *read] if path is not None]
+    return {place: option for option, path in uses for place in (place_of(path), os.path.realpath(path))}
 
 
 @dataclass(kw_only=True)

@@ -103,7 +103,7 @@ def _served(args: argparse.Namespace) -> Iterator[ChatTarget]:
         return
     words = ["--max-body-mib", str(_BODY_MIB), *_words(args.serve), *(["--config", args.config] if args.config else [])]
     if args.model:
-        folder = resolve_model(args.model)  # a download shows its progress here
+        folder = resolve_model(args.model, args.revision)  # a download shows its progress here
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{args.model!r} has no config.json: it is no model (name pictures one by one)")
         words += ["--model", str(folder), "--served-model-name", args.served_name or args.model]
@@ -135,6 +135,7 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
     except SettingsError as error:
         _complain(str(error))
     args.model, args.served_name = loaded.engine.model, loaded.served_model_name
+    args.revision = loaded.engine.revision
     args.serve.pop("model", None)
     return args
 

@@ -85,7 +85,7 @@ class ChatClient:
 
     async def model(self) -> str:
         """Return the name of the first model that the server lists. Raises ServerError."""
-        async with self._request("GET", "/models") as response:
+        async with self._request("GET", "/v1/models") as response:
             content = await response.aread()
         try:
             name = json.loads(content)["data"][0]["id"]
@@ -93,9 +93,21 @@ class ChatClient:
             raise ServerError(f"{self.url}/v1/models does not answer as OpenAI's API does") from None
         return str(name)
 
+    async def defaults(self) -> Mapping[str, Any]:
+        """Return the server's values of options that a request leaves out, and "max_model_len": the longest request.
+
+        Empty if the server does not tell them.
+        """
+        try:
+            async with self._request("GET", "/server_info") as response:
+                told = json_or_none(await response.aread())
+            return {**told["defaults"], "max_model_len": told["max_model_len"]}
+        except (ServerError, LookupError, TypeError):
+            return {}
+
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a streamed answer. Raises ServerError. Closing the generator ends the request."""
-        async with self._request("POST", "/chat/completions", body) as response:
+        async with self._request("POST", "/v1/chat/completions", body) as response:
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -117,7 +129,7 @@ class ChatClient:
         try:
             async with (
                 nullcontext(self._http) if self._http else httpx2.AsyncClient(timeout=_TIMEOUT) as client,
-                client.stream(method, f"{self.url}/v1{path}", json=body, headers=self._headers) as response,
+                client.stream(method, f"{self.url}{path}", json=body, headers=self._headers) as response,
             ):
                 if response.status_code != 200:
                     told = error_in(json_or_none(await response.aread())).get("message")

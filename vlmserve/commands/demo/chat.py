@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from processors.inputs import Modality
 from vlmserve.commands.client import conversation
 from vlmserve.commands.client.chat_client import ChatAnswer, ChatClient, ServerError
 from vlmserve.commands.client.conversation import OptionError, chat_messages, media_part, parse_option
-from vlmserve.commands.client.media import data_url
+from vlmserve.commands.client.media import MediumError, data_url
 from vlmserve.commands.demo.pictures import Drawing, Question, SeenMedium, draw_marks, see
 
 Message: TypeAlias = Mapping[str, Any]
@@ -92,8 +93,21 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-FIELDS = ("max_tokens", "temperature", "top_p", "seed", "detail", "min_pixels", "max_pixels", "fps")
-"""The options in the page's form. min_pixels, max_pixels: of each picture."""
+LABELS = {
+    "max_tokens": "most tokens of an answer",
+    "temperature": "temperature",
+    "top_p": "top-p",
+    "seed": "seed",
+    "detail": "detail of pictures",
+    "min_pixels": "least pixels of a picture",
+    "max_pixels": "most pixels of a picture",
+    "fps": "frames a second of a clip",
+}
+"""The options in the page's form, in its order, and their labels. Errors name these, too."""
+
+# Not the names that are common words.
+_IN_ERRORS = re.compile(r"\b(max_tokens|top_p|min_pixels|max_pixels|fps)\b")
+_PLACE = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\][\w.]*")
 
 
 def read_settings(texts: Mapping[str, str | None]) -> dict[str, Any]:
@@ -108,12 +122,31 @@ def read_settings(texts: Mapping[str, str | None]) -> dict[str, Any]:
         raise OptionError(f"{error}, or empty to leave it to the server") from None
 
 
+def in_the_pages_words(text: str, asked: Sequence[Question] = ()) -> str:
+    """Return a server's sentence with the page's labels for options, and files' names for their places.
+
+    asked: all questions of the request.
+    """
+
+    def name(place: re.Match[str]) -> str:
+        message, part = int(place[1]) // 2, int(place[2])  # answers stand between questions
+        media = asked[message].media if message < len(asked) else ()
+        return media[part].name if part < len(media) else place[0]
+
+    return _PLACE.sub(name, _IN_ERRORS.sub(lambda found: f'"{LABELS[found[0]]}"', text))
+
+
 def demo_body(model: str, turns: Sequence[Turn], question: Question, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make a streamed request of the whole conversation, with media as data: URLs. Reads the files: OSError."""
+    """Make a streamed request of the whole conversation, with media as data: URLs.
+
+    Raises MediumError for an empty file, and OSError for one that cannot be read.
+    """
 
     def part(path: Path) -> dict[str, Any]:
         """Make the part of a file. An unknown file goes as a picture, so that the server reports its mistake."""
         data = path.read_bytes()
+        if not data:
+            raise MediumError(f"{path.name} is empty: there is nothing in this file, or its upload broke off")
         if modality_of(data[:HEAD_BYTES]) is Modality.VIDEO:
             of_clips = {name: value for name, value in settings.items() if name == "fps"}
             return media_part(Modality.VIDEO, data_url(data), of_clips)
@@ -160,6 +193,8 @@ class Chat:
         turns = answered_turns(messages)
         answer = ChatAnswer(text="")
         try:
+            if not question.text.strip() and not question.media:
+                raise OptionError("there is no question: write one, or add a picture or clip")
             body = await asyncio.to_thread(demo_body, self.model, turns, question, read_settings(form))
             async with aclosing(self._client.ask(body)) as answers:
                 async for answer in answers:
@@ -167,8 +202,10 @@ class Chat:
             files = files_of(turns, question)
             drawing = await asyncio.to_thread(draw_marks, answer.text, answer.media, files)
             seen = await asyncio.to_thread(see, answer.media, files)
-        except (OptionError, ServerError, OSError) as error:
+        except (OptionError, MediumError, ServerError, OSError) as error:
             said = [answer_message(answer.text)] if answer.text else []
-            yield View(messages=[*shown, *said, error_message(str(error))])
+            asked = [*(turn.question for turn in turns), question]
+            yield View(messages=[*shown, *said, error_message(in_the_pages_words(str(error), asked))])
             return
+        answer = replace(answer, notes=tuple(map(in_the_pages_words, answer.notes)))
         yield View(messages=[*shown, answer_message(answer.text)], answer=answer, media=seen, drawing=drawing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import html
 import importlib
 import importlib.util
@@ -28,7 +29,7 @@ from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_sign
 if TYPE_CHECKING:
     from vlmserve.commands.client.own_server import ChatTarget
 
-# The real page lacks this header, so the browser knows when to load it.
+# The real page lacks this header, so the browser knows when to load it. Its value: when to look again, in milliseconds.
 _MARK = "X-Vlmserve-Starting"
 _PAGE = """\
 <!doctype html>
@@ -44,18 +45,20 @@ _PAGE = """\
 <progress></progress>
 <p>The page appears here by itself. Errors are shown on the terminal.</p>
 <script>
-  let silent = 0;
+  let silent = 0, pause = 500;
   async function look() {{
     try {{
       const reply = await fetch(location.href, {{cache: "no-store"}});
       if (!reply.headers.has("{mark}")) return location.reload();
+      pause = Number(reply.headers.get("{mark}"));
       const there = new DOMParser().parseFromString(await reply.text(), "text/html");
       document.getElementById("doing").textContent = there.getElementById("doing").textContent;
       silent = 0;
     }} catch {{
+      pause = 500;
       if (++silent > 20) document.getElementById("doing").textContent = "It has ended; the terminal says why.";
     }}
-    setTimeout(look, 500);
+    setTimeout(look, pause);
   }}
   setTimeout(look, 500);
 </script>
@@ -78,6 +81,7 @@ class WaitingPage(ThreadingHTTPServer):
         self.socket = listener
         self.server_activate()
         self.doing = doing
+        self.pause_ms = 500
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -102,9 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         content = self.server.text().encode()
-        self.send_response(503)
-        self.send_header(_MARK, "1")
-        self.send_header("Retry-After", "1")
+        self.send_response(200)  # browsers log errors on their console
+        self.send_header(_MARK, str(self.server.pause_ms))
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
@@ -162,18 +165,21 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
     doing = "Starting the model's server" if args.url is None else f"Asking {args.url} for its model"
     with WaitingPage(listener, f"{doing} ...") as waiting:
         host = f"[{args.host}]" if ":" in args.host else args.host
-        print(f"{doing} and loading the page: http://{host}:{port}/ is there already", file=sys.stderr, flush=True)
+        address = f"http://{host}:{port}/"
+        shown = f"{address} can be opened now, and shows the progress until the page is there"
+        print(f"{doing} and loading the page: {shown}", file=sys.stderr, flush=True)
         keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
         served = _connect(args, stack)
-        waiting.doing = f"{served.model} is there; loading the page ..."
+        waiting.doing = f"{served.model} is loaded; loading the page ..."
+        waiting.pause_ms = 2500  # in between, nobody listens at this port
+        defaults = asyncio.run(served.client.defaults())
 
         from vlmserve.commands.demo.chat import Chat
         from vlmserve.commands.demo.page import DemoPage
         from vlmserve.commands.demo.pictures import FOLDER, load_samples
 
-        page = DemoPage(
-            Chat(served.client, served.model), load_samples(), _SMALL if served.model == DEFAULT_MODEL_NAME else ""
-        )
+        note = _SMALL if served.model == DEFAULT_MODEL_NAME else ""
+        page = DemoPage(Chat(served.client, served.model), load_samples(), note, defaults)
     stack.callback(page.close)
     url = page.launch(args.host, port, share=args.share, allowed_paths=[FOLDER])
     print(f"vlmserve demo: {served.model} at {url}", flush=True)

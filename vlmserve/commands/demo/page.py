@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import gradio as gr
 from gradio.components.chatbot import FileMessage, TextMessage
 
 from vlmserve.commands.demo import panels
-from vlmserve.commands.demo.chat import FIELDS, Chat, Message, View, last_question
+from vlmserve.commands.demo.chat import LABELS, Chat, Message, View, last_question
 from vlmserve.commands.demo.pictures import Question, make_thumbnails
 
 _NOTHING = View(messages=())
@@ -26,15 +26,27 @@ element.addEventListener('click', (event) => {
   trigger('click', {index: Number(sample.dataset.sample)});
 });
 """
+# Its style sheet tells what this class means. Errors of media do not bubble, so they are caught on their way down.
+_ON_LOAD = """
+() => document.addEventListener('error', (event) => {
+  if (event.target.matches('#chat video, #chat img')) event.target.closest('.message').classList.add('not-shown');
+}, true)
+"""
 
 
 class DemoPage:
-    """A page to chat with one model. samples: questions to begin with. note: a sentence on the model."""
+    """A page to chat with one model. samples: questions to begin with. note: a sentence on the model.
 
-    def __init__(self, chat: Chat, samples: Sequence[Question], note: str = "") -> None:
+    defaults: the server's values for empty fields of the form, and "max_model_len", as far as they are known.
+    """
+
+    def __init__(
+        self, chat: Chat, samples: Sequence[Question], note: str = "", defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self._chat = chat
         self._samples = samples
         self._note = note
+        self._defaults = defaults or {}
         self._blocks = self._build()
 
     def launch(self, host: str, port: int, *, share: bool, allowed_paths: Sequence[Path]) -> str:
@@ -48,6 +60,7 @@ class DemoPage:
             share=share,
             allowed_paths=[str(path) for path in allowed_paths],
             css_paths=_STYLE,
+            js=_ON_LOAD,
             prevent_thread_lock=True,
             quiet=True,
             inbrowser=False,
@@ -109,7 +122,7 @@ class DemoPage:
                 panels.gallery(make_thumbnails(self._samples)), elem_id="samples", js_on_load=_SAMPLE_CLICKS
             )
             with gr.Accordion("Settings", open=False, elem_id="settings"):
-                settings = _settings_inputs()
+                settings = _settings_inputs(self._defaults)
             outputs = [box, chatbot, column, picture, rows, saw]
             asked = box.submit(self._ask, [box, chatbot, *settings], outputs, api_name="ask", concurrency_limit=None)
             again = chatbot.retry(
@@ -161,7 +174,7 @@ class DemoPage:
     async def _updates(
         self, history: Sequence[Message], question: Question, settings: Sequence[Any]
     ) -> AsyncIterator[list[Any]]:
-        form = dict(zip(FIELDS, settings, strict=True))
+        form = dict(zip(LABELS, settings, strict=True))
         view = View(messages=history)
         box, aside = _busy(), _waiting()
         async with aclosing(self._chat.ask(history, question, form)) as views:
@@ -188,23 +201,34 @@ def _take_back_little(chatbot: gr.Chatbot) -> None:
     chatbot._preprocess_content = check  # type: ignore[assignment,method-assign]
 
 
-def _settings_inputs() -> list[Any]:
-    """Make an input for each of FIELDS, in their order.
+def _settings_inputs(defaults: Mapping[str, Any]) -> list[Any]:
+    """Make an input for each of LABELS, in their order. defaults: see `DemoPage`.
 
     Numbers have text fields: Gradio's number field turns an empty value into 0 when it is shown.
     """
+    inputs: dict[str, Any] = {}
 
-    def field(label: str, empty: str = "as the server has it") -> gr.Textbox:
-        return gr.Textbox(None, label=label, placeholder=empty, max_lines=1, min_width=140)
+    def field(name: str) -> None:
+        empty = "another one each time" if name == "seed" else _by_the_server(name, defaults)
+        inputs[name] = gr.Textbox(None, label=LABELS[name], placeholder=empty, max_lines=1, min_width=140)
 
-    with gr.Row():
-        max_tokens, temperature = field("most tokens of an answer"), field("temperature")
-        top_p, seed = field("top-p"), field("seed", "another one each time")
-    with gr.Row():
-        min_pixels, max_pixels = field("least pixels of a picture"), field("most pixels of a picture")
-        fps = field("frames a second of a clip")
-        detail = gr.Radio(["auto", "low", "high"], value="auto", label="detail of pictures", min_width=140)
-    return [max_tokens, temperature, top_p, seed, detail, min_pixels, max_pixels, fps]
+    for row in (("max_tokens", "temperature", "top_p", "seed"), ("min_pixels", "max_pixels", "fps")):
+        with gr.Row():
+            for name in row:
+                field(name)
+            if "fps" in row:
+                levels = ["auto", "low", "high"]
+                inputs["detail"] = gr.Radio(levels, value="auto", label=LABELS["detail"], min_width=140)
+    return [inputs[name] for name in LABELS]
+
+
+def _by_the_server(name: str, defaults: Mapping[str, Any]) -> str:
+    """Return what an empty field stands for."""
+    value = defaults.get("max_model_len" if name == "max_tokens" else name)
+    if not isinstance(value, int | float):
+        return "as the server has it"
+    shown = str(value) if isinstance(value, int) else f"{value:g}"
+    return f"what fits in {shown}" if name == "max_tokens" else f"{shown} (the server's)"
 
 
 def _waiting() -> list[Any]:

@@ -67,6 +67,8 @@ class OtherNames(TypedDict, total=False):
 class EngineSettings(OtherNames, total=False):
     """The fields of `EngineArgs`, and how many pictures and videos a request may have."""
 
+    revision: str | None
+    chat_template: str | PathLike[str] | None
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "safetensors", "dummy"]
@@ -190,19 +192,22 @@ class SamplingOptions(TypedDict, total=False):
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
     min_tokens: int | None
+    include_stop_str_in_output: bool | None
+    allowed_token_ids: Sequence[int] | None
 
 
 class ChatOptions(SamplingOptions, total=False):
     """`SamplingOptions`, and what else a request may ask for.
 
     mm_processor_kwargs: how media are prepared, unless a part says (`processors.families.processor_kwargs`). returns:
-    more results besides the answer. logits_processors: the operator's, by name.
+    more results besides the answer. logits_processors: the operator's, by name. truncate_prompt_tokens: as in the API.
     """
 
     num_logprobs: int | None
     mm_processor_kwargs: Mapping[str, Any] | None
     returns: ReturnOptions
     logits_processors: Sequence[LogitsProcessorCall]
+    truncate_prompt_tokens: int | None
 
 
 def read_settings(
@@ -263,7 +268,7 @@ def sampling_of(sampling: SamplingParams | None, options: Mapping[str, Any]) -> 
         given["grammar"] = grammar_of(forms)
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
-    for name in ("stop", "stop_token_ids"):
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
         if given.get(name) is not None:
             given[name] = tuple(given[name])
     whole = dataclasses.replace(sampling or SamplingParams(), **given)

@@ -91,7 +91,7 @@ def build_offline_engine(
             f"{flag('dp_size')} is {args.dp_size}: only a server has several replicas; start `vlmserve serve` with it "
             "and send it requests, or make one engine on each device"
         )
-    args = replace(args, model=str(resolve_model(args.model)))
+    args = replace(args, model=str(resolve_model(args.model, args.revision)))
     with ExitStack() as stack:
         args, runner, info, worker, ranks = _runner(args, stack, log_level)
         # for arrays that go to and from encoder and media processes, where there are any

@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     """Compare all answers, and return 1 if one differs. Raises VlmserveError if a side cannot answer."""
     args = _parser().parse_args(argv)
     check_reference_can_run()
-    folder = resolve_model(args.model)
+    folder = resolve_model(args.model, args.revision)
     check_reference_can_load(folder)
     settings = RunSettings(
         dtype=args.dtype,
@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     text = "checkpoint folder, or a Hugging Face hub id; left out: the small built-in model"
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=text)
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="compute type [default: float32]")
     text = "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU"
     parser.add_argument("--device", default="auto", help=text)

@@ -21,6 +21,7 @@ from vlmserve.commands.batch.command_line import (
     run_checked,
     take_model,
 )
+from vlmserve.commands.batch.shared_files import refuse_shared_files
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
@@ -93,7 +94,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib.ExitStack) -> int:
-    from vlmserve.commands.batch.inputs import open_inputs
+    from vlmserve.commands.batch.inputs import local_files, open_inputs
     from vlmserve.commands.batch.progress import RunProgress
     from vlmserve.commands.warmup.run import WarmupJournal, WarmupRun, WarmupTally
     from vlmserve_common.logs import configure_logging
@@ -102,6 +103,9 @@ def _run(args: argparse.Namespace, settings: ServerSettings, closing: contextlib
     closing.callback(fetcher.close)
     stdin = io.BytesIO(sys.stdin.buffer.read() if "-" in args.words else b"")
     inputs = open_inputs(args.words, fetcher=fetcher, stdin=stdin, request_fields=_REQUEST_FIELDS)
+    written = [("--errors", args.errors), ("--resume", args.resume)]
+    read = local_files(args.words, [path for _, path in written if path is not None])
+    refuse_shared_files(written, (("INPUT", path) for path in read))
     configure_logging(settings.log_level, "warmup")
     tally = WarmupTally()
     for number in inputs.count():

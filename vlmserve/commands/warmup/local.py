@@ -121,7 +121,7 @@ class LocalTarget:
     """
 
     def __init__(self, settings: ServerSettings, *, pin: bool) -> None:
-        folder = resolve_model(settings.engine.model)
+        folder = resolve_model(settings.engine.model, settings.engine.revision)
         args = replace(settings.engine, model=str(folder), processor_cache_mib=0)  # no input comes twice
         device, num_threads = prepare_device(args, None)  # also for encoder processes: their speed is measured here
         limits = stage_limits(settings)

@@ -38,17 +38,25 @@ class AnswerHead:
 
 class Writer:
     """Writes the answers to one or more prompts, n for each, and counts their tokens. include_usage: the request asks
-    for the usage at the end of a stream."""
+    for the usage at the end of a stream. token_ids: it asks for the ids of prompts and answers."""
 
     chunk_kind: ClassVar[str]
 
     def __init__(
-        self, head: AnswerHead, tokenizer: TextTokenizer, *, prompts: int, n: int, include_usage: bool
+        self,
+        head: AnswerHead,
+        tokenizer: TextTokenizer,
+        *,
+        prompts: int,
+        n: int,
+        include_usage: bool,
+        token_ids: bool = False,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._n = n
         self._include_usage = include_usage
+        self._token_ids = token_ids
         self._completions = [0] * (prompts * n)
         self._prompts, self._cached = [0] * prompts, [0] * prompts
 
@@ -87,9 +95,9 @@ class Writer:
 class AnswerWriter(Writer):
     """Writes one request's answer of n choices.
 
-    logprobs, mm_report, include_usage: the request asks for them. The timings of choice 0 come with mm_report.
-    usage_details: usage has the kinds of the prompt's tokens, and the timings. reading: how tool calls and thoughts are
-    found in the text. An answer has `warnings` if a part of the request had no effect.
+    logprobs, mm_report, include_usage, token_ids: the request asks for them. The timings of choice 0 come with
+    mm_report. usage_details: usage has the kinds of the prompt's tokens, and the timings. reading: how tool calls and
+    thoughts are found in the text. An answer has `warnings` if a part of the request had no effect.
     """
 
     chunk_kind = "chat.completion.chunk"
@@ -104,9 +112,10 @@ class AnswerWriter(Writer):
         mm_report: bool = False,
         include_usage: bool = False,
         usage_details: bool = False,
+        token_ids: bool = False,
         reading: AnswerReading = PLAIN_TEXT,
     ) -> None:
-        super().__init__(head, tokenizer, prompts=1, n=n, include_usage=include_usage)
+        super().__init__(head, tokenizer, prompts=1, n=n, include_usage=include_usage, token_ids=token_ids)
         self._logprobs = logprobs
         self._mm_report = mm_report
         self._usage_details = usage_details
@@ -124,12 +133,15 @@ class AnswerWriter(Writer):
         """Return the chat.completion of all outputs."""
         texts: list[list[str]] = [[] for _ in range(self._n)]
         logprobs: list[list[dict[str, Any]]] = [[] for _ in range(self._n)]
+        ids: list[list[int]] = [[] for _ in range(self._n)]
         finishes: list[FinishReason | None] = [None] * self._n
         hidden: list[list[np.ndarray]] = [[] for _ in range(self._n)]
         prompt: PromptLogprobs | None = None
         async for item in outputs:
             self._note(item)
+            given = prompt_ids(item) if item.output.finish_reason else {}
             texts[item.index].append(item.output.text)
+            ids[item.index] += item.output.token_ids
             finishes[item.index] = item.output.finish_reason
             prompt = prompt or item.output.prompt_logprobs
             if item.output.hidden_states is not None:
@@ -143,12 +155,14 @@ class AnswerWriter(Writer):
                 "logprobs": {"content": logprobs[index], "refusal": None} if self._logprobs else None,
                 "finish_reason": self._finish_type(index, finishes[index]),
                 "stop_reason": stop_reason(finishes[index]),
+                **({"token_ids": ids[index]} if self._token_ids else {}),
                 **({"hidden_states": np.concatenate(hidden[index]).tolist()} if hidden[index] else {}),
             }
             for index in range(self._n)
         ]
         # of a long prompt they are many
         about = await asyncio.to_thread(prompt_json, prompt, self._tokenizer) if prompt is not None else {}
+        about |= given
         return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about(), **about)
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
@@ -165,16 +179,17 @@ class AnswerWriter(Writer):
         frame = self._frames[item.index]
         if frame is None:
             frame = self._frames[item.index] = self._text_frame(item.index)
-            yield self._chunk(item.index, {"role": "assistant", "content": ""})
+            yield self._chunk(item.index, {"role": "assistant", "content": ""}, **prompt_ids(item))
         tokens = self._tokens(output) if self._logprobs else None
+        ids = output.token_ids if self._token_ids else None
         for piece in self._text(item.index).feed(output.text, final=output.finish_reason is not None):
-            if tokens is None and isinstance(piece, Text):
+            if tokens is None and ids is None and isinstance(piece, Text):
                 yield frame[0] + json_text(piece.text) + frame[1]
             else:
-                yield self._chunk(item.index, delta_of(piece), tokens=tokens)
-                tokens = tokens and []  # they come once
-        if tokens:  # their text is held back
-            yield self._chunk(item.index, {"content": ""}, tokens=tokens)
+                yield self._chunk(item.index, delta_of(piece), tokens=tokens, ids=ids)
+                tokens, ids = tokens and [], ids and ()  # they come once
+        if tokens or ids:  # their text is held back
+            yield self._chunk(item.index, {"content": ""}, tokens=tokens, ids=ids)
         if output.finish_reason is not None:
             self._left -= 1
             about = {} if self._left or self._include_usage else self._about()
@@ -231,6 +246,7 @@ class AnswerWriter(Writer):
         delta: dict[str, Any],
         *,
         tokens: list[dict[str, Any]] | None = None,
+        ids: Sequence[int] | None = None,
         finish: FinishReason | None = None,
         **about: Any,
     ) -> bytes:
@@ -240,6 +256,8 @@ class AnswerWriter(Writer):
             "logprobs": None if tokens is None else {"content": tokens, "refusal": None},
             "finish_reason": self._finish_type(index, finish),
         }
+        if ids is not None:
+            choice["token_ids"] = ids
         if finish is not None:
             choice["stop_reason"] = stop_reason(finish)
         return self._chunk_of(choice, **about)
@@ -266,10 +284,16 @@ class AnswerWriter(Writer):
 
 
 def shown_logprobs(output: TokenOutput) -> Sequence[TokenLogprobs]:
-    """Return the logprobs of an output's tokens, without the token that ended the answer."""
+    """Return the logprobs of an output's tokens, without a token that ended the answer and does not show."""
     listed, finish = output.logprobs or (), output.finish_reason
-    ended = finish is not None and finish.type == "stop" and listed and listed[-1].token_id == finish.matched
-    return listed[:-1] if ended else listed
+    if finish is None or finish.type != "stop" or finish.shown or not listed:
+        return listed
+    return listed[:-1] if listed[-1].token_id == finish.matched else listed
+
+
+def prompt_ids(item: ChoiceOutput) -> dict[str, Any]:
+    """Return the field with the ids of an output's prompt, if the request asks for it."""
+    return {} if item.prompt_ids is None else {"prompt_token_ids": item.prompt_ids.tolist()}
 
 
 def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Field, Tag
 
-from vlmserve.frontend.openai.answers import AnswerHead, Writer, finite, prompt_json, shown_logprobs, stop_reason
+from vlmserve.frontend.openai.answers import (
+    AnswerHead,
+    Writer,
+    finite,
+    prompt_ids,
+    prompt_json,
+    shown_logprobs,
+    stop_reason,
+)
 from vlmserve.frontend.openai.protocol import SampledRequest, TokenIds
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
 from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenOutput
@@ -114,7 +122,8 @@ class CompletionWriter(Writer):
     """Writes the answers to several prompts, n for each.
 
     echo: the texts of the prompts, if they are to be repeated. logprobs: how many of the likeliest tokens are named;
-    None: no logprobs. prompt_logprobs, include_usage: the request asks for them. hidden_ids: see `_LogprobColumns`.
+    None: no logprobs. prompt_logprobs, include_usage, token_ids: the request asks for them. hidden_ids: see
+    `_LogprobColumns`.
     """
 
     chunk_kind = "text_completion"
@@ -130,9 +139,10 @@ class CompletionWriter(Writer):
         logprobs: int | None,
         prompt_logprobs: bool,
         include_usage: bool,
+        token_ids: bool = False,
         hidden_ids: frozenset[int],
     ) -> None:
-        super().__init__(head, tokenizer, prompts=prompts, n=n, include_usage=include_usage)
+        super().__init__(head, tokenizer, prompts=prompts, n=n, include_usage=include_usage, token_ids=token_ids)
         self._echo = echo
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
@@ -142,11 +152,13 @@ class CompletionWriter(Writer):
     async def whole(self, batches: AsyncIterator[Sequence[ChoiceOutput]]) -> dict[str, Any]:
         """Return the text_completion of all outputs."""
         collected: list[list[TokenOutput]] = [[] for _ in self._columns]
+        last: dict[int, ChoiceOutput] = {}
         async for items in batches:
             for item in items:
                 self._count(item)
                 collected[item.index].append(item.output)
-        choices = [self._choice(index, collected) for index in range(len(collected))]
+                last[item.index] = item
+        choices = [self._choice(index, collected) | prompt_ids(last[index]) for index in range(len(collected))]
         return self._head.object("text_completion", choices=choices, usage=self._usage())
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
@@ -165,15 +177,25 @@ class CompletionWriter(Writer):
         )
         if self._prompt_logprobs and of_prompt is not None:
             choice["prompt_logprobs"] = prompt_json(of_prompt, self._tokenizer)["prompt_logprobs"]
+        if self._token_ids:
+            choice["token_ids"] = [token for output in outputs for token in output.token_ids]
         return choice
 
     def _event(self, item: ChoiceOutput) -> bytes:
         self._count(item)
         output = item.output
+        about = {} if self._began[item.index] else prompt_ids(item)
+        if self._token_ids:
+            about["token_ids"] = output.token_ids
         text, logprobs = self._piece(item.index, output, output.prompt_logprobs)
-        if not text and output.finish_reason is None and not (logprobs and logprobs["tokens"]):
+        if (
+            not text
+            and output.finish_reason is None
+            and not (logprobs and logprobs["tokens"])
+            and not any(about.values())
+        ):
             return b""
-        return self._chunk_of(self._as_choice(item.index, text, logprobs, output.finish_reason))
+        return self._chunk_of(self._as_choice(item.index, text, logprobs, output.finish_reason) | about)
 
     def _piece(
         self, index: int, output: TokenOutput, of_prompt: PromptLogprobs | None

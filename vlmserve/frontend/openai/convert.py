@@ -19,6 +19,7 @@ from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingPa
 from vlmserve_common.errors import BadRequestError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -59,6 +60,8 @@ def to_generate_request(
         n=n,
         num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         returns=_returns(request),
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        return_token_ids=bool(request.return_token_ids),
         logits_processors=tuple(
             LogitsProcessorCall(name=call.name, params=call.params or {}) for call in request.logits_processors or ()
         ),
@@ -99,7 +102,7 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingP
     limit = getattr(request, "max_completion_tokens", None)
     limit = request.max_tokens if limit is None else limit
     given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
-    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids") if given[name] is not None}
+    given |= {name: tuple(given[name]) for name in _LISTS if given[name] is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
     given["grammar"] = grammar_of({name: getattr(request, name) for name in FORM_FIELDS})

@@ -431,6 +431,10 @@ class SampledRequest(FormedRequest):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     logits_processors: list[LogitsProcessor] | None = None
 

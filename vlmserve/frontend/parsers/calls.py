@@ -217,7 +217,9 @@ class ToolUse:
         return self.name is not None or self.choice == "required"
 
 
-_MAX_WHITESPACE = 1  # between two tokens of JSON: a small model might go on with it
+# A small model may go on with whitespace. JSON has the same as in other structured output (see `grammar.serving`); a
+# format of tags has a line break where a model writes one.
+_LITTLE_WHITESPACE = {"any_whitespace": False, "max_whitespace_cnt": 1}
 
 
 def call_grammar(use: ToolUse) -> dict[str, Any] | None:
@@ -275,6 +277,6 @@ def _call(tool: Tool, use: ToolUse) -> dict[str, Any]:
         "type": "json_schema",
         "json_schema": {"type": "object"} if schema is None else schema,
         "style": use.call_format.style,
-        "max_whitespace_cnt": _MAX_WHITESPACE,
+        **_LITTLE_WHITESPACE,
     }
     return {"type": "tag", "begin": begin, "content": content, "end": end}

@@ -74,7 +74,7 @@ class GrammarQueue:
         """End all processes, even in the middle of a grammar."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
-        self._room.release(len(self._entries))
+        self._room.release(1 + len(self._entries))  # for threads that wait; 0 is refused
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         self._room.acquire()

@@ -148,7 +148,7 @@ def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:
 
     grammar = _form(spec)
     if spec.calls:
-        grammar = Grammar.union(grammar, Grammar.from_structural_tag(spec.calls))
+        grammar = Grammar.union(grammar, _of_tag(spec.calls))
     if spec.thinking:
         grammar = Grammar.concat(Grammar.from_structural_tag(_THOUGHTS), grammar)
     return compiler.compile_grammar(grammar)
@@ -159,8 +159,7 @@ def _form(spec: GrammarSpec) -> Any:
 
     match spec.kind:
         case "json_schema":
-            # On one line: where whitespace is free, a small model may write nothing else from there on.
-            return Grammar.from_json_schema(spec.text, any_whitespace=False, strict_mode=spec.strict)
+            return _on_one_line(spec.text, strict=spec.strict)
         case "regex":
             return Grammar.from_regex(spec.text)
         case "ebnf":
@@ -169,7 +168,31 @@ def _form(spec: GrammarSpec) -> Any:
             texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
             return Grammar.from_ebnf(f"root ::= {texts}")
         case "structural_tag":
-            return Grammar.from_structural_tag(spec.text)
+            return _of_tag(spec.text)
+
+
+def _on_one_line(schema: str, *, strict: bool = True) -> Any:
+    """Return the grammar of JSON on one line: where whitespace is free, a small model may write nothing else."""
+    from xgrammar import Grammar
+
+    return Grammar.from_json_schema(schema, any_whitespace=False, strict_mode=strict)
+
+
+def _of_tag(text: str) -> Any:
+    """Return the grammar of a structural tag. xgrammar's tags leave whitespace free, so parts with any_whitespace false
+    become grammars first."""
+    from xgrammar import Grammar
+
+    def with_grammars(part: Any) -> Any:
+        if isinstance(part, list):
+            return [with_grammars(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        if part.get("any_whitespace") is False and part.get("style") == "json":
+            return {"type": "grammar", "grammar": str(_on_one_line(json.dumps(part["json_schema"])))}
+        return {key: with_grammars(value) for key, value in part.items()}
+
+    return Grammar.from_structural_tag(json.dumps(with_grammars(json.loads(text))))
 
 
 def _without_warnings(compiler: Any, spec: GrammarSpec) -> Any:

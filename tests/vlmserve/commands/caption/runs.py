@@ -16,7 +16,8 @@ from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
 from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.commands.caption.outputs.base import Output
-from vlmserve.commands.caption.result import CaptionTally, Prompts
+from vlmserve.commands.caption.prompts import Prompts
+from vlmserve.commands.caption.result import CaptionTally
 from vlmserve.commands.caption.run import CaptionRun, CaptionSettings, CaptionStopped
 from vlmserve.commands.caption.session import choose_journal, choose_output
 from vlmserve_common.errors import BadRequestError

@@ -21,6 +21,7 @@ from tests.vlmserve.reference import picture
 from tests.vlmserve.server_process import ROOT, ServerProcess
 from vlmserve import LLM, SamplingOverrides, cli
 from vlmserve.commands.batch.inputs.files import StandardInput
+from vlmserve.commands.batch.shared_files import refuse_shared_files
 from vlmserve.commands.caption.command import DEFAULT_PROMPT, named_folder, read_command, words_to_open
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
@@ -121,21 +122,67 @@ def test_captions_of_a_json_schema(tmp_path):
         read_command(["a", "--json-schema", str(file)])
 
 
-def test_an_input_is_never_written_to(tmp_path, capsys):
-    given = tmp_path / "in.jsonl"
-    given.write_text('{"image": "a.png"}\n')
+def test_no_file_has_two_uses(tmp_path, capsys):
+    """Whatever its names: of two outputs one would be lost, and an input is never written to."""
+    given, other = tmp_path / "in.jsonl", tmp_path / "folder" / "other.jsonl"
+    other.parent.mkdir()
+    for path in (given, other):
+        path.write_text('{"image": "a.png"}\n')
     os.link(given, tmp_path / "same.jsonl")
-    for words in (
-        ["--output", tmp_path / "out.jsonl", "--errors", given],
-        ["--output", given],
-        ["--output", given, "--restart"],
-        ["--output", tmp_path / "same.jsonl", "--restart"],
-        ["--output", tmp_path / "out.jsonl", "--journal", given],
+    (tmp_path / "later").symlink_to("out.jsonl")  # which is not there yet
+    (tmp_path / "again").symlink_to(tmp_path)
+    out, pattern, before = tmp_path / "out.jsonl", f"{tmp_path}/**/o*.jsonl", sorted(tmp_path.rglob("*"))
+    for words, told in (
+        ([given, "--output", out, "--errors", out], f"--output and --errors are one file, '{out}'"),
+        (
+            [given, "--output", out, "--errors", tmp_path / "later"],
+            f"{out}' (also '{tmp_path}/later'): name another one for --errors",
+        ),
+        ([given, "--output", out, "--errors", tmp_path / "again" / "out.jsonl"], "--output and --errors"),
+        ([given, "--output", out, "--errors", f"{out}.journal"], "--journal and --errors"),
+        ([given, "--output", out, "--errors", f"{out}.journal-wal"], "--journal and --errors"),
+        ([given, "--output", out, "--journal", out], "--output and --journal"),
+        ([given, "--output", tmp_path / "o-%05d.tar", "--errors", tmp_path / "o-00003.tar"], "--output and --errors"),
+        ([given, "--output", tmp_path / "o.tar", "--errors", tmp_path / "o-00001.tar.part"], "--output and --errors"),
+        ([given, "--output", tmp_path / "o-%02d.parquet", "--errors", tmp_path / "o-02.parquet"], "--output and --err"),
+        ([given, "--output", out, "--errors", given], f"INPUT and --errors are one file, '{given}'"),
+        ([given, "--output", given], "INPUT and --output"),
+        ([given, "--output", given, "--restart"], "INPUT and --output"),
+        ([given, "--output", tmp_path / "same.jsonl", "--restart"], "INPUT and --output"),
+        ([given, "--output", out, "--journal", given], "INPUT and --journal"),
+        ([given.as_uri(), "--output", given], "INPUT and --output"),
+        ([given, "--output", out, "--errors", other, "--json-schema", other], "--json-schema and --errors"),
+        ([given, "--output", out, "--errors", other, "--prompt-file", other], "--prompt-file and --errors"),
+        ([pattern, "--output", tmp_path / "again" / "folder" / "other.jsonl"], "INPUT and --output"),
+        ([pattern, "--output", out], "INPUT and --output"),  # the pattern would find it later
+        ([f"{tmp_path}/{{3..5}}.png", given, "--output", out, "--errors", given], "INPUT and --errors"),
     ):
-        assert cli.main(["caption", *map(str, [given, *words])]) == 2
-        assert "is an INPUT, and would be written to" in capsys.readouterr().err
-        assert given.read_text() == '{"image": "a.png"}\n'
-        assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "same.jsonl"}
+        (tmp_path / "4.png").touch()
+        assert cli.main(["caption", *map(str, words)]) == 2
+        assert told in capsys.readouterr().err
+        (tmp_path / "4.png").unlink()
+        assert given.read_text() == other.read_text() == '{"image": "a.png"}\n'
+        assert sorted(tmp_path.rglob("*")) == before, "nothing was opened"
+
+
+def test_what_is_no_file_can_have_two_uses(tmp_path):
+    refuse_shared_files([("--output", Path("/dev/null")), ("--errors", Path("/dev/null"))], [("INPUT", tmp_path)])
+    refuse_shared_files([("--errors", tmp_path), ("--output", tmp_path / "a")], [("INPUT", tmp_path / "b")])
+
+
+def test_no_caption_replaces_another_file_of_the_command(tmp_path, capsys):
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.png").write_bytes(png(ord(name)))
+    listed = tmp_path / "a.txt"
+    listed.write_text("a.png\nb.png\nc.png\n")
+    words = [listed, "--errors", tmp_path / "b.txt", "--journal", tmp_path / "j", "--max-tokens", "2", "--overwrite"]
+    assert cli.main(["caption", *map(str, words), "--media-processes", "0"]) == 3
+    assert listed.read_text() == "a.png\nb.png\nc.png\n"
+    told = {Path(line["id"]).name: line["message"] for line in lines(tmp_path / "b.txt")}
+    assert told.keys() == {"a.png", "b.png"}
+    assert "a.txt, which is INPUT" in told["a.png"]
+    assert "b.txt, which is --errors" in told["b.png"]
+    assert (tmp_path / "c.txt").read_text()
 
 
 def test_a_file_of_errors_replaces_nothing_else(tmp_path):

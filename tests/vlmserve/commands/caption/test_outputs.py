@@ -85,9 +85,21 @@ def test_lines_that_were_removed_are_written_again(tmp_path):
     assert captioner.asked == [content(3)]
 
 
-@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out-%05d.parquet", "out-%05d.tar"])
-def test_somebody_elses_output_is_left_alone(tmp_path, name):
-    path = tmp_path / name.replace("%05d", "00000")
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("out.jsonl", "out.jsonl"),
+        ("out.parquet", "out.parquet"),
+        ("out-%05d.parquet", "out-00000.parquet"),
+        ("out-%05d.parquet", "out-00002.parquet"),
+        ("out-%05d.tar", "out-00000.tar"),
+        ("out-%05d.tar", "out-00001.tar"),
+        ("out-%05d.tar", "out-00001.tar.part"),
+        ("out.tar", "out-00001.tar"),
+    ],
+)
+def test_somebody_elses_output_is_left_alone(tmp_path, name, there):
+    path = tmp_path / there
     path.write_bytes(b"mine")
     for restart in (False, True):
         with pytest.raises(SettingsError, match=r"is there already, and no journal says what is in it: name another"):

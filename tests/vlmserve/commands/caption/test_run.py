@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import re
 import threading
 from pathlib import Path
 
@@ -24,12 +27,17 @@ from tests.vlmserve.commands.caption.runs import (
     run_once,
 )
 from vlmserve.commands.batch.item import Failed, MediumItem
+from vlmserve.commands.caption import templates
+from vlmserve.commands.caption.command import read_command
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.result import Prompts
+from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.run import ByteBudget, CaptionSettings, CaptionStopped
+from vlmserve.commands.caption.session import Ended, caption
+from vlmserve.commands.caption.templates import TemplateProcess, render
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.child import ChildProcess
 
 
 @pytest.fixture
@@ -335,13 +343,78 @@ def test_no_template(name):
         Prompts(given["prompt"], prefix=given["prefix"], suffix=given["suffix"])
 
 
-@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ id.__init__.__globals__ }}", "{{ 1 // 0 }}"])
-def test_templates_of_strangers_get_nowhere(template):
-    with pytest.raises(BadRequestError, match="cannot be filled in"):
-        Prompts("{{ id }}").ask(MediumItem(id="a", signature="1", read=bytes, fields={"id": "a"}, prompt=template))
+@pytest.fixture(scope="module")
+def strangers():
+    process = TemplateProcess(cpu_s=0.1)
+    yield process
+    process.close()
 
 
-def test_the_nearest_prompt_counts(tmp_path):
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "cannot be filled in: SecurityError"),
+        ("{{ id.__init__.__globals__ }}", "cannot be filled in: SecurityError"),
+        ("{{ 1 // 0 }}", "cannot be filled in: ZeroDivisionError"),
+        ("{% if %}", "cannot be filled in: TemplateSyntaxError"),
+        ("{{ colour }}", "needs what is not there: 'colour' is undefined; its fields: id"),
+        ("{{ 'a' * 10**10 }}", "takes more than 512 MiB of memory"),
+        ("{% set x = [0] * 10**10 %}", "takes more than 512 MiB of memory"),
+        ("{{ id * 2**21 }}", "becomes 2097152 characters; the most are 1048576"),
+    ],
+)
+def test_templates_of_strangers_get_nowhere(strangers, template, told):
+    with pytest.raises(BadRequestError, match=re.escape(told)):
+        strangers.render(template, {"id": "a"})
+    assert strangers.render("{{ id }}", {"id": "b"}) == "b"
+
+
+def test_a_template_that_takes_long_is_given_up(strangers, monkeypatch):
+    starts: list[ChildProcess] = []
+
+    class Counted(ChildProcess):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            starts.append(self)
+
+    monkeypatch.setattr(templates, "ChildProcess", Counted)
+    for _ in range(5):
+        with pytest.raises(BadRequestError, match=r"takes more than 0.1 s of CPU time, or breaks the process"):
+            strangers.render("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
+    assert strangers.render("{{ id }}", {"id": "b"}) == "b"
+    assert len(starts) == 2, "not five times"
+
+
+@pytest.mark.parametrize("text", ["a\r\nb\rc\n\n", "\n", "", " x }} {", "{'a': 1} \n"])
+def test_text_without_marks_is_as_jinja_has_it_and_needs_no_process(text, monkeypatch):
+    monkeypatch.setattr(templates, "ChildProcess", None)
+    assert TemplateProcess().render(text, {}) == render(text, {})
+
+
+def test_a_bomb_in_a_data_set_fails_its_rows_alone(tmp_path, errors):
+    for name, prompt in (("bad", "{{ 'a' * 10**10 }}"), ("good", "What is {{ stem }}?")):
+        folder = tmp_path / "in" / name
+        folder.mkdir(parents=True)
+        (folder / "prompt.txt").write_text(prompt)
+        (folder / f"{name}.png").write_bytes(content(len(name)))
+    (tmp_path / "x.png").write_bytes(content(1))
+    rows = [
+        {"image": "x.png", "id": "a", "kind": "cat", "prompt": "{{ kind * 10**10 }}"},
+        {"image": "x.png", "id": "b", "kind": "dog", "prompt": "A {{ kind }}?"},
+        {"image": "x.png", "id": "c", "kind": "cow"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [tmp_path / "in", tmp_path / "rows.jsonl", "--output", tmp_path / "o.jsonl", "--errors", errors]
+    command = read_command([*map(str, words), "--prompt", "Of {{ kind }}."])
+    ended = caption(command, io.BytesIO(), io.StringIO(), captioner=FakeCaptioner())
+    assert (ended.how, ended.tally.done, ended.tally.failed) == (Ended.FINISHED, 3, 2)
+    assert sorted(line["prompt"] for line in lines(tmp_path / "o.jsonl")) == ["A dog?", "Of cow.", "What is good?"]
+    bad = str(tmp_path / "in" / "bad" / "bad.png")
+    assert {(line["id"], line["code"]) for line in lines(errors)} == {("a", "invalid_prompt"), (bad, "invalid_prompt")}
+    assert all("takes more than 512 MiB of memory" in line["message"] for line in lines(errors))
+
+
+def test_the_nearest_prompt_counts(tmp_path, request):
     prompts = Prompts("from the command line")
     deep = tmp_path / "root" / "a" / "b"
     deep.mkdir(parents=True)
@@ -352,6 +425,7 @@ def test_the_nearest_prompt_counts(tmp_path):
     assert Prompts("from the command line").ask(picture).prompt == "from the root"
     (tmp_path / "root" / "a" / "prompt.txt").write_text("\ufefffrom a: {{ kind }}", encoding="utf-8")
     nearer = Prompts("from the command line")
+    request.addfinalizer(nearer.close)
     assert nearer.ask(at(deep / "x.png", tmp_path / "root", fields={"kind": "cat"})).prompt == "from a: cat"
     assert nearer.ask(at(tmp_path / "root" / "y.png", tmp_path / "root")).prompt == "from the root"
     assert nearer.ask(at(deep / "x.png", tmp_path / "root", prompt="its own")).prompt == "its own"

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
+from tests.processors.clips import make_clip
+from tests.vlmserve.browser import PATIENCE_MS, chromium
 from tests.vlmserve.commands.demo.demo_process import Demo
 from vlmserve.commands.demo.pictures import FOLDER, load_samples
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_MS = 60_000
 ANSWERS = {
     (tuple(sample["media"]), sample["question"]): sample["answer"]
     for sample in json.loads((FOLDER / "samples.json").read_text(encoding="utf-8"))
@@ -33,14 +32,8 @@ PANELS = "#saw, #drawing, #rows"
 
 @pytest.fixture(scope="module")
 def browser():
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no browser on PATH, so nobody looks at the page: apt-get install chromium")
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # its sandbox is not for root
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +41,13 @@ def demo(browser, tmp_path_factory):
     """Opened at once, as people do."""
     with closing(Demo(tmp_path_factory.mktemp("demo"), "--num-threads", "1", "--dtype", "float32")) as demo:
         page = browser.new_page()
+        logged: list[str] = []
+        page.on("console", lambda line: logged.append(line.text))
         page.goto(demo.url)
         expect(page.locator("#doing")).to_contain_text("Starting the model's server ...")
         expect(page.locator(".sample").first).to_be_visible(timeout=PATIENCE_MS)  # by itself
         page.close()
+        assert not [line for line in logged if "status of" in line]
         demo.ready()
         yield demo
 
@@ -153,6 +149,18 @@ def test_a_box_and_then_none(page):
     expect(page.locator("#rows")).to_be_hidden()
 
 
+def test_a_clip_that_the_browser_cannot_play(page, tmp_path):
+    clip = tmp_path / "old.mkv"
+    clip.write_bytes(make_clip(16, codec="mpeg4", container="matroska"))
+    ask(page, "What happens?", clip)
+    expect(page.locator("#chat .not-shown")).to_have_count(1)
+    told = page.locator("#chat .not-shown").evaluate("element => getComputedStyle(element, '::before').content")
+    assert "This browser cannot play or show this file" in told
+    expect(page.locator("#chat .not-shown video")).to_be_hidden()
+    expect(page.locator(".saw-clip")).to_be_visible()
+    expect_tidy(page)
+
+
 def test_settings_are_empty_and_an_answer_comes_all_the_same(page):
     page.get_by_role("button", name="Settings").click()
     fields = page.locator("#settings input[type=text], #settings textarea")
@@ -165,7 +173,11 @@ def test_settings_are_empty_and_an_answer_comes_all_the_same(page):
     ask(page, "How many circles are there?", FOLDER / "six.png")
     expect(page.locator("#saw")).to_contain_text("the answer is cut off at the most tokens allowed")
     expect_tidy(page)
-    page.get_by_role("textbox", name="temperature").fill("warm")
+    assert fields.evaluate_all("all => all.map(field => field.placeholder)")[:2] == [
+        "what fits in 4096",
+        "0 (the server's)",
+    ]
+    page.get_by_role("textbox", name="top-p").fill("warm")
     ask(page, "And now?")
-    expect(page.locator("#chat")).to_contain_text("temperature is 'warm'; it must be a number")
+    expect(page.locator("#chat")).to_contain_text("\"top-p\" is 'warm'; it must be a number")
     expect(page.locator("#saw")).to_be_hidden()

@@ -53,7 +53,8 @@ def demo(tmp_path):
 
 def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path):
     with closing(Demo(tmp_path)) as demo:
-        assert demo.first_words.startswith("Starting the model's server and loading the page: ")
+        shown = f"{demo.url} can be opened now, and shows the progress until the page is there\n"
+        assert demo.first_words == f"Starting the model's server and loading the page: {shown}"
         assert "Starting the model&#x27;s server ..." in httpx2.get(demo.url).text
         demo.process.send_signal(signal.SIGINT)
         assert demo.process.communicate(timeout=60) == ("", "")
@@ -147,7 +148,7 @@ def test_it_says_what_is_being_done_and_makes_room():
     url = f"http://127.0.0.1:{port}/"
     with WaitingPage(listener, "Starting <it> ...") as waiting:
         first = httpx2.get(url)
-        assert first.status_code == 503
+        assert first.status_code == 200, "browsers log errors on their console"
         assert re.search(r"Starting &lt;it&gt; \.\.\. \(\d+ s so far\)", first.text)
         waiting.doing = "Loading"
         assert re.search(r"Loading \(\d+ s so far\)", httpx2.get(url + "any/path").text)

@@ -29,6 +29,7 @@ from vlmserve.commands.demo.chat import (
     demo_body,
     error_message,
     files_of,
+    in_the_pages_words,
     last_question,
     question_message,
     read_settings,
@@ -49,7 +50,8 @@ def server(checkpoint, tmp_path_factory):
 
         with closing(listen("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        page = DemoPage(Chat(ChatClient(url), MODEL), load_samples())
+        client = ChatClient(url)
+        page = DemoPage(Chat(client, MODEL), load_samples(), defaults=asyncio.run(client.defaults()))
         yield served, page.launch("127.0.0.1", port, share=False, allowed_paths=[FOLDER])
         page.close()
         served.assert_idle()
@@ -127,12 +129,58 @@ def test_a_refused_question_is_forgotten(client, served, tmp_path):
     (tmp_path / "note.png").write_bytes(b"no picture at all")
     before = len(served.scheduler.requests)
     _, history, *_, saw = client.predict(message("?", tmp_path / "note.png"), [], api_name="/ask")
-    assert said(history).startswith("messages[0].content[0]: the data is not a picture of a supported format")
+    assert said(history).startswith("note.png: the data is not a picture of a supported format")
     assert (history[-1]["metadata"]["title"], saw) == (ERROR_TITLE, "")
     _, history, *_ = client.predict(message("And this?", PICTURE), history, api_name="/ask")
     assert said(history) == "red"
     [request] = served.scheduler.requests[before:]
     assert len(request.mm_inputs.items) == 1
+
+
+@pytest.mark.parametrize(
+    ("question", "files", "settings", "told"),
+    [
+        ("?", ["empty.png"], {}, "empty.png is empty: there is nothing in this file, or its upload broke off"),
+        (" ", [], {}, "there is no question: write one, or add a picture or clip"),
+        ("?", [], {"max_tokens": "0"}, '"most tokens of an answer" is 0; it must be at least 1'),
+        ("?", [], {"top_p": "warm"}, "\"top-p\" is 'warm'; it must be a number, or empty to leave it to the server"),
+        ("?", ["red.png"], {"min_pixels": "-4"}, 'red.png: "least pixels of a picture" is -4'),
+        ("?", ["rolling.mp4"], {"fps": "-1"}, 'rolling.mp4: "frames a second of a clip" is -1'),
+    ],
+)
+def test_an_error_is_in_the_words_of_the_page(client, served, tmp_path, question, files, settings, told):
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "red.png").write_bytes(PICTURE.read_bytes())
+    (tmp_path / "rolling.mp4").write_bytes(CLIP.read_bytes())
+    before = len(served.scheduler.requests)
+    asked = message(question, *(tmp_path / file for file in files))
+    _, history, *_ = client.predict(asked, [], api_name="/ask", **settings)
+    assert (said(history)[: len(told)], history[-1]["metadata"]["title"]) == (told, ERROR_TITLE)
+    assert len(served.scheduler.requests) == before
+
+
+def test_files_of_earlier_questions_are_named_and_other_places_stay():
+    asked = [Question(text="?", media=(Path("a.png"), Path("b.png"))), Question(text="?", media=(Path("c.png"),))]
+    text = "messages[0].content[1]: x; messages[2].content[0].image_url: y; messages[2].content[1]: z"
+    assert in_the_pages_words(text, asked) == "b.png: x; c.png: y; messages[2].content[1]: z"
+
+
+def test_empty_fields_show_the_servers_values(url, checkpoint):
+    def shown(config: dict[str, Any]) -> dict[str, str]:
+        fields = [part["props"] for part in config["components"] if part["type"] == "textbox"]
+        return {field["label"]: field["placeholder"] for field in fields}
+
+    assert shown(httpx2.get(url + "config").json()) == {
+        "most tokens of an answer": "what fits in 256",
+        "temperature": "0.7 (the server's)",
+        "top-p": "0.8 (the server's)",
+        "seed": "another one each time",
+        "least pixels of a picture": "784 (the server's)",
+        "most pixels of a picture": "50176 (the server's)",
+        "frames a second of a clip": "2 (the server's)",
+    }
+    with fake_server(checkpoint, admin_api_key="other") as (_, closed):  # which does not tell everybody
+        assert asyncio.run(ChatClient(closed).defaults()) == {}
 
 
 def test_a_file_that_is_gone_is_told(tmp_path):

@@ -273,6 +273,27 @@ def test_a_wrong_command_line_ends_with_2(model, tmp_path, capsys, words, told):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("a.png --errors a.png", "INPUT and --errors are one file, 'a.png'"),
+        ("*.png --errors a.png", "INPUT and --errors"),
+        ("list.jsonl --resume link.jsonl", "INPUT and --resume"),
+        ("*.jsonl --resume link.jsonl", "INPUT and --resume"),
+        ("a.png --resume new --errors new", "--resume and --errors are one file, 'new'"),
+    ],
+)
+def test_no_file_has_two_uses(model, tmp_path, capsys, monkeypatch, words, told):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").write_bytes(png(1))
+    (tmp_path / "list.jsonl").write_text('{"image": "a.png"}\n')
+    os.link("list.jsonl", "link.jsonl")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert cli.main(["warmup", str(model), *words.split(), "--embedding-cache-dir", "cache"]) == 2
+    assert told in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_its_processes_start_as_the_command_line_says(model, tmp_path, capsys, monkeypatch):
     def told(settings: WorkerSettings) -> None:
         raise EngineError(f"{settings.log_level}, {settings.startup_timeout_s:g} s, at {settings.ready_by:g}")

@@ -12,6 +12,8 @@ from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.frontend.parsers.calls import ToolUse, call_grammar
 from vlmserve.frontend.parsers.hermes import HERMES
 from vlmserve.frontend.parsers.qwen3_coder import QWEN3_CODER
+from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.scheduler.grammar.serving import compile_grammar
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
 F = {
@@ -37,7 +39,8 @@ def compiler() -> Any:
 
 def fits(compiler: Any, text: str, **use: Any) -> bool:
     tag = call_grammar(ToolUse(**{"tools": TOOLS, "call_format": HERMES, **use}))
-    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(json.dumps(tag)))
+    spec = GrammarSpec(kind="structural_tag", text=json.dumps(tag))
+    matcher = xgrammar.GrammarMatcher(compile_grammar(compiler, spec))
     return matcher.accept_string(text) and matcher.is_completed()
 
 
@@ -61,7 +64,10 @@ def test_one_call_or_more(compiler):
         (call("h", "{}"), True),
         (call("f", '{"x": "z"}'), False),
         (call("f", "{}"), False),
-        (call("f", '{"x":  "p"}'), False),
+        (call("f", '{"x":"p"}'), False),
+        (call("f", '{"x": "q",\n"n": 3}'), False),
+        (call("f", '{"x": "p"\n}'), False),
+        (call("g", '{"z":  [1]}'), False),
         (call("h", "[]"), False),
         (call("other", "{}"), False),
         (GOOD + " and text", False),

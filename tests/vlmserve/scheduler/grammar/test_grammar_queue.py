@@ -54,6 +54,12 @@ def compiler():
     return FakeCompiler()
 
 
+def test_a_queue_that_nobody_used_ends():
+    compiler = FakeCompiler()
+    GrammarQueue(compiler, cache_bytes=1).close()
+    assert compiler.closed
+
+
 @pytest.fixture
 def grammars(compiler):
     grammars = GrammarQueue(compiler, cache_bytes=2100, most=3, workers=1)

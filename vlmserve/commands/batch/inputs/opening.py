@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.fetching import BlockingFetcher
@@ -221,10 +223,44 @@ class _Opener:
         return Tar(file=file, media=self.media, columns=self.columns)
 
     def _format(self, address: str) -> InputFormat:
-        if self.format is not None:
-            return self.format
-        name = path_in(address).lower().removesuffix(".gz")
-        return _FORMATS.get(os.path.splitext(name)[1], "media")
+        return self.format or _format_of(address)
+
+
+def _format_of(address: str) -> InputFormat:
+    name = path_in(address).lower().removesuffix(".gz")
+    return _FORMATS.get(os.path.splitext(name)[1], "media")
+
+
+def local_files(words: Sequence[str], expected: Sequence[Path]) -> Iterator[Path]:
+    """Yield the local files that the words of a command line name, without those in folders.
+
+    expected: files that may not be there yet; those that a pattern will find are yielded, too. Patterns of pictures and
+    videos find only these, since there may be millions.
+    """
+    for word in words:
+        path = Path(word) if os.path.lexists(word) else local_path(word)
+        if word == "-":
+            yield Path("/dev/stdin")
+        elif os.path.exists(path):
+            yield path
+        elif scheme_of(word) in ("", "file"):
+            for name in _expanded(str(path)):
+                if not glob.has_magic(name):
+                    yield Path(name)
+                    continue
+                parts = Path(os.path.abspath(name)).parts
+                yield from (file for file in expected if _fits(Path(os.path.abspath(file)).parts, parts))
+                if _format_of(name) != "media":
+                    yield from map(Path, glob.iglob(name, recursive=True))
+
+
+def _fits(path: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return True if a pattern finds a path. Both are absolute, in parts."""
+    if not path or not pattern:
+        return not path and not pattern
+    if pattern[0] == "**":
+        return any(_fits(path[start:], pattern[1:] or ("*",)) for start in range(len(path)))
+    return fnmatch.fnmatchcase(path[0], pattern[0]) and _fits(path[1:], pattern[1:])
 
 
 def _expanded(word: str) -> Iterator[str]:

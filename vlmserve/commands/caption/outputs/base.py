@@ -7,14 +7,17 @@ import errno
 import fcntl
 import json
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vlmserve.commands.batch.item import Item, MediumItem
+from vlmserve.commands.batch.shared_files import place_of
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.result import PROMPT_FILE, Captioned, Touched, as_text, file_name, output_line
+from vlmserve.commands.caption.prompts import PROMPT_FILE
+from vlmserve.commands.caption.result import Captioned, Touched, as_text, file_name, output_line
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.files import flush_folder, replacing
 
@@ -27,14 +30,16 @@ class Output(ABC):
     """An output, written by one thread. Order of each batch of results: `write` -> the journal -> `written`.
 
     by_path: each caption has its own file, so a local picture is known by its absolute path. journal: set by `begin`.
+    kept: places of files that no caption may replace, with their uses.
     """
 
     journal: CaptionJournal
     by_path = False
+    kept: Mapping[str, str] = {}
 
     @abstractmethod
-    def paths(self) -> Sequence[Path]:
-        """Return the files that `begin` opens or creates. No input may be among them."""
+    def paths(self, others: Sequence[Path]) -> Sequence[Path]:
+        """Return the files of fixed names that it writes, and those of `others` that would be among its parts."""
 
     @abstractmethod
     def discard(self, journal: CaptionJournal) -> None:
@@ -140,6 +145,27 @@ class PartNames:
         path = Path(self.pattern)
         return path if part == 0 else path.with_name(f"{path.stem}-{part:05d}{path.suffix}")
 
+    def among(self, paths: Iterable[Path]) -> Iterator[Path]:
+        """Yield the paths that are, or would be, numbered parts, finished or not."""
+        folder = os.path.realpath(self.path(0).parent)
+        for path in paths:
+            there, name = os.path.split(os.path.realpath(path))
+            if there == folder and self._is_part(name):
+                yield path
+
+    def check_own(self, state: Mapping[str, Any]) -> None:
+        """Raise OutputError if a part is there, and no state in the journal."""
+        first = self.path(0)
+        check_own(first, state)
+        if not state and first.parent.is_dir():
+            for path in first.parent.iterdir():
+                if self._is_part(path.name):
+                    check_own(path, state)
+
+    def _is_part(self, name: str) -> bool:
+        name = name.removesuffix(".part")
+        return any(self.path(int(number)).name == name for number in re.findall(r"\d+", name))
+
 
 def lock(fd: int, path: Path) -> None:
     """Lock a file against other runs until it is closed. OutputError."""
@@ -177,7 +203,7 @@ class JsonLinesOutput(Output):
         self._path = path
         self._file: Appended | None = None
 
-    def paths(self) -> Sequence[Path]:
+    def paths(self, others: Sequence[Path]) -> Sequence[Path]:
         return [self._path]
 
     def discard(self, journal: CaptionJournal) -> None:
@@ -231,7 +257,7 @@ class Sidecars(Output):
         self._suffix = suffix
         self._overwrite = overwrite
 
-    def paths(self) -> Sequence[Path]:
+    def paths(self, others: Sequence[Path]) -> Sequence[Path]:
         return ()
 
     def discard(self, journal: CaptionJournal) -> None:
@@ -256,6 +282,9 @@ class Sidecars(Output):
             return "it is no local file that a caption could be put beside: name an --output"
         if Path(target).name == PROMPT_FILE:
             return f"its caption would be {target}, which is what a folder is asked: --caption-suffix names another one"
+        use = self.kept.get(place_of(target)) if self.kept else None
+        if use is not None:
+            return f"its caption would replace {target}, which is {use}: --caption-suffix names another one"
         owner = self.journal.owner(target)
         if owner is not None and owner != item.id:
             return f"{target} is the caption of {owner}: name an --output that keeps them apart"

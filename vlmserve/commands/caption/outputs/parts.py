@@ -45,8 +45,8 @@ class Parquet(Output):
         self._exported = 0  # records in the one file
         self._changed = False
 
-    def paths(self) -> Sequence[Path]:
-        return [self._names.path(0)]
+    def paths(self, others: Sequence[Path]) -> Sequence[Path]:
+        return [self._names.path(0), *(self._names.among(others) if self._names.many else ())]
 
     def discard(self, journal: CaptionJournal) -> None:
         for part in range(journal.state()["next_part"] + 1 if journal.state() else 0):
@@ -56,7 +56,10 @@ class Parquet(Output):
         import pyarrow.parquet  # noqa: F401  # before anything is computed
 
         state = journal.state()
-        check_own(self._names.path(0), state)
+        if self._names.many:
+            self._names.check_own(state)
+        else:
+            check_own(self._names.path(0), state)
         self._names.path(0).parent.mkdir(parents=True, exist_ok=True)
         self.journal = journal
         self._next_part, self._exported = state.get("next_part", 0), state.get("exported", 0)
@@ -142,8 +145,8 @@ class Tars(Output):
         self._file: Appended | None = None
         self._part = self._items = self._total = 0
 
-    def paths(self) -> Sequence[Path]:
-        return [self._names.path(0), self._unfinished(0)]
+    def paths(self, others: Sequence[Path]) -> Sequence[Path]:
+        return [self._names.path(0), self._unfinished(0), *self._names.among(others)]
 
     def discard(self, journal: CaptionJournal) -> None:
         for part in range(journal.state()["part"] + 1 if journal.state() else 0):
@@ -153,7 +156,7 @@ class Tars(Output):
     def begin(self, journal: CaptionJournal) -> None:
         self.journal = journal
         state = journal.state()
-        check_own(self._names.path(0), state)
+        self._names.check_own(state)
         self._part, self._items, self._total = (state.get(name, 0) for name in ("part", "items", "total"))
         if self._part and self._unfinished(self._part - 1).exists():
             self._rename(self._part - 1)
