@@ -151,7 +151,7 @@ class FakeFrontend:
     def suspend(self, message: str | None) -> None:
         self.suspended = message
 
-    async def close(self) -> None:
+    async def close(self, patience_s: float) -> None:
         print("frontend closed", file=sys.stderr, flush=True)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:

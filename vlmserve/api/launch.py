@@ -21,13 +21,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
@@ -58,6 +58,7 @@ from vlmserve_common.process.stop_signals import (
     stop_signals_held,
     stop_signals_raise,
 )
+from vlmserve_common.process.threads import exit_within
 
 if TYPE_CHECKING:
     from vlmserve.api.app import ApiFrontend
@@ -240,12 +241,32 @@ def launch_server(
                 children=children,
                 listener=listener,
             )
-            return asyncio.run(serving.run(of_all(reports.values()), make_frontend))
+            status = _run(serving.run(of_all(reports.values()), make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
         finally:
             ignore_stop_signals()  # from here on everything is short, and must be done
+    exit_within(serving.patience_s, status)
+    return status
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    """Run a coroutine in an event loop, as `asyncio.run` does, which would wait for the threads of `to_thread`."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.run_until_complete(_call_off(asyncio.all_tasks(loop), _FAREWELL_S))
+        loop.close()
+
+
+async def _call_off(tasks: Collection[asyncio.Task[Any]], patience_s: float) -> None:
+    """Cancel tasks, and wait for their ends. A task that waits for a thread may not end."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=patience_s)
 
 
 @dataclass(kw_only=True)
@@ -253,7 +274,8 @@ class _Serving:
     """The server from its readiness to its end: HTTP, the messages from the detokenizer, and a watch on the children.
 
     api: the address of messages from the engine. engines: the channels of each replica. failure: why the server ends,
-    if it has to. watchdog: None until there are children to watch.
+    if it has to. watchdog: None until there are children to watch. ends_at: the loop's time until which running work
+    is waited for; None until the end begins.
     """
 
     settings: ServerSettings
@@ -265,6 +287,13 @@ class _Serving:
     listener: socket.socket
     failure: str | None = None
     watchdog: Watchdog | None = None
+    ends_at: float | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """The seconds that the end may still wait for threads: never none, for most of them end at once."""
+        left = self.settings.shutdown_timeout_s if self.ends_at is None else self.ends_at - time.monotonic()
+        return max(_FAREWELL_S, left)
 
     async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
         from vlmserve.api.http_server import HttpServer
@@ -284,7 +313,7 @@ class _Serving:
                 control=engines.ask,
                 start=self.start,
             )
-            stack.push_async_callback(frontend.close)
+            stack.push_async_callback(lambda: frontend.close(self.patience_s))
             server = HttpServer(frontend.app, self.settings, backlog=_BACKLOG, started=self._announce)
             gc.freeze()  # these objects stay: looking through them would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
@@ -307,6 +336,8 @@ class _Serving:
                 for process in processes:
                     loop.remove_reader(process.sentinel)
                 receiver.close()
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                await _call_off(others, self.patience_s)
             if self.failure is None:
                 logger.info("stopped")
                 return 0
@@ -360,6 +391,7 @@ class _Serving:
         name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
+            self.ends_at = time.monotonic()
             self._cut_short(server, frontend)
             return
         problem = None if self.watchdog is None else self.watchdog.problem
@@ -369,6 +401,7 @@ class _Serving:
             logger.info("%s: not waiting for running requests: %s", name, problem)
             patience_s = 0.0
         server.should_exit = True
+        self.ends_at = time.monotonic() + patience_s
         asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
 
     def _cut_short(self, server: HttpServer, frontend: ApiFrontend) -> None:
@@ -384,6 +417,7 @@ class _Serving:
         if self.failure is not None:
             return
         self.failure = failure
+        self.ends_at = time.monotonic() + self.settings.shutdown_timeout_s
         logger.error("%s: pending requests are answered 503", failure)
         frontend.fail_all(f"the engine is gone ({failure})")
         loop = asyncio.get_running_loop()
