@@ -26,6 +26,7 @@ from vlmserve.api.chat import complete_chat
 from vlmserve.api.completions import complete
 from vlmserve.api.control import AskEngine, ControlApi, no_engine
 from vlmserve.api.errors import error_body, install_error_handlers
+from vlmserve.api.event_loop import longest_turn_s
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
 from vlmserve.api.front_page import add_front_page
@@ -167,7 +168,7 @@ def build_app(
     app.state.parsing = Threads("bodies", 1)
     stack.callback(app.state.parsing.close)
     prefixes = settings.metrics_prefixes
-    metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else ())
+    metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else (), longest_turn_s=longest_turn_s)
     manager.observe = _observer(metrics, settings)
     manager.observe_tokens = metrics.observe_tokens
     operators = ControlApi(manager, control or no_engine, settings, model_name)

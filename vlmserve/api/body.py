@@ -4,6 +4,7 @@ there is in each."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
@@ -29,10 +30,14 @@ limits these bytes."""
 
 
 class BodyBudget:
-    """Counts the bytes of all bodies. Room is taken as bytes arrive; a mere announcement costs a client nothing."""
+    """Counts the bytes of all bodies. Room is taken as bytes arrive; a mere announcement costs a client nothing.
+
+    parse_from: the monotonic time at which the next large body may be parsed.
+    """
 
     def __init__(self, settings: ServerSettings) -> None:
         self.held = 0
+        self.parse_from = 0.0
         self._most = int(max(settings.max_bodies_mib, settings.max_body_mib) * 2**20)
 
     def take(self, count: int) -> None:
@@ -77,7 +82,7 @@ async def read_body(
     if len(data) <= _INLINE_BYTES and data.count(b",") <= _INLINE_COMMAS:
         return _parse(data, model, settings)
     parsing: Threads = request.app.state.parsing
-    return await parsing.run(_parse, data, model, settings)
+    return await parsing.run(_parse_in_turn, request.app.state.bodies, data, model, settings)
 
 
 async def body_parts(request: Request, settings: ServerSettings) -> AsyncIterator[bytes]:
@@ -129,6 +134,19 @@ async def _receive(request: Request, settings: ServerSettings) -> bytearray:
         body.add(part)
     data, body.data = body.data, bytearray()  # the room stays taken: the parsed body is as large
     return data
+
+
+def _parse_in_turn(
+    bodies: BodyBudget, body: bytearray | bytes, model: type[_Model], settings: ServerSettings
+) -> _Model:
+    """Parse a large body, one at a time. Between two of them all else has the interpreter for as long as the first held
+    it."""
+    time.sleep(max(0.0, bodies.parse_from - time.monotonic()))
+    began = time.monotonic()
+    try:
+        return _parse(body, model, settings)
+    finally:
+        bodies.parse_from = 2 * time.monotonic() - began
 
 
 def _parse(body: bytes | bytearray, model: type[_Model], settings: ServerSettings) -> _Model:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.database import is_full
-from vlmserve.config.plain_problems import did_you_mean
+from vlmserve.config.plain_problems import did_you_mean, shortened
 from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -46,11 +46,6 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
     """Return {"error": {message, type, param, code}}. The type follows from the HTTP status."""
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def shortened(text: str) -> str:
-    """Return a client's text as an error may repeat it."""
-    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def not_found(kind: str, name: str) -> BadRequestError:

@@ -37,10 +37,17 @@ logger = logging.getLogger(__name__)
 # descriptors, and the limit on connections would come too late. The kernel's queue, which has the same name, is longer.
 _AT_A_TIME = 32
 _MAX_HEADER_BYTES = 64 * 1024
+# What is read of a connection in one turn of the loop. The parser calls back for each chunk and each request in it: for
+# one of 6 bytes 3,000 times, which takes 4 ms. Large bodies of a declared length make one call.
+_PIECE_BYTES = 16 * 1024
+_LARGE_PIECE_BYTES = 256 * 1024
+_MOST_PIPELINED = 100
 _RESET = struct.pack("ii", 1, 0)  # linger for 0 s
 _SWEEP_TICKS = 5  # of uvicorn's, which are 0.1 s
 # Descriptors that are not for connections: files, fetches, other processes.
 _OTHER_FILES = 512
+# What strangers send makes lines of these: "Invalid HTTP request", failures to accept, and too many connections.
+_THROTTLED = ("uvicorn.error", "asyncio", __name__)
 SPARE = 32
 """Connections that are taken above the limit, since /health is always answered."""
 
@@ -82,8 +89,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to take connections."""
-        # What strangers send makes lines of these two: "Invalid HTTP request", and failures to accept.
-        for name in ("uvicorn.error", "asyncio"):
+        for name in _THROTTLED:
             logging.getLogger(name).addFilter(self._quiet)
         await super().startup(sockets)
         for listener in sockets or ():
@@ -95,7 +101,7 @@ class HttpServer(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
-            for name in ("uvicorn.error", "asyncio"):
+            for name in _THROTTLED:
                 logging.getLogger(name).removeFilter(self._quiet)
 
     async def on_tick(self, counter: int) -> bool:
@@ -173,9 +179,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Report the open connection."""
+        transport.max_size = _PIECE_BYTES  # type: ignore[attr-defined]  # of asyncio's transports of sockets
         super().connection_made(transport)
         if not self._guard.admit(self):
-            self._end_with(503, self._refuse.message, "too_many_connections")
+            self._refuse_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report that the connection has ended."""
@@ -192,18 +199,36 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._header_bytes > _MAX_HEADER_BYTES and self in self._guard.waiting and not self._in_body:
             self._end_with(431, f"the request's headers are longer than {_MAX_HEADER_BYTES} bytes", "headers_too_large")
 
+    def on_message_begin(self) -> None:
+        """Begin a request, unless too many wait behind each other already: the parser ends at an error."""
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            raise OverflowError
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         """Report the request, or refuse it if the server is crowded."""
         self._guard.works(self)
         self._header_bytes, self._in_body = 0, True
         crowded = self._guard.crowded and self.url.partition(b"?")[0] != b"/health"
         self.app = self._refuse if crowded else self.config.loaded_app
+        names = [name for name, _ in self.headers]
+        if names.count(b"host") > 1:
+            self.app = _answer(400, "the request has more than one Host header", "invalid_host")
+        if b"content-length" in names:
+            self.transport.max_size = _LARGE_PIECE_BYTES  # type: ignore[attr-defined]
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Note that the whole request is there."""
         self._in_body = False
+        self.transport.max_size = _PIECE_BYTES  # type: ignore[attr-defined]
         super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP request, or one of too many at a time."""
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            msg = f"more than {_MOST_PIPELINED} requests were sent without waiting for an answer"
+        self._end_with(400, msg, "invalid_http")
 
     def on_response_complete(self) -> None:
         """Report that the answer was written."""
@@ -223,7 +248,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._guard.works(self)  # it is not to be dropped again
             self.transport.close()
         else:
-            self._end_with(503, self._refuse.message, "too_many_connections")
+            self._refuse_connection()
 
     def give_up(self) -> None:
         """End the connection. A client that sent nothing gets no answer: it would take the answer for a later
@@ -249,6 +274,10 @@ class GuardedProtocol(HttpToolsProtocol):
         """Return True if the connection was answered, and has sent nothing since."""
         return self._guard.waiting.get(self) == math.inf
 
+    def _refuse_connection(self) -> None:
+        logger.warning(_REFUSED, self._refuse.message)
+        self._end_with(503, self._refuse.message, "too_many_connections")
+
     def _end_with(self, status: int, message: str, code: str) -> None:
         self._guard.works(self)
         answer = _answer(status, message, code)
@@ -256,6 +285,9 @@ class GuardedProtocol(HttpToolsProtocol):
         head += [name + b": " + value for name, value in answer.raw_headers]
         self.transport.write(b"\r\n".join([*head, b"", bytes(answer.body)]))
         self.transport.close()
+
+
+_REFUSED = "clients are answered 503: %s"
 
 
 class _Refusal:
@@ -271,7 +303,7 @@ class _Refusal:
         self.message = f"more than {limit} connections are open, {why} is {limit} (setting --max-connections)"
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        logger.warning("requests are answered 503: %s", self.message)
+        logger.warning(_REFUSED, self.message)
         await _answer(503, self.message, "too_many_connections")(scope, receive, send)
 
 

@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack
@@ -70,6 +71,9 @@ logger = logging.getLogger(__name__)
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
+# How long a thread that computes may hold the interpreter, in seconds. The loop gives it up for each read and write,
+# and has to wait for it again.
+_SWITCH_S = 0.0005
 # How long a process that hangs gets to write its stacks to the log.
 _STACKS_S = 1.0
 
@@ -101,6 +105,8 @@ def prepare_children() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # torch asks for huge pages: weights and the KV cache are read through far fewer of the kernel's tables.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # Texts come one by one. More threads would do nothing, and the library warns of them before each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     prepare_processes()
 
 
@@ -241,7 +247,10 @@ def launch_server(
                 children=children,
                 listener=listener,
             )
-            status = _run(serving.run(of_all(reports.values()), make_frontend))
+            from vlmserve.api.event_loop import ApiEventLoop
+
+            sys.setswitchinterval(_SWITCH_S)
+            status = _run(ApiEventLoop(), serving.run(of_all(reports.values()), make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
@@ -251,9 +260,8 @@ def launch_server(
     return status
 
 
-def _run(main: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine in an event loop, as `asyncio.run` does, which would wait for the threads of `to_thread`."""
-    loop = asyncio.new_event_loop()
+def _run(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, int]) -> int:
+    """Run a coroutine in a new event loop, as `asyncio.run` does, which would wait for the threads of `to_thread`."""
     try:
         return loop.run_until_complete(main)
     finally:

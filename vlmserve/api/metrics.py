@@ -13,7 +13,7 @@ from itertools import accumulate
 from operator import attrgetter
 from typing import TypeAlias
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -129,6 +129,7 @@ class _Recent:
 
 
 PREFIX = "vlmserve:"
+LONGEST_TURN = "api_longest_turn_seconds"
 # name -> its meaning, and its place in `SchedulerStats`
 _GAUGES = {
     "num_requests_running": ("Requests being computed", "num_running_reqs"),
@@ -282,11 +283,17 @@ _STAGES = {
 class ServerMetrics:
     """The figures of one server, in a registry of its own. Every figure has the label model_name.
 
-    prefixes: engines whose names the figures have as well ("vllm", "sglang"). clock: in seconds.
+    prefixes: engines whose names the figures have as well ("vllm", "sglang"). clock: in seconds. longest_turn_s: of the
+    event loop.
     """
 
     def __init__(
-        self, model_name: str, *, prefixes: Sequence[str] = (), clock: Callable[[], float] = time.monotonic
+        self,
+        model_name: str,
+        *,
+        prefixes: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+        longest_turn_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._registry = CollectorRegistry()
         self._scheduler = SchedulerCollector(model_name)
@@ -327,6 +334,8 @@ class ServerMetrics:
         )
         self._prompt_lengths = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        turn = Gauge(PREFIX + LONGEST_TURN, "The event loop's longest turn of late", label, registry=self._registry)
+        turn.labels(**label).set_function(longest_turn_s)
 
     def observe_request(self, stats: RequestStats) -> None:
         """Count an answer that has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -66,7 +67,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
 
 async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> Scores:
     """Return the body of the answer. name: an id that no other request has. Raises the errors of `errors`."""
-    wanted = _requests(served, body, name, caller)
+    wanted = await asyncio.to_thread(_requests, served, body, name, caller)  # of thousands of items
     outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
@@ -93,6 +94,10 @@ def _requests(served: ServedModel, body: ScoreRequest, own_id: str, caller: Call
         raise invalid_value("label_token_ids", "give label_token_ids, or labels as texts: one of them")
     if body.items is not None and not body.items:
         raise invalid_value("items", "items is an empty list; it must have an item, or be left out")
+    made, most = len(body.query) * len(body.items or ()), int(served.settings.max_body_mib * 2**20)
+    if made > most:  # each prompt has a copy of the query
+        what = f"a query of {len(body.query)} with {len(body.items or ())} items makes {made} characters or ids"
+        raise invalid_value("items", f"{what}; the limit is {most} (setting --max-body-mib)")
     find_file = served.files.for_owner(caller.owner)
     return [
         GenerateReqInput(

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
+from vlmserve.config.plain_problems import shortened
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.answers import AnswerWriter
 from vlmserve.frontend.openai.completion_answers import CompletionWriter
@@ -111,7 +112,7 @@ class ServedModel:
     def check_name(self, name: str) -> None:
         """Raise BadRequestError (404) for a model that is not served here."""
         if name != self.name:
-            what = f"there is no model {name!r} here, only {self.name}"
+            what = f"there is no model {shortened(name)!r} here, only {self.name}"
             raise BadRequestError(what, param="model", code="model_not_found", status=404)
 
     async def events(

@@ -81,11 +81,16 @@ def shown(value: Any) -> str:
     return shortener.repr(value)
 
 
+def shortened(text: str) -> str:
+    """Return a client's text as an error may repeat it."""
+    return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, prefix: str = "") -> str:
     """Return the end of a sentence: "; did you mean x?" if one of the known words is close, else `otherwise`.
 
     prefix: stands before that word.
     """
     folded = {name.lower().replace("_", "-"): name for name in known}
-    close = difflib.get_close_matches(word.lower().replace("_", "-"), folded, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(word[:_SHOWN_CHARS].lower().replace("_", "-"), folded, n=1, cutoff=0.7)
     return f"; did you mean {prefix}{folded[close[0]]}?" if close else otherwise

@@ -165,6 +165,7 @@ def _cut_after(text: str, message: Message) -> str:
     return text[: start + len(content.strip())]
 
 
+_MOST_VARIABLES = 256
 _SWITCH = "enable_thinking"
 _EFFORT = "reasoning_effort"
 
@@ -195,7 +196,10 @@ def template_kwargs(
     template: ChatTemplate, given: Mapping[str, Any], effort: str | None
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return variables for the template, and warnings about those that it ignores. given: the request's own variables.
-    effort: its reasoning_effort."""
+    effort: its reasoning_effort. Raises BadRequestError for too many variables."""
+    if len(given) > _MOST_VARIABLES:
+        what = f"chat_template_kwargs has {len(given)} variables; it must have at most {_MOST_VARIABLES}"
+        raise BadRequestError(what, param="chat_template_kwargs", code="invalid_value")
     warnings = [
         f"chat_template_kwargs.{name} has no effect: the model's chat template does not look at it"
         for name in given

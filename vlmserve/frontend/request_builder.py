@@ -75,6 +75,10 @@ class RequestLimits:
     replicas: int = 1
 
 
+# Characters that are rarely fewer tokens than one, and characters of a piece.
+_CHARS_PER_TOKEN = 4
+_PIECE_CHARS = 2**16
+_MOST_COUNTED = 2**18  # tokens
 _PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 """Texts of the tokens that stand for media in a prompt, in every family. A client's text that contains one is refused:
 it would ask for a picture that is not there."""
@@ -129,10 +133,10 @@ class RequestBuilder:
         return tokenized
 
     def tokenize_alone(self, request: GenerateReqInput) -> TokenizedPrompt:
-        """Tokenise a text or a conversation that will not be answered, so it may be longer than the context (but not
-        endless). Raises BadRequestError (messages)."""
+        """Tokenise a text or a conversation that will not be answered, so it may be longer than the context, up to
+        262,144 tokens. Raises BadRequestError (messages)."""
         assert isinstance(request.prompt, ChatPrompt | TextPrompt)
-        return self._rendered(request, request.prompt)
+        return self._rendered(request, request.prompt, whole=False)
 
     def expand(self, prompt: TokenizedPrompt, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put processed media, in the order of `prompt.media`, at their placeholders. Takes milliseconds."""
@@ -246,7 +250,7 @@ class RequestBuilder:
                 return TokenizedPrompt(request=request, ids=[0] * len(rows), media=[])
             case TokensPrompt():
                 return TokenizedPrompt(request=request, ids=self._checked_ids(request.prompt.ids), media=[])
-        prompt = self._rendered(request, request.prompt)
+        prompt = self._rendered(request, request.prompt, whole=request.truncate_prompt_tokens is None)
         if isinstance(request.prompt, ChatPrompt):
             use = request.prompt.tool_use if "tools" in self.template.variables else None
             grammar = chat_grammar(request.sampling_params.grammar, use, thinking=prompt.notes.thinking)
@@ -262,18 +266,28 @@ class RequestBuilder:
                 raise refusal("prompt", f"a list with {text}", "without media, which token ids cannot bring")
         return list(ids)
 
-    def _rendered(self, request: GenerateReqInput, prompt: ChatPrompt | TextPrompt) -> TokenizedPrompt:
+    def _rendered(self, request: GenerateReqInput, prompt: ChatPrompt | TextPrompt, *, whole: bool) -> TokenizedPrompt:
+        """Render and tokenise a prompt. whole: all of it has to fit the context."""
         if isinstance(prompt, TextPrompt):
             text, media, notes = prompt.text, list(prompt.media), NO_NOTES
         else:
             text, media, notes = self._render(prompt)
         given = request.mm_processor_kwargs
         media = settle_media(media, self._expander.parse_kwargs(given) if given else None, self.limits.counts)
-        # A token has at most so many bytes (and normalisation composes at most 4 characters to one), so an endless
-        # text is refused before it is tokenised.
-        self._room_behind(len(text) // (4 * self.tokenizer.longest_token_bytes()), at_least=True)
         notes = replace(notes, warnings=(*request.warnings, *notes.warnings))
-        return TokenizedPrompt(request=request, ids=self.tokenizer.encode(text), media=media, notes=notes)
+        return TokenizedPrompt(request=request, ids=self._encoded(text, whole), media=media, notes=notes)
+
+    def _encoded(self, text: str, whole: bool) -> list[int]:
+        """Tokenise a text. One of far too many tokens is refused before all of it is tokenised, which would take
+        minutes and gigabytes."""
+        most = self.limits.max_model_len if whole else max(_MOST_COUNTED, self.limits.max_model_len)
+        if len(text) > _CHARS_PER_TOKEN * most:
+            count = 0
+            for start in range(0, len(text), _PIECE_CHARS):
+                count += len(self.tokenizer.encode(text[start : start + _PIECE_CHARS]))
+                if count > 5 * most // 4:  # a cut may split tokens, but not so many
+                    self._room_behind(count, at_least=True)
+        return self.tokenizer.encode(text)
 
     def _render(self, prompt: ChatPrompt) -> tuple[str, list[MediaRef], PromptNotes]:
         use = prompt.tool_use

@@ -131,6 +131,7 @@ class TokenizerManager:
         self.observe_tokens: Callable[[int, float | None], None] | None = None
         self._clock = clock
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="vlmserve-tokenize")
+        self._counting = ThreadPoolExecutor(1, thread_name_prefix="vlmserve-count")  # no answer waits for these
         self._unavailable: str | None = None
         self._suspended: str | None = None
         self._live: LiveRequests[ChoiceOutput] = LiveRequests(max_pending, timeout_s=request_timeout_s, clock=clock)
@@ -181,7 +182,8 @@ class TokenizerManager:
 
     def close(self) -> None:
         """Stop the threads; `generate` must not be called any more."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._executor, self._counting):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
         """Yield the outputs of all choices as they come, each choice's last one with a finish_reason. See `stream`."""
@@ -223,7 +225,8 @@ class TokenizerManager:
             return await state.interruptible(self._prompt_ids(request))
 
     async def _prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
-        prompt = await self._in_thread(self.builder.tokenize_alone, request)
+        tokenize = partial(self.builder.tokenize_alone, request)
+        prompt = await asyncio.get_running_loop().run_in_executor(self._counting, tokenize)
         media = await self._load(prompt, Moments(started=self._clock()))
         return (await self._in_thread(self.builder.expand, prompt, media)).input_ids
 

@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -197,7 +198,8 @@ class AsyncReceiver(_Pull):
     must not raise. broken: is told what went wrong, once, if nothing can be received any more.
 
     The loop watches ZeroMQ's file descriptor. It becomes readable when something may have come, not once a message, so
-    every turn takes all messages. A step of many requests is one turn of the loop.
+    messages are taken until there is none. A step of many requests is one turn of the loop. After `turn_s` of them
+    something else gets a turn.
     """
 
     def __init__(
@@ -208,22 +210,31 @@ class AsyncReceiver(_Pull):
         *,
         broken: Callable[[Exception], None],
         shared: SharedArrays | None = None,
+        turn_s: float = 0.02,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(address, types, shared)
         self._handle = handle
         self._broken = broken
+        self._turn_s = turn_s
+        self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._fd = int(self._socket.get(zmq.FD))
         self._loop.add_reader(self._fd, self._take)
         # A message from before the descriptor was watched may not show there.
-        self._loop.call_soon(self._take)
+        self._next_turn = self._loop.call_soon(self._take)
 
     def _take(self) -> None:
+        self._next_turn.cancel()
+        until = self._clock() + self._turn_s
         try:
             while not self._socket.closed:
                 message = self._next(zmq.NOBLOCK)
                 if message is not None:
                     self._handle(message)
+                if self._clock() >= until:
+                    self._next_turn = self._loop.call_soon(self._take)
+                    return
         except zmq.Again:
             pass
         except Exception as error:

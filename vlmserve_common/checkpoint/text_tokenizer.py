@@ -32,11 +32,11 @@ class TextTokenizer:
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.num_ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._bytes: list[bytes | None] = [None] * self.num_ids
-        self._longest: int | None = None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered prompt; nothing is added, and special tokens' text becomes their ids."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # The library's call for one text holds the interpreter to its end. This one, for several texts, does not.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def continue_text(self, ids: Sequence[int], text: str) -> list[int]:
         """Ids of the text that `ids` stand for, followed by `text`: its end may join the beginning of `text`.
@@ -63,12 +63,6 @@ class TextTokenizer:
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
         return known
-
-    def longest_token_bytes(self) -> int:
-        """Bytes of the longest token: a text of n bytes has at least n / longest tokens."""
-        if self._longest is None:
-            self._longest = max((len(self.token_bytes(i)) for i in range(self.num_ids)), default=1)
-        return self._longest
 
     def _look_up(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

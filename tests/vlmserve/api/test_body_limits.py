@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import BODY, CHAT, MODEL, WAIT_S, Served, real_server, serving
 from vlmserve.api import body as body_module
+from vlmserve.api.app import all_operations
 from vlmserve.api.body import FREE_BYTES
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 PART = {"type": "text", "text": ""}
@@ -171,3 +174,75 @@ def test_a_body_that_comes_too_slowly(strict: Served) -> None:
         answer += b"".join(iter(lambda: link.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"the least is 500 a second (setting --min-body-bytes-per-s)" in answer
+
+
+MANY = 1000
+BODIES = [
+    one.request for one in all_operations() if isinstance(one.request, type) and issubclass(one.request, BaseModel)
+]
+UNKNOWN = {f"k{number}": 0 for number in range(MANY)}
+MEDIUM = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+def problems_of(model: type[BaseModel], fields: dict[str, Any]) -> int:
+    """How many problems pydantic describes: it holds the interpreter for 3 to 15 us for each, and a body has room for
+    half a million."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(fields)
+    return caught.value.error_count()
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+def test_unknown_fields_are_not_all_described(model: type[BaseModel]) -> None:
+    assert problems_of(model, UNKNOWN) < 10
+    for name in model.model_fields:
+        for wrong in ([{}] * MANY, [[None] * MANY] * 2, dict.fromkeys(UNKNOWN), [{"type": "wrong", **UNKNOWN}]):
+            assert problems_of(model, {name: wrong, "unknown": 1}) < 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (UNKNOWN, "k0"),
+        ({"messages": [{"role": "x"}] * MANY}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": "hi", **UNKNOWN}]}, "messages[0].k0"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}] * MANY}]},
+            "messages[0].content[0].text",
+        ),
+        ({"messages": [{"role": "user", "content": [MEDIUM | UNKNOWN]}]}, "messages[0].content[0].k0"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}] * MANY}]}, "messages[0].tool_calls[0].id"),
+        ({"tools": [{"type": "function", "function": {"name": "f", **UNKNOWN}}]}, "tools[0].function.k0"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, **UNKNOWN}}},
+            "response_format.json_schema.k0",
+        ),
+        ({"stop": ["a", *[1] * MANY]}, "stop[1]"),
+        ({"stop_token_ids": [5, *["a"] * MANY]}, "stop_token_ids[1]"),
+        ({"logit_bias": {"5": 1, "6": 0.5, **dict.fromkeys(UNKNOWN, True)}}, "logit_bias.k0"),
+        ({"metadata": {"a": "b", **UNKNOWN}}, "metadata.k0"),
+    ],
+)
+def test_the_first_problem_is_named(client: TestClient, fields: dict[str, Any], param: str) -> None:
+    asked = BODY | fields
+    assert problems_of(ChatCompletionRequest, asked) <= 3
+    reply = client.post(CHAT, json=asked)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == param
+
+
+def test_names_of_fields_may_be_megabytes(client: TestClient) -> None:
+    error = client.post(CHAT, json=BODY | {"k" * 10**6: 1}).json()["error"]
+    assert error["param"] == "k" * 80 + "..."
+    assert len(error["message"]) < 200
+    error = client.post(CHAT, json=BODY | {"model": "m" * 10**6}).json()["error"]
+    assert len(error["message"]) < 200
+
+
+def test_a_query_is_not_copied_for_thousands_of_items(strict: Served) -> None:
+    """A body of 64 MB would become hundreds of gigabytes."""
+    client = TestClient(strict.app, raise_server_exceptions=False)
+    asked = {"model": MODEL, "query": "q" * 200_000, "items": ["a"] * 3, "label_token_ids": [5]}
+    error = client.post("/v1/score", json=asked).json()["error"]
+    assert error["param"] == "items"
+    assert "a query of 200000 with 3 items makes 600000 characters or ids; the limit is 524288" in error["message"]

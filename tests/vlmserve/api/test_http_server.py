@@ -27,13 +27,22 @@ GET = b"GET /small HTTP/1.1\r\nHost: localhost\r\n"
 
 
 class App:
-    """/hang is not answered until `release`; /large is large; all others answer "ok" without reading a body."""
+    """/hang is not answered until `release`; /large is large; /read reads its body, whose pieces have these lengths;
+    all others answer "ok" without reading a body."""
 
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.hanging = threading.Semaphore(0)
+        self.pieces: list[int] = []
+        self.calls = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        if scope["path"] == "/read":
+            message = {"more_body": True}
+            while message.get("more_body"):
+                message = await receive()
+                self.pieces.append(len(message.get("body", b"")))
         if scope["path"] == "/hang":
             self.loop = asyncio.get_running_loop()
             self.hanging.release()
@@ -133,6 +142,42 @@ def test_what_comes_in_one_piece_is_not_all_headers() -> None:
             port, GET + b"Content-Length: 100000\r\n\r\n" + bytes(100_000) + GET + b"Connection: close\r\n\r\n"
         )
         assert rest(link).count(b"200 OK") == 2
+
+
+READ = b"POST /read HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+
+
+def test_a_turn_takes_few_chunks_and_much_of_a_large_body() -> None:
+    """The parser calls back for each chunk. Four connections with chunks of a byte took 0.2 s in each turn of the
+    loop."""
+    with serving() as (port, app):
+        link = connect(port, READ + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 200_000 + b"0\r\n\r\n")
+        assert rest(link).endswith(b"ok")
+        assert sum(app.pieces) == 200_000
+        assert max(app.pieces) < 10_000
+        app.pieces.clear()
+        link = connect(port, READ + b"Content-Length: 8000000\r\n\r\n" + bytes(8_000_000))
+        assert rest(link).endswith(b"ok")
+        assert sum(app.pieces) == 8_000_000
+        assert max(app.pieces) > 30_000
+
+
+def test_thousands_of_requests_behind_each_other_are_not_taken() -> None:
+    with serving() as (port, app):
+        answer = rest(connect(port, (GET + b"\r\n") * 300))
+        assert b"more than 100 requests were sent without waiting for an answer" in answer
+        assert app.calls <= 101
+        few = (GET + b"\r\n") * 50 + GET + b"Connection: close\r\n\r\n"
+        assert rest(connect(port, few)).count(b"200 OK") == 51
+
+
+def test_two_hosts_are_none() -> None:
+    """What is in front of the server may have looked at the other one."""
+    with serving() as (port, app):
+        answer = rest(connect(port, GET + b"host: other\r\n\r\n"))
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_host"
+        assert app.calls == 0
 
 
 def test_a_client_that_does_not_read_is_cut() -> None:
@@ -251,14 +296,26 @@ def test_connections_that_were_answered_make_room_without_a_word() -> None:
             link.close()
 
 
-def test_garbage_makes_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    log = logging.getLogger("uvicorn.error")
-    log.addHandler(caplog.handler)  # it need not come to the root's, after other servers
-    with serving() as (port, _):
+def test_what_strangers_do_makes_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    logs = [logging.getLogger(name) for name in ("uvicorn.error", "vlmserve.api.http_server")]
+    for log in logs:
+        log.addHandler(caplog.handler)  # it need not come to the root's, after other servers
+    with serving(max_connections=3) as (port, app):
         for _ in range(20):
-            assert rest(connect(port, b"\x16\x03\x01 this is no HTTP\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
-    log.removeHandler(caplog.handler)
-    assert len({id(record) for record in caplog.records if "Invalid HTTP request" in record.getMessage()}) == 1
+            answer = rest(connect(port, b"\x16\x03\x01 this is no HTTP\r\n\r\n"))
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+        working = [connect(port, b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(3 + SPARE)]
+        for _ in range(3):
+            assert app.hanging.acquire(timeout=WAIT_S)
+        for _ in range(20):
+            assert get(port, "/small")[0] == 503
+        for link in working:
+            link.close()
+    for log in logs:
+        log.removeHandler(caplog.handler)
+    for told in ("Invalid HTTP request", "clients are answered 503: more than 3 connections are open"):
+        assert len({id(record) for record in caplog.records if told in record.getMessage()}) == 1
 
 
 def test_half_closed_is_gone() -> None:

@@ -12,6 +12,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import CHAT, CONTEXT, HI, MODEL, Served, png_url, serving
+from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 # The words of pydantic and of Python, which are nobody's who sends a request.
 PYTHON = re.compile(
@@ -203,6 +204,14 @@ IN_WORDS = [
     ({"tools": [TOOL], "tool_choice": 3}, "tool_choice is 3; it must be none, auto, required or a named function"),
     ({"seed": 2**63}, f"seed is {2**63}; it must be below {2**63}"),
     ({"logit_bias": [5]}, "logit_bias is a list of 1; it must be an object"),
+    (
+        {"logit_bias": {f"k{number}": 1 for number in range(1025)}},
+        "logit_bias is a map of 1025; it must be at most 1024 tokens",
+    ),
+    (
+        {"chat_template_kwargs": dict.fromkeys(map(str, range(1000)))},
+        "chat_template_kwargs has 1000 variables; it must have at most 256",
+    ),
     ({"modalities": ["video"]}, "modalities[0] is 'video'; it must be 'text' or 'audio'"),
     ({"metadata": {"a": 1}}, "metadata.a is 1; it must be text"),
 ]
@@ -310,6 +319,24 @@ def test_a_prompt_over_the_context_is_refused(client, served):
         assert str(CONTEXT) in error["message"]
         assert "--max-model-len" in error["message"]
     assert served.scheduler.requests == []
+
+
+@pytest.mark.parametrize(("url", "key"), [(CHAT, "messages"), ("/v1/completions", "prompt"), ("/tokenize", "prompt")])
+def test_an_endless_text_is_not_tokenised(client, served, monkeypatch, url, key):
+    """It would take minutes and gigabytes. Its length in bytes tells little: some tokens are a hundred blanks."""
+    done, encode = [], TextTokenizer.encode
+    monkeypatch.setattr(TextTokenizer, "encode", lambda self, text: done.append(len(text)) or encode(self, text))
+    text = "q " * 4_000_000
+    asked = {"model": MODEL, key: [{"role": "user", "content": text}] if key == "messages" else text}
+    error = error_of(client.post(url, json=asked), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", key if url != "/tokenize" else "messages")
+    assert sum(done) < 1_000_000
+
+
+def test_what_is_only_counted_may_be_longer_than_the_context(client, served):
+    for text in ("q " * CONTEXT, " " * 100_000):
+        told = client.post("/tokenize", json={"prompt": text}).json()
+        assert told["tokens"] == served.scheduler.tokenizer.encode(text)
 
 
 def test_prompt_and_answer_together_must_fit(client, served, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ RAW = make_tokenizer()
 def test_encoding_loses_nothing(text):
     tokenizer = TextTokenizer(RAW)
     ids = tokenizer.encode(text)
+    assert ids == RAW.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == RAW.normalizer.normalize_str(text)
 
 
@@ -42,7 +44,16 @@ def test_special_tokens_in_a_prompt_are_ids():
     assert tokenizer.encode("<|im_end|>") == [tokenizer.id_of("<|im_end|>")]
     assert tokenizer.token_bytes(tokenizer.id_of("<|im_end|>")) == b"<|im_end|>"
     assert tokenizer.id_of("<think>") not in tokenizer.special_ids
-    assert tokenizer.longest_token_bytes() >= len("<|vision_start|>")
+
+
+def test_other_threads_run_while_a_text_is_tokenised():
+    tokenizer, ended, turns = TextTokenizer(RAW), threading.Event(), 0
+    thread = threading.Thread(target=lambda: (tokenizer.encode("the list of files " * 10_000), ended.set()))
+    thread.start()
+    while not ended.wait(0.001):
+        turns += 1
+    thread.join()
+    assert turns > 10  # two, if the interpreter is held
 
 
 def test_a_tokenizer_of_another_kind_is_refused():

@@ -243,6 +243,37 @@ def test_the_async_receiver(channels: Channels) -> None:
     assert channels.shared_arrays().outstanding() == 0
 
 
+def test_the_async_receiver_takes_turns(channels: Channels) -> None:
+    """With thousands of messages, as after many clients have left, others are not to wait for the last."""
+
+    async def play() -> list[str]:
+        order: list[str] = []
+        now, done, loop = 0.0, asyncio.Event(), asyncio.get_running_loop()
+
+        def handle(message: AbortReq) -> None:
+            nonlocal now
+            now += 0.01
+            order.append(message.rid)
+            if len(order) == 1:
+                loop.call_soon(order.append, "another")
+            if message.rid == "99":
+                done.set()
+
+        sender = Sender(channels.api, TYPES)
+        for index in range(100):
+            sender.send(AbortReq(rid=str(index)))
+        receiver = AsyncReceiver(channels.api, TYPES, handle, broken=pytest.fail, turn_s=0.05, clock=lambda: now)
+        await asyncio.wait_for(done.wait(), 10)
+        sender.close()
+        receiver.close()
+        return order
+
+    order = asyncio.run(play())
+    assert order.index("another") <= 5
+    order.remove("another")
+    assert order == [str(index) for index in range(100)]
+
+
 def test_a_broken_async_receiver_says_so_once(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> list[Exception]:
         told: list[Exception] = []

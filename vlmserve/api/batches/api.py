@@ -19,7 +19,7 @@ from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation, page_of, pag
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import invalid_value
-from vlmserve.frontend.openai.protocol import StrictModel
+from vlmserve.frontend.openai.protocol import Metadata, StrictModel
 from vlmserve_common.errors import BadRequestError
 
 _LIST_LIMIT = 100
@@ -38,7 +38,7 @@ class BatchRequest(StrictModel):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None
 
 

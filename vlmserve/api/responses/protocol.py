@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import AnswerLogprob, Remarks
 from vlmserve.api.openapi import Page
-from vlmserve.frontend.openai.protocol import NamedRequest, Stop, StrictModel
+from vlmserve.frontend.openai.protocol import Metadata, NamedRequest, Stop, StrictModel
 from vlmserve.frontend.request_stats import Timings
 
 
@@ -94,7 +94,7 @@ class ResponsesRequest(NamedRequest):
     include: list[str] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
     reasoning: Reasoning | None = None

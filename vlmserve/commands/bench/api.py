@@ -1,6 +1,7 @@
 """`vlmserve bench api`: the cost of HTTP, template, tokenizer and detokenizer, beside a fake engine and a real one.
 
 Figures of the fake engine are CPU time of the API process and the detokenizer; the engine and the client do not count.
+The longest turn of the API's event loop is how long a request may wait for others.
 Figures of the real engine are tokens a second of streamed answers beside the same answers unstreamed.
 """
 
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
+from vlmserve.api.metrics import LONGEST_TURN, PREFIX
 from vlmserve.commands.bench.fake_engine import STEP_VARIABLE
 from vlmserve.commands.bench.figures import Measure, Spread, bench_parser, show_and_write
 from vlmserve.commands.bench.processes import children_of, cpu_time
@@ -29,6 +32,7 @@ CPU time of a text request's way through the server, and of a streamed token, wi
 and how many tokens a second are left of the built-in model's when its answers are streamed.
 """
 _REQUEST_MS, _TOKEN_MS, _RATIO = 3.0, 0.05, 0.85
+_TURN_MS = 200.0
 _END, _EVENT = b"0\r\n\r\n", b"data: "
 
 
@@ -56,12 +60,15 @@ def _fake(args: argparse.Namespace) -> Iterator[Measure]:
     def figure(name: str, values: Sequence[float], target: float | None, unit: str = "ms") -> Measure:
         return Measure(name=name, unit=unit, spread=Spread.of(values), target=target, bound="at most", about=about)
 
+    turns: list[float] = []
     with _server(args, ("vlmserve.commands.bench.fake_engine",)) as (url, cpu):
 
         def cost(count: int, tokens: int, at_a_time: int, *, stream: bool) -> tuple[float, Counted]:
             before = cpu()
             counted = send_all(url, bodies(count, tokens, stream=stream), at_a_time=at_a_time)
-            return cpu() - before, counted
+            seconds = cpu() - before
+            turns.append(longest_turn_s(url))
+            return seconds, counted
 
         cost(8, 8, 8, stream=True)
         for at_a_time, words in ((1, "one at a time"), (args.streams, f"{args.streams} at a time")):
@@ -73,6 +80,7 @@ def _fake(args: argparse.Namespace) -> Iterator[Measure]:
             values = [1e3 * seconds / made for seconds, _ in found]
             yield figure(f"a token, {words}, {args.streams} at a time", values, _TOKEN_MS if stream else None)
         yield figure("events a streamed token", [counted.events / made for _, counted in found], None, "")
+        yield figure("the longest turn of the event loop", [1e3 * max(turns)], _TURN_MS)
 
 
 def _real(args: argparse.Namespace) -> Iterator[Measure]:
@@ -151,6 +159,13 @@ async def _send_all(url: str, asked: Sequence[dict[str, Any]], at_a_time: int) -
     started = time.perf_counter()
     counts = await asyncio.gather(*(work(reader, writer) for reader, writer in connections))
     return Counted(wall_s=time.perf_counter() - started, events=sum(counts))
+
+
+def longest_turn_s(url: str) -> float:
+    """Return the longest turn of the event loop in the last 30 to 60 seconds, as a server's /metrics has it."""
+    with urlopen(f"{url}/metrics") as reply:
+        page = reply.read().decode()
+    return float(next(line for line in page.splitlines() if line.startswith(PREFIX + LONGEST_TURN)).split()[-1])
 
 
 def _request(host: str, body: dict[str, Any]) -> bytes:

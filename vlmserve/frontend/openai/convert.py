@@ -14,6 +14,7 @@ from vlmserve.frontend.openai.protocol import ChatCompletionRequest, NamedReques
 from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
 from vlmserve.frontend.parsers.calls import Tool, ToolUse
 from vlmserve.frontend.requests import NOBODY, Caller, ChatPrompt, GenerateReqInput
+from vlmserve.frontend.sampling import MAX_LOGIT_BIAS, check_most
 from vlmserve.frontend.structured_output import FORM_FIELDS, grammar_of
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
 from vlmserve_common.errors import BadRequestError
@@ -110,6 +111,7 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingP
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    check_most("logit_bias", given, MAX_LOGIT_BIAS, " tokens")
     for key in given:
         if not _TOKEN_ID.fullmatch(key):
             raise invalid_value("logit_bias", f"logit_bias has the key {key[:40]!r}; its keys must be token ids")
@@ -158,10 +160,12 @@ def check_tools(request: ChatCompletionRequest) -> None:
     """Raise BadRequestError for two tools of one name, and for a tool_choice without such a tool."""
     tools: Sequence[Tool] = request.tools or ()  # type: ignore[assignment]
     names = [tool["function"]["name"] for tool in tools]
+    seen = set[str]()
     for index, name in enumerate(names):
-        if name in names[:index]:
+        if name in seen:
             place = f"tools[{index}].function.name"
             raise invalid_value(place, f"{place} is {name!r}, as another tool is called: each needs a name of its own")
+        seen.add(name)
     choice = request.tool_choice
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
         what = f"tool_choice names the function {choice.function.name!r}, which is not among the tools {names}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
 
-from vlmserve.config.plain_problems import did_you_mean, sentence
+from vlmserve.config.plain_problems import did_you_mean, sentence, shortened
 from vlmserve.frontend.openai.protocol import FIELDS_INSIDE
 from vlmserve_common.errors import BadRequestError
 
@@ -20,7 +19,7 @@ def json_object(text: bytes | bytearray, what: str) -> dict[str, Any]:
     if not text or text.isspace():
         raise BadRequestError(f"the {what} is empty; it must be a JSON object", code="invalid_json")
     try:
-        raw = pydantic_core.from_json(text, allow_inf_nan=False)
+        raw = pydantic_core.from_json(text, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         why = str(error).replace("EOF while parsing", "it ends within")
         raise BadRequestError(f"the {what} is not valid JSON: {why}", code="invalid_json") from None
@@ -34,8 +33,7 @@ def checked(raw: dict[str, Any], model: type[_Model]) -> _Model:
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        inside = len(error.errors(include_url=False, include_input=False)[0]["loc"]) > 1
-        raise refuse_invalid(error, raw, FIELDS_INSIDE if inside else model.model_fields) from None
+        raise _refusal(error, raw, model) from None
 
 
 def invalid_value(param: str, what: str) -> BadRequestError:
@@ -43,14 +41,12 @@ def invalid_value(param: str, what: str) -> BadRequestError:
     return BadRequestError(what, param=param, code="invalid_value")
 
 
-def refuse_invalid(error: ValidationError, raw: Any, known_fields: Collection[str] = ()) -> BadRequestError:
-    """Return the error for the first problem of a request body, with the path of its field.
-
-    The path is as the client wrote it. known_fields: candidates for "did you mean" if the field is unknown.
-    """
-    problem = error.errors(include_url=False)[0]
+def _refusal(error: ValidationError, raw: Any, model: type[BaseModel]) -> BadRequestError:
+    """Return the error for the first problem of a request body, with the path of its field as the client wrote it."""
+    problem = error.errors(include_url=False)[0]  # of a few: see `StrictModel`
     path = _path_in(raw, problem["loc"], absent=problem["type"] == "missing")
-    guess = did_you_mean(path.rpartition(".")[2], known_fields)
+    known = model.model_fields if len(problem["loc"]) == 1 else FIELDS_INSIDE
+    guess = did_you_mean(path.rpartition(".")[2], known)
     message = sentence(problem, path or "the request body", guess)
     return BadRequestError(message, param=path or None, code="invalid_value")
 
@@ -83,5 +79,6 @@ def _path_in(raw: Any, loc: tuple[int | str, ...], *, absent: bool) -> str:
         if isinstance(step, int) and isinstance(value, list) and step < len(value):
             path, value = f"{path}[{step}]", value[step]
         elif isinstance(step, str) and isinstance(value, dict) and (step in value or missing):
-            path, value = f"{path}.{step}" if path else step, value.get(step)
+            name, value = shortened(step), value.get(step)
+            path = f"{path}.{name}" if path else name
     return path

@@ -15,20 +15,70 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetCoreSchemaHandler,
     Tag,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from vlmserve.config.fields import MOST_SECONDS
 
 
+def _end_lists_early(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list | tuple):
+        for inner in schema:
+            _end_lists_early(inner)
+
+
 class StrictModel(BaseModel):
-    """A model without unknown fields and without conversions between types."""
+    """A model without unknown fields and without conversions between types.
+
+    Only the first problem of a list, and the first unknown field, are looked for: pydantic would describe each of a
+    million at once, which holds the interpreter for seconds.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let every list of the model end at its first problem."""
+        schema = handler(source)
+        _end_lists_early(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, value: Any) -> Any:
+        """Leave out all unknown fields but the first."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in value if name not in known), None)
+        return {name: one for name, one in value.items() if name in known or name == unknown}
+
+
+def _first_wrong(*kinds: type) -> BeforeValidator:
+    """Return a validator of an object: it leaves nothing but the first value of another type, if there is one, for the
+    reason that `StrictModel` has."""
+
+    def leave(value: Any) -> Any:
+        if isinstance(value, dict):
+            for name, one in value.items():
+                if type(one) not in kinds:
+                    return {name: one}
+        return value
+
+    return BeforeValidator(leave)
+
+
+LogitBias = Annotated[dict[str, float], _first_wrong(float, int)]
+Metadata = Annotated[dict[str, str], _first_wrong(str)]
 
 
 def _keep_raw(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -412,7 +462,7 @@ class SampledRequest(FormedRequest):
     """Fields that chat and text completions have alike: OpenAI's, then the extensions of vLLM and SGLang."""
 
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     max_tokens: int | None = None
     n: int | None = None
     presence_penalty: float | None = None
@@ -470,7 +520,7 @@ class ChatCompletionRequest(SampledRequest):
     modalities: list[Literal["text", "audio"]] | None = None
 
     # accepted, without an effect on the answer
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None

@@ -1,0 +1,69 @@
+"""The event loop of the API process, which knows how long its turns take.
+
+In one turn the loop runs everything that has come since the last. While it runs, nobody else is answered, so a turn
+has to be short: a few connections at a time, a few kilobytes of each (`http_server`), and nothing long in the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import time
+from collections.abc import Callable
+
+_AT_A_TIME = 16
+_WINDOW_S = 30.0
+
+Ready = list[tuple[selectors.SelectorKey, int]]
+
+
+class TurnSelector(selectors.DefaultSelector):
+    """Hands the loop a few ready connections at a time, and measures the loop's turns. clock: in seconds.
+
+    longest_s: the longest turn of the last 30 to 60 seconds. A turn begins when the loop should have woken, so a thread
+    that holds the interpreter makes it longer.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._left: Ready = []
+        self._began: float | None = None
+        self._window_began, self._longest_s, self._longest_before_s = clock(), 0.0, 0.0
+
+    @property
+    def longest_s(self) -> float:
+        return max(self._longest_s, self._longest_before_s)
+
+    def select(self, timeout: float | None = None) -> Ready:
+        """Return the next ready connections, of which there may be more."""
+        asked = self._clock()
+        if self._began is not None:
+            self._note(asked)
+        if not self._left:
+            self._left = super().select(timeout)
+        now, self._left = self._left[:_AT_A_TIME], self._left[_AT_A_TIME:]
+        woken = self._clock()
+        self._began = woken if timeout is None else min(woken, asked + max(timeout, 0.0))
+        known = self.get_map()  # one that was left may have been closed, or changed, by those before
+        return [(key, events) for key, events in now if known.get(key.fd) is key]
+
+    def _note(self, now: float) -> None:
+        if now - self._window_began >= _WINDOW_S:
+            self._window_began, self._longest_before_s, self._longest_s = now, self._longest_s, 0.0
+        assert self._began is not None
+        self._longest_s = max(self._longest_s, now - self._began)
+
+
+class ApiEventLoop(asyncio.SelectorEventLoop):
+    """asyncio's loop, with the selector above. clock: in seconds, for the turns."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.turns = TurnSelector(clock)
+        super().__init__(self.turns)
+
+
+def longest_turn_s() -> float:
+    """Return the longest turn that the running loop took of late; 0 for a loop of another kind."""
+    loop = asyncio.get_running_loop()
+    return loop.turns.longest_s if isinstance(loop, ApiEventLoop) else 0.0
