@@ -28,8 +28,6 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts, map_parts
-from vlmserve.frontend.openai.json_bodies import checked
-from vlmserve.frontend.openai.protocol import WarmupRequest
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
 from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions, SamplingParams
@@ -282,6 +280,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         {**one, "tool_calls": [_plain_call(call) for call in one["tool_calls"]]} if one.get("tool_calls") else {**one}
         for one in map_parts(messages, _plain_part)
     ]
+    try:
+        from vlmserve.frontend.openai.json_bodies import checked
+        from vlmserve.frontend.openai.protocol import WarmupRequest
+    except ModuleNotFoundError:  # there is no pydantic beside an engine without a server
+        return
     checked({"messages": plain}, WarmupRequest)
 
 
