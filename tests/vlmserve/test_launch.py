@@ -81,6 +81,7 @@ def test_the_machine_s_own_address_needs_no_warning(start) -> None:
         ("no/such.gguf", {}, "GGUF files cannot be read"),
         ("{folder}", {"tokenizer.json": "{}"}, "{folder} has no config.json: it is not a checkpoint"),
         ("{folder}", {"config.json": '{"model_type": "llama"}'}, "model_type 'llama' (architectures []) is not"),
+        ("--chat-template {{%for%}}", {}, "the chat template is broken in line 1"),
         ("--max-model-len 4097", {}, "--max-model-len is 4097; the model was made for 4096 tokens"),
         ("--device cuda:99", {}, "--device is 'cuda:99', but "),
     ],

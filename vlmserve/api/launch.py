@@ -441,9 +441,13 @@ class _Serving:
 
 
 def _check_first(args: EngineArgs) -> None:
-    """Check the model, unless it may have to be downloaded, and a device that was asked for."""
+    """Check the model, unless it may have to be downloaded, and a device and a template that were asked for."""
     if (folder := local_folder(args.model)) is not None:
         check_model(folder, args.max_model_len)
+        if args.chat_template is not None:
+            from vlmserve.frontend.chat_template import load_chat_template
+
+            load_chat_template(folder, args.chat_template)
     if args.device not in ("auto", "cpu"):
         from vlmserve_common.compute.devices import resolve_device  # torch takes seconds to import
 
