@@ -15,7 +15,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+# Only people at a terminal want pip's own lines, for they have a bar that moves.
+QUIET_UNLESS_WATCHED = $$([ -t 2 ] || echo --quiet)
 TORCH_INDEX ?=
 ARGS ?=
 PYTEST_ARGS ?=
@@ -46,17 +48,20 @@ setup-test: $(VENV)/.ready-to-test
 
 $(VENV)/.ready-to-serve: pyproject.toml constraints.txt
 	@PYTHON='$(PYTHON)' sh .ci/make-venv $(VENV)
-	@echo 'Installing into $(VENV): the first time takes minutes, most of it torch'
-	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) -e .
+	@echo '1 of 2: PyTorch into $(VENV): 0.2 GB to download if it is for CPUs alone, 3 GB with CUDA; takes minutes'
+	@$(PIP) $(QUIET_UNLESS_WATCHED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo '2 of 2: vlmserve and its libraries (transformers, Triton, PyAV ...): 0.4 GB to download; takes a minute or two'
+	@$(PIP) --quiet -e .
 	@touch $@
+	@echo 'Installed.'
 
 # torchvision: transformers' image processors, which tests compare with, import it. Its own wish for one exact torch
 # build is passed over: only its resizing is used, which is plain torch. instructor's pins of jiter and requests are, too:
 # they contradict those of the openai client.
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
-	@$(PIP) -e '.[dev]'
-	@$(PIP) --no-deps torchvision instructor
+	@echo 'Linters, and what the tests use (gradio, pyarrow, clients ...): 0.3 GB to download; takes a minute or two'
+	@$(PIP) --quiet -e '.[dev]'
+	@$(PIP) --quiet --no-deps torchvision instructor
 	@touch $@
 
 lint: setup-test

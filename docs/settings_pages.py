@@ -91,11 +91,11 @@ def make_table() -> str:
             here = "a number up to 20 is taken, without effect" if name == "max_logprobs" else here
         rows.setdefault(here, []).append(_as_flag(name))
     lines = [f"| {', '.join(names)} | {here} |" for here, names in rows.items()]
-    return "\n".join(["| vLLM, SGLang | here |", "|---|---|", *lines]) + "\n"
+    return "\n".join(["| vLLM, SGLang, llama.cpp | here |", "|---|---|", *lines]) + "\n"
 
 
 def _as_flag(name: str) -> str:
-    return f"`-{name}`" if len(name) == 1 else f"`{flag(name)}`"
+    return f"`-{name}`" if len(name) <= 3 else f"`{flag(name)}`"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ _BENCHES = {
     "trace": ("where the device waits for the host, step by step", "vlmserve.commands.bench.trace"),
 }
 _TOOLS = {
-    "plan": ("whether a model fits on GPUs, and how fast it can be at the best", "vlmserve.commands.plan.command"),
+    "plan": ("which models fit on this CPU or on GPUs, and how fast they can be", "vlmserve.commands.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
     "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),
     "warmup": ("encode pictures and videos ahead of time", "vlmserve.commands.warmup.command"),
@@ -43,6 +43,14 @@ _TOOLS = {
     "doctor": ("what this machine and installation have, and lack", "vlmserve.commands.doctor.command"),
 }
 
+# Ollama's commands, and what to use in their place
+_OLLAMAS = {
+    "run": "vlmserve chat MODEL chats in the terminal, and vlmserve serve MODEL serves an API",
+    "pull": "vlmserve serve MODEL downloads MODEL when it first starts, and hf download MODEL does so ahead of time",
+    **dict.fromkeys(("list", "ls"), "hf cache ls lists the models that were downloaded"),
+    "rm": "hf cache rm model/MODEL deletes a model that was downloaded",
+}
+
 _EPILOG = """\
 examples:
   vlmserve serve                                     a small built-in model, to try things out
@@ -50,6 +58,7 @@ examples:
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
   vlmserve caption FOLDER --output captions.jsonl    caption pictures and videos
   vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
+  vlmserve plan                                      which models fit on this machine's CPU, and how fast
   vlmserve plan ./checkpoint --tp 8 --gpu h200       whether it fits, and how fast it can be at the best
   vlmserve verify Qwen/Qwen3-VL-2B-Instruct          compare its answers with those of transformers
   vlmserve bench serve --help                        measure it
@@ -66,7 +75,7 @@ the variable over the file, the file over the default:
   --disable-radix-cache       VLMSERVE_DISABLE_RADIX_CACHE=1     disable-radix-cache: true
   --no-disable-radix-cache    VLMSERVE_DISABLE_RADIX_CACHE=0     disable-radix-cache: false
 
-The usual flags of vLLM and SGLang are taken, too, or answered with ours: docs/flags-of-others.md.
+The usual flags of vLLM, SGLang and llama.cpp are taken, too, or answered with ours: docs/flags-of-others.md.
 """
 
 
@@ -114,6 +123,8 @@ def _main(words: list[str]) -> int:
     tools, named = (_BENCHES, words[1:]) if words[:1] == ["bench"] else (_TOOLS, words)
     if named and named[0] in tools:
         return _run_tool(tools[named[0]][1], named[1:])
+    if words and words[0] in _OLLAMAS:
+        return _complain(f"there is no command {words[0]!r}: {_OLLAMAS[words[0]]}", USAGE_ERROR)
     parser = build_parser()
     args = parser.parse_args(["--help"] if words == ["help"] else words)
     if args.command is None:

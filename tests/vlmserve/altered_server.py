@@ -2,6 +2,7 @@
 
 $DAMAGE is a file that names a process (api, scheduler, detokenizer) and a type: the next message of that type which
 leaves that process loses the second half of its body, and the file goes.
+$STUCK: threads that count a batch's lines, or look at tokens for /detokenize, say "stuck" and never end.
 $GO is a pipe: each embedding's write waits for a byte from it. The scheduler says "finishing" when it is told to end.
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from vlmserve.api import launch
 from vlmserve.config.engine_args import EngineArgs, StartSettings
@@ -34,6 +37,19 @@ def damage_of(name_of_process: str) -> None:
         send(sender, [envelope, name, body, *arrays])
 
     Sender.send_frames = send_frames
+
+
+def stuck_threads() -> None:
+    from vlmserve.api import tokenization
+    from vlmserve.api.batches import runner
+
+    def never_end(*_: object) -> NoReturn:
+        print("stuck", file=sys.stderr, flush=True)
+        while True:
+            threading.Event().wait()
+
+    tokenization.check_token = never_end
+    runner.count_lines = never_end
 
 
 def slow_disk() -> None:
@@ -72,6 +88,8 @@ def detokenizer(args: EngineArgs, channels: Channels, start: StartSettings, read
 
 if __name__ == "__main__":
     damage_of("api")
+    if "STUCK" in os.environ:
+        stuck_threads()
     model, *words = sys.argv[1:]
     small = {"port": 0, "num_threads": 1, "max_total_tokens": 4096, "served_model_name": "tiny"}
     settings = load_settings({"model": model, **small, **dict(word.split("=") for word in words)})

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -150,7 +151,7 @@ class FakeFrontend:
     def suspend(self, message: str | None) -> None:
         self.suspended = message
 
-    async def close(self) -> None:
+    async def close(self, patience_s: float) -> None:
         print("frontend closed", file=sys.stderr, flush=True)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
@@ -176,6 +177,7 @@ class FakeFrontend:
 
 if __name__ == "__main__":
     model, *words = sys.argv[1:]
+    Path(model, "config.json").write_text('{"model_type": "qwen3_vl"}')
     flags = {
         word.removeprefix("--").replace("-", "_"): value for word, value in zip(words[::2], words[1::2], strict=True)
     }

@@ -73,7 +73,7 @@ def test_encoder_processes_share_a_folder_with_engines_that_encode_themselves_an
 def test_a_folder_that_cannot_be_used_is_refused_by_name(tmp_path: Path, encoders: int):
     model = make_checkpoint("qwen3_vl", tmp_path / "model")
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(Exception, match="--embedding-cache-dir"):
+    with pytest.raises(Exception, match="setting embedding_cache_dir"):
         run(model, tmp_path / "file", encoder_dp_size=encoders)
     assert multiprocessing.active_children() == []
 

@@ -97,7 +97,7 @@ def test_stop_strings_and_limits(family):
         cut = llm.chat(asked[0], dataclasses.replace(GREEDY, stop=(stop,)))
         assert cut.text == text[: text.find(stop)]
         assert cut.finish_reason == "stop"
-        with pytest.raises(BadRequestError, match="--max-model-len"):
+        with pytest.raises(BadRequestError, match="setting max_model_len"):
             llm.chat(ask("word " * 9000), GREEDY)
         assert llm.chat(asked[0], GREEDY).text == text
 

@@ -115,6 +115,36 @@ def test_the_number_of_files_is_limited_those_under_way_too(store):
     put(store, owner="b")
 
 
+def test_no_owner_takes_all_files(store):
+    store.shared = True
+    records = [put(store) for _ in range(2)]
+    refused(
+        store.begin,
+        "a",
+        code="too_many_files",
+        match=r"there are 2 files, the limit is 2, half of what other API keys leave of 4 \(setting --max-files\)",
+    )
+    put(store, owner="b")
+    refused(store.begin, "b", code="too_many_files", match="the limit is 1,")
+    put(store, owner="c")
+    refused(store.begin, "a", code="too_many_files")
+    store.delete("a", records[0].id)
+    put(store, owner="d")
+
+
+def test_no_owner_takes_all_bytes_those_under_way_too(store):
+    store.shared = True
+    put(store, bytes(1000))
+    with store.begin("a") as upload:
+        upload.write(bytes(250))
+        what = r"1251 bytes, the limit is 1250, half of what other API keys leave of 2500 \(setting --max-file-store"
+        refused(upload.write, b"x", code="file_store_full", match=what)
+        with store.begin("b") as other:
+            other.write(bytes(625))
+            refused(other.write, b"x", code="file_store_full")
+    put(store, bytes(625), owner="b")
+
+
 def test_files_expire(store, clock, tmp_path):
     record, longer, forever = put(store, expire_after_s=60), put(store, expire_after_s=90), put(store)
     assert record.expires_at == int(clock.now) + 60

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.vlmserve.server_process import PATIENCE_S, ServerProcess, await_that, gone
+from vlmserve import cli
+from vlmserve.api import launch
 
 
 @pytest.fixture
@@ -53,6 +55,49 @@ def test_a_key_file_that_is_wrong_is_told_before_the_model_is_loaded(start, tmp_
     server = start("--api-key-file", str(keys), FAKE_START="hang")
     assert server.wait() == 1
     assert "line 1: it has 3 words; it must be a name and a key" in "".join(server.log)
+
+
+@pytest.mark.parametrize("key", ["", "secret"])
+def test_an_address_that_others_reach_without_a_key_is_warned_of(start, key: str) -> None:
+    server = start("--host", "0.0.0.0", VLMSERVE_API_KEY=key)
+    assert server.get("hello") == (200, "hello"), "the address that the log names can be opened"
+    log = "".join(server.log)
+    assert ("--host is 0.0.0.0, and there is no API key" in log) == (not key)
+    assert ("set VLMSERVE_API_KEY or --api-key-file" in log) == (not key)
+    assert "on all addresses (Ctrl-C" in log
+
+
+def test_the_machine_s_own_address_needs_no_warning(start) -> None:
+    server = start()
+    server.port()
+    assert "API key" not in "".join(server.log)
+    assert "all addresses" not in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("words", "files", "complaint"),
+    [
+        ("no/such-folder/model", {}, "is neither a folder nor a hub id"),
+        ("no/such.gguf", {}, "GGUF files cannot be read"),
+        ("{folder}", {"tokenizer.json": "{}"}, "{folder} has no config.json: it is not a checkpoint"),
+        ("{folder}", {"config.json": '{"model_type": "llama"}'}, "model_type 'llama' (architectures []) is not"),
+        ("--chat-template {{%for%}}", {}, "the chat template is broken in line 1"),
+        ("--max-model-len 4097", {}, "--max-model-len is 4097; the model was made for 4096 tokens"),
+        ("--device cuda:99", {}, "--device is 'cuda:99', but "),
+    ],
+)
+def test_what_is_cheap_to_check_is_checked_before_anything_starts(
+    words: str, files: dict[str, str], complaint: str, tmp_path, monkeypatch, capsys
+) -> None:
+    """Even before the port, which is taken."""
+    monkeypatch.setattr(launch, "configure_logging", lambda *_: None)
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        assert cli.main(["serve", "--port", str(port), *words.format(folder=tmp_path).split()]) == 1
+    assert complaint.format(folder=tmp_path) in capsys.readouterr().err
 
 
 def test_serves_and_stops_in_order(start, tmp_path) -> None:

@@ -13,10 +13,12 @@ import pytest
 from PIL import Image
 
 from tests.processors.helpers import encoded
-from vlmserve import LLM, SamplingOverrides
+from vlmserve import LLM, AsyncLLM, ChatPrompt, GenerateReqInput, SamplingOverrides
 from vlmserve.commands.offline.inputs import conversation, read_settings, sampling_of
 from vlmserve.config.checks import SettingsError
-from vlmserve_common.errors import BadRequestError
+from vlmserve.frontend.openai.json_bodies import checked
+from vlmserve.frontend.openai.protocol import ChatCompletionRequest
+from vlmserve_common.errors import BadRequestError, EngineError
 
 SAMPLES = Path(__file__).resolve().parents[2] / "assets" / "samples"
 SIX = str(SAMPLES / "six.png")
@@ -76,7 +78,7 @@ USER = {"role": "user", "content": "x"}
         ("x", {"images": [str(SAMPLES)]}, BadRequestError, "Is a directory"),
         ("x", {"images": [Path("a\0b")]}, BadRequestError, "cannot read .*null byte"),
         ("x", {"images": [Path("a\ud800")]}, BadRequestError, "cannot read .*surrogates"),
-        ("x", {"videos": [b""] * 9}, BadRequestError, "has 9 videos, the limit is 8 .*--max-videos-per-request"),
+        ("x", {"videos": [b""] * 9}, BadRequestError, "has 9 videos, the limit is 8 .*setting max_videos_per_request"),
         ("x", {"images": [SAMPLES / "rolling.mp4"]}, BadRequestError, "not a picture: .* video_url, or video"),
         ("x", {"videos": [SIX]}, BadRequestError, "a PNG picture, not a video: send it in a part of type"),
         ("x", {"images": ["file:///etc/hostname"]}, BadRequestError, "file: URLs are refused"),
@@ -94,6 +96,39 @@ def test_what_is_wrong_is_told(llm: LLM, messages: Any, more: dict[str, Any], ki
     with pytest.raises(kind, match=complaint) as caught:
         llm.chat(messages, **more)
     str(caught.value).encode()  # can be printed
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "nobody", "content": "x"},
+        {"role": "user", "content": []},
+        {"role": "user", "content": None},
+        {"role": "user"},
+        {"role": "user", "content": "x", "contents": "y"},
+        {"role": "user", "content": [5]},
+        {"role": "user", "content": [{"type": "imag", "image": "a.png"}]},
+        {"role": "user", "content": [{"type": "text", "text": "x", "txt": "y"}]},
+        {"role": "user", "content": [{"type": "image"}]},
+        {"role": "system", "content": [{"type": "image", "image": "data:image/png;base64,"}]},
+        {"role": "assistant"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"arguments": "{}"}}]},
+    ],
+    ids=str,
+)
+def test_messages_are_checked_as_the_server_does(llm: LLM, message: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError) as of_server:
+        checked({"model": "m", "messages": [message]}, ChatCompletionRequest)
+    with pytest.raises(BadRequestError) as ours:
+        llm.chat([message], max_tokens=2)
+    assert (str(ours.value), ours.value.param) == (str(of_server.value), of_server.value.param)
+
+
+def test_what_only_python_can_write_is_taken(llm: LLM) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    part = {"type": "image", "image": Path(SIX)}
+    messages = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": (part,)}]
+    assert llm.chat(messages, max_tokens=2).prompt_tokens > 20
 
 
 def test_a_text_is_no_batch(llm: LLM) -> None:
@@ -137,18 +172,39 @@ def test_sampling_together() -> None:
     [
         ({"pge_size": 16}, "LLM has no setting 'pge_size'; did you mean page_size?"),
         ({"port": 80}, "LLM has no setting 'port'"),
-        ({"page_size": "16"}, "--page-size is '16'; it must be a whole number"),
-        ({"page_size": True}, "--page-size is True; it must be a whole number"),
-        ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be one of auto, float32"),
+        ({"page_size": "16"}, "page_size is '16'; it must be a whole number"),
+        ({"page_size": True}, "page_size is True; it must be a whole number"),
+        ({"page_size": 3}, "page_size is 3; it must be a divisor of chunked_prefill_size, which is 2048"),
+        ({"block_size": 32, "chunked_prefill_size": 48}, "chunked_prefill_size is 48; it must be -1 (whole prompts), "),
+        ({"nnodes": 2}, "nnodes is 2; it must be a divisor of tp_size, which is 1"),
+        ({"dtype": "fp8"}, "dtype is 'fp8'; it must be one of auto, float32"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb is 2; only 0 is supported"),
-        ({"limit_mm_per_prompt": {"image": "many"}}, "--max-images-per-request is 'many'; it must be a whole number"),
+        ({"limit_mm_per_prompt": {"image": "many"}}, "max_images_per_request is 'many'; it must be a whole number"),
         ({"enable_lora": True}, "enable_lora is not supported"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SettingsError) as caught:
         read_settings("", None, settings)
-    assert complaint in str(caught.value)
+    assert str(caught.value).startswith(complaint)
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM])
+def test_what_the_engine_refuses_is_named_as_it_was_given(make: Any) -> None:
+    with pytest.raises(EngineError, match=r"^max_model_len is 9999; the model was made for 4096 tokens$"):
+        make(max_model_len=9999)
+
+
+def test_a_closed_one_says_so() -> None:
+    with LLM(num_threads=1) as llm:
+        pass
+    with pytest.raises(EngineError, match="this LLM is closed"):
+        llm.chat("Hello", max_tokens=2)
+    engine = AsyncLLM(num_threads=1)
+    engine.close()
+    request = GenerateReqInput(request_id="one", prompt=ChatPrompt(messages=[USER]))
+    with pytest.raises(EngineError, match="this AsyncLLM is closed"):
+        asyncio.run(anext(engine.generate(request)))
 
 
 def test_settings_by_other_names(tmp_path: Path) -> None:

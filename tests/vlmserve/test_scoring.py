@@ -230,7 +230,7 @@ def test_what_is_wrong_is_told(family):
             (ReturnOptions(prompt_logprobs=1, logprob_start_len=4000), "logprob_start_len is 4000; it must be below"),
             (ReturnOptions(logprob_start_len=1), "logprob_start_len is 1; it must be left out without prompt_logprobs"),
             (ReturnOptions(token_ids_logprob=(448,)), "token_ids_logprob is token id 448; .* below 448"),
-            (ReturnOptions(hidden_states="all"), "--enable-return-hidden-states"),
+            (ReturnOptions(hidden_states="all"), "setting enable_return_hidden_states"),
         ):
             with pytest.raises(BadRequestError, match=complaint):
                 llm.chat(asked[0], GREEDY, returns=returns)
@@ -240,7 +240,7 @@ def test_what_is_wrong_is_told(family):
             llm.score(asked[0], ["a", ""])
         with pytest.raises(BadRequestError, match="there is no logits processor 'x', only: none"):
             llm.chat(asked[0], GREEDY, logits_processors=[LogitsProcessorCall(name="x")])
-    with pytest.raises(EngineError, match="--logits-processors: cannot make 'os:nothing'"):
+    with pytest.raises(EngineError, match="logits_processors: cannot make 'os:nothing'"):
         LLM(str(folder), num_threads=1, logits_processors="os:nothing")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,23 @@ def test_a_server_that_is_stopped_writes_what_waits_for_the_disk(start, tmp_path
     [entry] = entries(tmp_path / "cache")
     assert entry.stat().st_size > 10_000
     assert "lost" not in "".join(server.log)
+
+
+def test_threads_that_never_end_are_not_waited_for(run, default_model, tmp_path):
+    """One of a pool of ours with a batch, one of asyncio's with a request."""
+    words = (str(default_model), "shutdown_timeout_s=0.2")
+    server = run("tests.vlmserve.altered_server", *words, STUCK="1", TMPDIR=str(tmp_path))
+    with server.client() as ai, ThreadPoolExecutor(1) as threads:
+        file = ai.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+        ai.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        threads.submit(server.post, "detokenize", tokens=[1])
+        server.await_log("stuck\n(.*\n)*.*stuck")
+        directories = server.directories()
+        assert len(directories) == 3
+        assert_nothing_is_left(server, end(server, signal.SIGTERM))
+    assert not any(directory.exists() for directory in directories)
+    assert list(tmp_path.iterdir()) == []
+    assert re.search(r"ending without these threads, which still work: .*batch-files_0", "".join(server.log))
 
 
 @pytest.mark.slow

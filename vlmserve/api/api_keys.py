@@ -7,7 +7,7 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,11 @@ class KeyHolder:
 
 
 class ApiKeys:
-    """The digests of keys, and their holders."""
+    """The digests of keys, and their holders. shared: there are several holders."""
 
     def __init__(self, entries: Sequence[tuple[bytes, KeyHolder]]) -> None:
         self._entries = tuple(entries)
+        self.shared = len({holder.owner for _, holder in entries}) > 1
 
     def holder(self, key: bytes) -> KeyHolder | None:
         """Return the holder of a key, or None for an unknown key. The time is the same for every key."""
@@ -42,6 +43,20 @@ class ApiKeys:
             if hmac.compare_digest(digest, known):
                 found = holder
         return found
+
+
+def share_of(total: int, held: Mapping[str, int], owner: str, *, shared: bool) -> tuple[int, int, str]:
+    """Return how much of a total an owner has, how much it may have, and this limit in words.
+
+    held: the amounts of all owners. shared: each owner may have half of the total that the others leave, so that there
+    is room for the next one. False: all owners count as one.
+    """
+    taken = sum(held.values())
+    if not shared:
+        return taken, total, str(total)
+    own = held.get(owner, 0)
+    most = max(0, total - taken + own + 1) // 2
+    return own, most, f"{most}, half of what other API keys leave of {total}"
 
 
 def read_api_keys(settings: ServerSettings) -> ApiKeys | None:

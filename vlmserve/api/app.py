@@ -50,9 +50,12 @@ from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve.ipc.messages import PreparedMessage, SchedulerInput
 from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.process.threads import Threads
 from vlmserve_common.version import __version__
 
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
+_LEAST_S = 1.0  # what each step of closing gets, however late it is
+_BATCH_THREADS = 4  # that read and write the files of batches
 
 
 _MODEL_ENDPOINTS = (complete_chat, complete, score_labels, warm_up, tokenize, detokenize)
@@ -161,7 +164,9 @@ def build_app(
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
     app.state.bodies = BodyBudget(settings)
-    app.state.parsing = asyncio.Lock()  # of large bodies: the interpreter does it for one at a time, and nothing beside
+    # Large bodies are parsed one at a time: the interpreter does one at a time, and nothing beside.
+    app.state.parsing = Threads("bodies", 1)
+    stack.callback(app.state.parsing.close)
     prefixes = settings.metrics_prefixes
     metrics = ServerMetrics(model_name, prefixes=prefixes.split(",") if prefixes else (), longest_turn_s=longest_turn_s)
     manager.observe = _observer(metrics, settings)
@@ -179,12 +184,15 @@ def build_app(
     journal = BatchJournal(files.folder)
     stack.callback(journal.close)
     responses = ResponsesApi(served, store)
-    app.state.batches = make_runner(served, journal, batch_endpoints(served, responses))
+    reading = Threads("batch-files", _BATCH_THREADS)
+    stack.callback(reading.close)
+    app.state.batches = make_runner(served, journal, batch_endpoints(served, responses, reading), reading)
     add_operations(app, endpoints_of(responses))
     add_operations(app, endpoints_of(BatchesApi(journal, app.state.batches, files, settings)))
     add_operations(app, endpoints_of(operators))
     # The one added last is the outermost: it sees refused keys, and what fails further in.
     keys = read_api_keys(settings)
+    files.shared = keys is not None and keys.shared
     add_pages(app, model=model_name, keys=keys is not None, admin_key=settings.admin_api_key is not None)
     add_front_page(
         app,
@@ -247,12 +255,20 @@ class ApiFrontend:
         """Go on with the batches of the last server."""
         self.app.state.batches.start()
 
-    async def close(self) -> None:
-        """Free threads and connections."""
-        await self.app.state.batches.stop()
+    async def close(self, patience_s: float = 30.0) -> None:
+        """Free threads and connections. Whatever waits for a thread when `patience_s` are over is left behind."""
+        loop = asyncio.get_running_loop()
+        until, last = loop.time() + patience_s, Threads("closing", 1)
+        for step in (self.app.state.batches.stop, self._close_requests, lambda: last.run(self._stack.close)):
+            task = loop.create_task(step())
+            await asyncio.wait((task,), timeout=max(_LEAST_S, until - loop.time()))
+            if task.done():
+                task.result()
+        last.close()
+
+    async def _close_requests(self) -> None:
         self.manager.close()
         await self._media.close()
-        await asyncio.to_thread(self._stack.close)
 
 
 def make_frontend(

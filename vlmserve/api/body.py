@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.process.threads import Threads
 
 _Model = TypeVar("_Model", bound=BaseModel)
 # Bodies beyond either are parsed in a thread. Many small values take time, and a comma stands between two of them; a
@@ -80,8 +81,8 @@ async def read_body(
     data = await _receive(request, settings) or if_empty
     if len(data) <= _INLINE_BYTES and data.count(b",") <= _INLINE_COMMAS:
         return _parse(data, model, settings)
-    async with request.app.state.parsing:
-        return await asyncio.to_thread(_parse_in_turn, request.app.state.bodies, data, model, settings)
+    parsing: Threads = request.app.state.parsing
+    return await parsing.run(_parse_in_turn, request.app.state.bodies, data, model, settings)
 
 
 async def body_parts(request: Request, settings: ServerSettings) -> AsyncIterator[bytes]:

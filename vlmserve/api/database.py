@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve_common.errors import EngineError
+from vlmserve_common.process.threads import Threads
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -22,11 +23,12 @@ def is_full(error: Exception) -> bool:
 class Database:
     """A database that any thread may use, one at a time; each write is on disk when it returns.
 
-    schema: statements that change nothing if the tables exist. The caller makes sure that no other process opens the
-    file. Raises EngineError.
+    schema: statements that change nothing if the tables exist. threads: for its short work. The caller makes sure that
+    no other process opens the file. Raises EngineError.
     """
 
     def __init__(self, path: Path, schema: str) -> None:
+        self.threads = Threads(path.stem, 1)
         self._lock = threading.Lock()
         try:
             path.touch(mode=0o600)
@@ -44,5 +46,6 @@ class Database:
 
     def close(self) -> None:
         """Close the file."""
+        self.threads.close()
         with self._lock:
             self._db.close()

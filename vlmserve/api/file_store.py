@@ -16,6 +16,7 @@ import re
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -26,12 +27,15 @@ from processors.fetch.fetching import MediaFile
 from processors.fetch.limits import ByteLimit
 from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
+from vlmserve.api.api_keys import share_of
 from vlmserve.api.errors import not_found
 from vlmserve.config.settings import ServerSettings
 from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.process.threads import Threads
 
 logger = logging.getLogger(__name__)
 
+_THREADS = 8  # uploads that are written at a time
 _OURS = re.compile(r"(file-[0-9a-f]{32})\.(bin|json|part)")
 
 
@@ -56,37 +60,39 @@ class FileStore:
     """A thread-safe store. One store at a time uses a folder, which must exist; EngineError otherwise.
 
     settings: the limits, in which unfinished uploads count. clock: seconds since 1970. folder: belongs to this store
-    alone. bytes: of files and unfinished uploads.
+    alone. threads: for its work. shared: each owner has its own share of the limits.
     """
 
     def __init__(self, folder: Path, settings: ServerSettings, *, clock: Callable[[], float] = time.time) -> None:
         self.folder = folder
+        self.threads = Threads("files", _THREADS)
+        self.shared = False
         self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
         self._records: dict[str, FileRecord] = {}
-        self._uploads = 0
-        self.bytes = 0
+        self._uploads: Counter[str] = Counter()  # unfinished ones of each owner
+        self._bytes: Counter[str] = Counter()  # of each owner, those of unfinished uploads too
         self._folder_fd = _lock_folder(folder)
         self._load()
 
     def begin(self, owner: str) -> Upload:
         """Begin an upload, which must be closed in any case. Raises BadRequestError if the store has too many files."""
-        limit = self._settings.max_files
         with self._lock:
             self._drop_expired()
-            count = len(self._records) + self._uploads
-            if count >= limit:
+            held = self._uploads + Counter(record.owner for record in self._records.values())
+            count, most, limit = share_of(self._settings.max_files, held, owner, shared=self.shared)
+            if count >= most:
                 raise BadRequestError(
                     f"there are {count} files, the limit is {limit} (setting --max-files); delete some",
                     code="too_many_files",
                 )
-            self._uploads += 1
+            self._uploads[owner] += 1
         file_id = "file-" + secrets.token_hex(16)
         try:
             return Upload(self, file_id, owner, _create(self.folder / f"{file_id}.part"))
         except BaseException:
-            self._release(0)
+            self._release(owner, 0)
             raise
 
     def files(self, owner: str) -> list[FileRecord]:
@@ -126,19 +132,26 @@ class FileStore:
 
     def close(self) -> None:
         """Let another store use the folder. Files stay."""
+        self.threads.close()
         os.close(self._folder_fd)
 
-    def reserve(self, count: int) -> None:
+    @property
+    def bytes(self) -> int:
+        """The bytes of files and unfinished uploads."""
+        return self._bytes.total()
+
+    def reserve(self, owner: str, count: int) -> None:
         """Make room for `count` more bytes of an upload. Raises BadRequestError if there is none."""
-        limit = self._settings.max_file_store_bytes
+        total = self._settings.max_file_store_bytes
         with self._lock:
-            if self.bytes + count > limit:
+            taken, most, limit = share_of(total, self._bytes, owner, shared=self.shared)
+            if taken + count > most:
                 raise BadRequestError(
-                    f"the uploaded files would take {self.bytes + count} bytes, the limit is {limit} (setting "
+                    f"the uploaded files would take {taken + count} bytes, the limit is {limit} (setting "
                     "--max-file-store-bytes); delete some",
                     code="file_store_full",
                 )
-            self.bytes += count
+            self._bytes[owner] += count
 
     def commit(self, upload: Upload, *, filename: str, purpose: str, expire_after_s: float | None) -> FileRecord:
         """Make an upload a file. Called by `Upload.commit` only."""
@@ -167,13 +180,13 @@ class FileStore:
                 final.unlink(missing_ok=True)
                 raise
             self._records[record.id] = record
-            self._uploads -= 1
+            self._uploads[record.owner] -= 1
         return record
 
     def abandon(self, upload: Upload) -> None:
         """Forget an upload that was not committed. Called by `Upload.close` only."""
         (self.folder / f"{upload.id}.part").unlink(missing_ok=True)
-        self._release(upload.bytes)
+        self._release(upload.owner, upload.bytes)
 
     def check_size(self, size: int) -> None:
         """Raise BadRequestError (413) for a file of more bytes than one may have."""
@@ -185,10 +198,10 @@ class FileStore:
                 status=413,
             )
 
-    def _release(self, count: int) -> None:
+    def _release(self, owner: str, count: int) -> None:
         with self._lock:
-            self._uploads -= 1
-            self.bytes -= count
+            self._uploads[owner] -= 1
+            self._bytes[owner] -= count
 
     def _drop_expired(self) -> None:
         now = self._clock()
@@ -200,7 +213,7 @@ class FileStore:
         """Remove a file from disk, which has left the records."""
         for ending in ("json", "bin"):  # in this order: see above
             (self.folder / f"{record.id}.{ending}").unlink(missing_ok=True)
-        self.bytes -= record.bytes
+        self._bytes[record.owner] -= record.bytes
 
     def _load(self) -> None:
         found: dict[str, set[str]] = {}
@@ -217,7 +230,7 @@ class FileStore:
                 logger.warning("%s in %s is damaged and left alone", file_id, self.folder)
             else:
                 self._records[file_id] = record
-                self.bytes += record.bytes
+                self._bytes[record.owner] += record.bytes
         self._drop_expired()
 
     def _read(self, file_id: str) -> FileRecord | None:
@@ -252,7 +265,7 @@ class Upload(AbstractContextManager["Upload"]):
             if not self._open:
                 raise ValueError("the upload is closed")
             self._store.check_size(self.bytes + len(data))
-            self._store.reserve(len(data))
+            self._store.reserve(self.owner, len(data))
             self.bytes += len(data)
             self._file.write(data)
 

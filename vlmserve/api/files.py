@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, BinaryIO, Literal, cast
 from urllib.parse import quote
@@ -90,11 +89,11 @@ class FilesApi:
         if declared.isdecimal():
             self._store.check_size(int(declared) - _FORM_BYTES)
         try:
-            upload = await asyncio.to_thread(self._store.begin, owner_of(request))
+            upload = await self._store.threads.run(self._store.begin, owner_of(request))
             try:
                 record = await self._receive(request, upload)
             finally:
-                await asyncio.to_thread(upload.close)
+                await self._store.threads.run(upload.close)
         except OSError as error:
             if error.errno in NO_SPACE:
                 raise _no_space(error) from error
@@ -109,7 +108,7 @@ class FilesApi:
     )
     async def list(self, request: Request) -> Response:
         """List uploaded files."""
-        records = await asyncio.to_thread(self._store.files, owner_of(request))
+        records = await self._store.threads.run(self._store.files, owner_of(request))
         query = request.query_params
         purpose = query.get("purpose")
         if purpose is not None:
@@ -120,12 +119,12 @@ class FilesApi:
     @operation("GET", "/v1/files/{file_id}", "getFile", "Files", answer=FileObject, errors=ID_ERRORS)
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """Describe a file."""
-        return JSONResponse(_describe(await asyncio.to_thread(self._store.find, owner_of(request), file_id)))
+        return JSONResponse(_describe(await self._store.threads.run(self._store.find, owner_of(request), file_id)))
 
     @operation("DELETE", "/v1/files/{file_id}", "deleteFile", "Files", answer=DeletedFile, errors=ID_ERRORS)
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget a file. Requests that read it already go on."""
-        await asyncio.to_thread(self._store.delete, owner_of(request), file_id)
+        await self._store.threads.run(self._store.delete, owner_of(request), file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     @operation(
@@ -135,13 +134,13 @@ class FilesApi:
     )
     async def content(self, request: Request, file_id: str) -> Response:
         """Return the bytes of a file. Browsers save them, and do not take them for a page of this server."""
-        record, file = await asyncio.to_thread(self._store.open, owner_of(request), file_id)
+        record, file = await self._store.threads.run(self._store.open, owner_of(request), file_id)
         headers = {
             "Content-Length": str(record.bytes),
             "Content-Disposition": f"attachment; filename*=UTF-8''{quote(record.filename, safe='')}",
             "X-Content-Type-Options": "nosniff",
         }
-        return StreamingResponse(_chunks(file), media_type="application/octet-stream", headers=headers)
+        return StreamingResponse(self._chunks(file), media_type="application/octet-stream", headers=headers)
 
     async def _receive(self, request: Request, upload: Upload) -> FileRecord:
         form = UploadForm(request.headers.get("content-type", ""), _FIELDS, upload.write)
@@ -153,15 +152,20 @@ class FilesApi:
             total += len(part)
             self._store.check_size(total - _FORM_BYTES)
             if size >= _CHUNK_BYTES:
-                await asyncio.to_thread(form.feed, b"".join(waiting))
+                await self._store.threads.run(form.feed, b"".join(waiting))
                 waiting, size = [], 0
-        await asyncio.to_thread(form.feed, b"".join(waiting))
+        await self._store.threads.run(form.feed, b"".join(waiting))
         form.finish()
         purpose, expire_after_s = _check_fields(form.fields)
         assert form.filename is not None
-        return await asyncio.to_thread(
+        return await self._store.threads.run(
             upload.commit, filename=form.filename, purpose=purpose, expire_after_s=expire_after_s
         )
+
+    async def _chunks(self, file: BinaryIO) -> AsyncIterator[bytes]:
+        with file:
+            while chunk := await self._store.threads.run(file.read, _CHUNK_BYTES):
+                yield chunk
 
 
 def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
@@ -183,12 +187,6 @@ def _check_fields(fields: dict[str, str]) -> tuple[str, int | None]:
 def _describe(record: FileRecord) -> FileObject:
     same = {name: getattr(record, name) for name in FileObject.__annotations__ if hasattr(record, name)}
     return cast("FileObject", same | {"object": "file", "status": "processed"})
-
-
-async def _chunks(file: BinaryIO) -> AsyncIterator[bytes]:
-    with file:
-        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-            yield chunk
 
 
 def _no_space(error: OSError) -> BadRequestError:

@@ -1,7 +1,8 @@
 """The composition root: starts the processes of a server, connects them, and stops them again.
 
-The parts of a server are made in order, and undone backwards whatever happens. The first is the listening socket, so
-that a taken port is known before a model is loaded. Then come private directories, the process that all children are
+The parts of a server are made in order, and undone backwards whatever happens. Cheap checks come first: API keys, a
+local model's config.json, the device. The first part is the listening socket, so that a taken port is known before a
+model is loaded. Then come private directories, the process that all children are
 forks of, the children, their readiness, and HTTP.
 
 A server has three processes. This one has HTTP, the TokenizerManager, and media unless these have processes of their
@@ -14,25 +15,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.event_loop import ApiEventLoop, forget_turns
 from vlmserve.api.listening import listen
 from vlmserve.config.engine_args import EngineArgs, StartSettings
-from vlmserve.config.model_path import resolve_model
+from vlmserve.config.model_path import DEFAULT_MODEL_NAME, check_model, checked_model, local_folder
 from vlmserve.config.settings import ServerSettings
 from vlmserve.ipc.channels import LOOK_S, Channels, Heartbeat, Watchdog, Watched
 from vlmserve.ipc.child import (
@@ -57,6 +59,7 @@ from vlmserve_common.process.stop_signals import (
     stop_signals_held,
     stop_signals_raise,
 )
+from vlmserve_common.process.threads import exit_within
 
 if TYPE_CHECKING:
     from vlmserve.api.app import ApiFrontend
@@ -138,11 +141,10 @@ def serve_node(settings: ServerSettings) -> int:
 
     Returns the exit status. Call it in the main thread. Raises the errors of `launch_server`.
     """
-    configure_logging(settings.log_level, "node")
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:
-            args = replace(settings.engine, model=str(resolve_model(settings.engine.model, settings.engine.revision)))
+            args = _settle_model(settings)[0].engine
             channels, start = make_directories(settings, stack)
             prepare_children()
             started = start_children(rank_mains(args), args, channels, start, stack)
@@ -190,14 +192,15 @@ def launch_server(
     A signal stops new connections and lets running requests finish, for `shutdown_timeout_s` at most; a second one
     does not wait. Raises VlmserveError or OSError, with a message fit for the user, if the server cannot start.
     """
+    configure_logging(settings.log_level, "node" if settings.engine.node_rank else "api")
+    _check_first(settings.engine)
     if settings.engine.node_rank:
         return serve_node(settings)
-    configure_logging(settings.log_level, "api")
     if settings.otlp_traces_endpoint is not None:
         from vlmserve.api.tracing import check_extra
 
         check_extra()  # before minutes go by with the model
-    read_api_keys(settings)  # so that errors in them show now
+    keys = read_api_keys(settings)  # so that errors in them show now
     raise_open_files()
     if settings.port_file:
         Path(settings.port_file).unlink(missing_ok=True)  # a waiting reader must not see an older server's port
@@ -205,6 +208,12 @@ def launch_server(
         stack.enter_context(stop_signals_raise())
         try:
             listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
+            if keys is None and not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+                logger.warning(
+                    "--host is %s, and there is no API key: everyone who reaches this address may use the server; set "
+                    "VLMSERVE_API_KEY or --api-key-file",
+                    settings.host,
+                )
             settings, model_name = _settle_model(settings)
             channels, start = make_directories(settings, stack)
             # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
@@ -235,13 +244,31 @@ def launch_server(
                 children=children,
                 listener=listener,
             )
-            with asyncio.Runner(loop_factory=ApiEventLoop) as runner:
-                return runner.run(serving.run(of_all(reports.values()), make_frontend))
+            status = _run(ApiEventLoop(), serving.run(of_all(reports.values()), make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
         finally:
             ignore_stop_signals()  # from here on everything is short, and must be done
+    exit_within(serving.patience_s, status)
+    return status
+
+
+def _run(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, int]) -> int:
+    """Run a coroutine in a new event loop, as `asyncio.run` does, which would wait for the threads of `to_thread`."""
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.run_until_complete(_call_off(asyncio.all_tasks(loop), _FAREWELL_S))
+        loop.close()
+
+
+async def _call_off(tasks: Collection[asyncio.Task[Any]], patience_s: float) -> None:
+    """Cancel tasks, and wait for their ends. A task that waits for a thread may not end."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=patience_s)
 
 
 @dataclass(kw_only=True)
@@ -249,7 +276,8 @@ class _Serving:
     """The server from its readiness to its end: HTTP, the messages from the detokenizer, and a watch on the children.
 
     api: the address of messages from the engine. engines: the channels of each replica. failure: why the server ends,
-    if it has to. watchdog: None until there are children to watch.
+    if it has to. watchdog: None until there are children to watch. ends_at: the loop's time until which running work
+    is waited for; None until the end begins.
     """
 
     settings: ServerSettings
@@ -261,6 +289,13 @@ class _Serving:
     listener: socket.socket
     failure: str | None = None
     watchdog: Watchdog | None = None
+    ends_at: float | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """The seconds that the end may still wait for threads: never none, for most of them end at once."""
+        left = self.settings.shutdown_timeout_s if self.ends_at is None else self.ends_at - time.monotonic()
+        return max(_FAREWELL_S, left)
 
     async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
         from vlmserve.api.http_server import HttpServer
@@ -280,7 +315,7 @@ class _Serving:
                 control=engines.ask,
                 start=self.start,
             )
-            stack.push_async_callback(frontend.close)
+            stack.push_async_callback(lambda: frontend.close(self.patience_s))
             server = HttpServer(frontend.app, self.settings, backlog=_BACKLOG, started=self._announce)
             gc.freeze()  # these objects stay: looking through them would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
@@ -303,6 +338,8 @@ class _Serving:
                 for process in processes:
                     loop.remove_reader(process.sentinel)
                 receiver.close()
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                await _call_off(others, self.patience_s)
             if self.failure is None:
                 logger.info("stopped")
                 return 0
@@ -314,8 +351,11 @@ class _Serving:
         host, port = self.listener.getsockname()[:2]
         if self.settings.port_file:
             _write_whole(Path(self.settings.port_file), f"{port}\n")
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("ready: http://%s:%d serves %s (Ctrl-C stops it)", shown, port, self.model_name)
+        everywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+        if everywhere:  # which is no address to go to
+            host = "::1" if ":" in host else "127.0.0.1"
+        shown, where = f"[{host}]" if ":" in host else host, " on all addresses" if everywhere else ""
+        logger.info("ready: http://%s:%d serves %s%s (Ctrl-C stops it)", shown, port, self.model_name, where)
 
     async def _watch(self, frontend: ApiFrontend, server: HttpServer) -> None:
         children = {child.process.pid: child.process for child in self.children}
@@ -354,6 +394,7 @@ class _Serving:
         name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
+            self.ends_at = time.monotonic()
             self._cut_short(server, frontend)
             return
         problem = None if self.watchdog is None else self.watchdog.problem
@@ -363,6 +404,7 @@ class _Serving:
             logger.info("%s: not waiting for running requests: %s", name, problem)
             patience_s = 0.0
         server.should_exit = True
+        self.ends_at = time.monotonic() + patience_s
         asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
 
     def _cut_short(self, server: HttpServer, frontend: ApiFrontend) -> None:
@@ -378,6 +420,7 @@ class _Serving:
         if self.failure is not None:
             return
         self.failure = failure
+        self.ends_at = time.monotonic() + self.settings.shutdown_timeout_s
         logger.error("%s: pending requests are answered 503", failure)
         frontend.fail_all(f"the engine is gone ({failure})")
         loop = asyncio.get_running_loop()
@@ -392,13 +435,25 @@ class _Serving:
         engines.came(message)  # last, since an ended request may have to be taken back
 
 
+def _check_first(args: EngineArgs) -> None:
+    """Check the model, unless it may have to be downloaded, and a device and a template that were asked for."""
+    if (folder := local_folder(args.model)) is not None:
+        check_model(folder, args.max_model_len)
+        if args.chat_template is not None:
+            from vlmserve.frontend.chat_template import load_chat_template
+
+            load_chat_template(folder, args.chat_template)
+    if args.device not in ("auto", "cpu"):
+        from vlmserve_common.compute.devices import resolve_device  # torch takes seconds to import
+
+        resolve_device(args.device)
+
+
 def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     """Return settings whose model is a folder on this machine, and the model's name for clients."""
-    from vlmserve.config.model_path import DEFAULT_MODEL_NAME, resolve_model
-
     model = settings.engine.model
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
-    folder = resolve_model(model, settings.engine.revision)
+    folder = checked_model(settings.engine)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
 
 

@@ -1,4 +1,4 @@
-"""The settings of vLLM and SGLang, and the settings of ours that they set. docs/flags-of-others.md has the table."""
+"""The settings of vLLM, SGLang and llama.cpp, and ours in their place. docs/flags-of-others.md has the table."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ _CONVERTED = {
 }
 _SWITCHES_WITHOUT_EFFECT = (
     "trust_remote_code disable_log_requests disable_uvicorn_access_log enable_auto_tool_choice enable_metrics "
-    "enable_multimodal skip_server_warmup"
+    "enable_multimodal skip_server_warmup jinja mmap mlock cont_batching cb webui metrics"
 )
 _VALUES_WITHOUT_EFFECT = {
     "swap_space": ANY,
@@ -156,6 +156,17 @@ _INSTEAD = {
     "eplb_config": "ep_num_redundant_experts eplb_rebalance_num_iterations",
     "compilation_config O": "disable_cuda_graph cuda_graph_bs",
     "speculative_config speculative_draft_model_path": "speculative_algorithm",
+    # llama.cpp's
+    "m hf hf_repo mmproj mm": "model",
+    "a alias": "served_model_name",
+    "c ctx_size": "max_model_len",
+    "ngl gpu_layers n_gpu_layers mg main_gpu": "device",
+    "ts tensor_split sm split_mode": "tp_size",
+    "t threads": "num_threads",
+    "np parallel": "max_running_requests",
+    "b batch_size ub ubatch_size": "chunked_prefill_size",
+    "ctk cache_type_k ctv cache_type_v": "kv_cache_dtype",
+    "fa flash_attn": "attention_backend",
 }
 _REFUSED = (
     "download_dir tokenizer tokenizer_path ssl_keyfile ssl_certfile root_path fastapi_root_path "
@@ -185,7 +196,7 @@ ALIASES: Mapping[str, Alias] = {
         for name in names.split()
     },
 }
-"""Other engines' names, written as our settings; a name of one letter or two is also taken with a single dash."""
+"""Other engines' names, written as our settings; a name of up to three letters is also taken with a single dash."""
 
 _VALUES: Mapping[str, Mapping[str, str]] = {
     "attention_backend": {

@@ -41,7 +41,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
     chunk, page = args.chunked_prefill_size, args.page_size
     if chunk != -1 and (chunk < 1 or (page >= 1 and chunk % page)):
         allowed = f"-1 (whole prompts), or a positive multiple of --page-size, which is {page}"
-        problems.append(problem(args, "chunked_prefill_size", allowed))
+        by_page = f"a divisor of --chunked-prefill-size, which is {chunk}"
+        problems.append(_blame(args, chunked_prefill_size=allowed, page_size=by_page))
     for name in ("tp_size", "pp_size"):
         if getattr(args, name) > 1 and args.enable_hierarchical_cache:
             problems.append(f"--enable-hierarchical-cache does not go with {flag(name)} above 1 yet")
@@ -54,10 +55,13 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if args.nnodes >= 1 and args.world_size % args.nnodes:
         nodes = f"a multiple of --nnodes, which is {args.nnodes}"
         stages = f"--tp-size {args.tp_size} times --pp-size {args.pp_size} is {args.world_size}; it must be {nodes}"
-        problems.append(problem(args, "tp_size", nodes) if args.pp_size == 1 else stages)
+        by_nodes = f"a divisor of --tp-size, which is {args.tp_size}"
+        problems.append(_blame(args, tp_size=nodes, nnodes=by_nodes) if args.pp_size == 1 else stages)
     if args.enable_dp_attention and (args.dp_size < 2 or args.tp_size % args.dp_size):
-        allowed = f"2 or more with --enable-dp-attention, and divide --tp-size, which is {args.tp_size}"
-        problems.append(problem(args, "dp_size", allowed))
+        divides = f"divide --tp-size, which is {args.tp_size}"
+        allowed = f"2 or more with --enable-dp-attention, and {divides}"
+        by_groups = f"left out, or --dp-size be 2 or more and {divides}"
+        problems.append(_blame(args, dp_size=allowed, enable_dp_attention=by_groups))
     if args.enable_dp_attention and args.pp_size > 1:
         problems.append(problem(args, "pp_size", "1 with --enable-dp-attention"))
     if args.num_replicas > 1 and args.nnodes > 1:
@@ -70,6 +74,13 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
         problems.append(problem(args, "max_total_tokens", f"at least two pages (--page-size is {page})"))
     return problems
+
+
+def _blame(args: EngineArgs, **allowed: str) -> str:
+    """Return a sentence about the first of these settings that was set, by the look of it. allowed: see `problem`."""
+    changed = [name for name in allowed if getattr(args, name) != getattr(EngineArgs, name)]
+    name = changed[0] if changed else next(iter(allowed))
+    return problem(args, name, allowed[name])
 
 
 def type_problems(values: object, show: Callable[[str], str]) -> list[str]:

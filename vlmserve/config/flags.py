@@ -71,7 +71,8 @@ class _AliasFlag(argparse.Action):
     """A flag of another engine. It sets our setting, or ends the process with an error."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, alias: Alias, value: bool | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0 if alias.switch else None, help=argparse.SUPPRESS)
+        nargs = 0 if alias.switch else "?" if alias.instead else None
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=nargs, help=argparse.SUPPRESS)
         self._alias = alias
         self._switched = value
 
@@ -161,7 +162,7 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> argparse.A
 
 def _add_alias(parser: argparse.ArgumentParser, name: str, alias: Alias) -> None:
     words = [flag(name)] if len(name) > 1 else []
-    words += [f"-{name}"] if len(name) <= 2 else []
+    words += [f"-{name}"] if len(name) <= 3 else []
     if not any(word in parser._option_string_actions for word in words):
         parser.add_argument(*words, action=_AliasFlag, alias=alias, value=True)
     if alias.switch:

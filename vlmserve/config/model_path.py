@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from vlmserve_common.errors import CheckpointError
+from vlmserve.config.engine_args import EngineArgs
+from vlmserve_common.checkpoint.fields import Fields
+from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
+from vlmserve_common.errors import CheckpointError, EngineError
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "default_model"
 """The small trained checkpoint that comes with the package."""
@@ -32,23 +35,37 @@ _REASONS = {
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt"]
 
 
-def resolve_model(model: str, revision: str | None = None, *, download: bool = True) -> Path:
-    """Return the folder of a checkpoint: `model` itself, or the downloaded `model` of the Hugging Face hub.
+def local_folder(model: str) -> Path | None:
+    """Return the folder that a model's name stands for without the hub; None for a hub id. "": the default model.
 
-    revision: a branch, tag or commit of the hub's; folders have none. "": the default model. download: False raises
-    NotDownloadedError instead of downloading. Raises CheckpointError, with the reason, if there is no such checkpoint.
+    Raises CheckpointError for what is neither.
     """
     if not model:
         return DEFAULT_MODEL
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
+    if model.lower().endswith(".gguf"):
+        raise CheckpointError(
+            f"{model!r}: GGUF files cannot be read; take the model's folder of *.safetensors, or its hub id"
+        )
     if path.exists():
         raise CheckpointError(f"{model!r} is a file; a checkpoint is a folder with config.json and *.safetensors")
     if model.startswith(("/", "./", "../", "~")):
         raise CheckpointError(f"there is no folder {model!r}")
     if not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model!r} is neither a folder nor a hub id such as Qwen/Qwen3-VL-2B-Instruct")
+    return None
+
+
+def resolve_model(model: str, revision: str | None = None, *, download: bool = True) -> Path:
+    """Return the folder of a checkpoint: `model` itself, or the downloaded `model` of the Hugging Face hub.
+
+    revision: a branch, tag or commit of the hub's; folders have none. "": the default model. download: False raises
+    NotDownloadedError instead of downloading. Raises CheckpointError, with the reason, if there is no such checkpoint.
+    """
+    if (folder := local_folder(model)) is not None:
+        return folder
     from huggingface_hub import snapshot_download
 
     try:
@@ -61,6 +78,22 @@ def resolve_model(model: str, revision: str | None = None, *, download: bool = T
         raise CheckpointError(
             f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
         ) from None
+
+
+def check_model(folder: Path, max_model_len: int | None) -> None:
+    """Check what needs config.json alone: the family, and --max-model-len. Raises CheckpointError or EngineError."""
+    config = Fields(read_hf_config(folder), f"{folder}: config.json")
+    if max_model_len is not None:
+        most = text_fields(config).positive("max_position_embeddings")
+        if max_model_len > most:
+            raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+
+
+def checked_model(args: EngineArgs) -> Path:
+    """Return the folder of a checkpoint after `check_model`. Errors: also those of `resolve_model`."""
+    folder = resolve_model(args.model, args.revision)
+    check_model(folder, args.max_model_len)
+    return folder
 
 
 def is_model(word: str, *, alone: bool) -> bool:

@@ -183,7 +183,9 @@ class ServerSettings:
         _URL,
     )
     startup_timeout_s: float = _http(1800.0, "seconds that loading the model, or starting a process, may take", SECONDS)
-    shutdown_timeout_s: float = _http(30.0, "seconds that running requests get when the server is stopped", _PATIENCE)
+    shutdown_timeout_s: float = _http(
+        30.0, "seconds that running requests and threads get when the server is stopped", _PATIENCE
+    )
     watchdog_timeout_s: float = _http(
         300.0,
         "longest step of the scheduler or the detokenizer, in seconds; after that its stacks are logged and the server "
@@ -249,7 +251,7 @@ class ServerSettings:
     batch_concurrency: int = _files(
         8, "most lines of batches answered at a time; they wait while requests fill the engine", AT_LEAST_1
     )
-    max_batch_lines: int = _files(50_000, "most lines of a batch's input file", AT_LEAST_1)
+    max_batch_lines: int = _files(50_000, "most lines of a batch's input file, blank ones included", AT_LEAST_1)
     max_batches: int = _files(100, "most unfinished batches; 0: take none", AT_LEAST_0)
 
 

@@ -89,12 +89,9 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 
 
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shard: Shard) -> None:
-    """Check the context length and the memory before any weight is read. EngineError says what does not fit."""
+    """Check the memory before any weight is read. EngineError says what does not fit."""
     outline = _outline(args, device, shard)
-    most = outline.config.max_position_embeddings
-    max_model_len = args.max_model_len or most
-    if max_model_len > most:
-        raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+    max_model_len = args.max_model_len or outline.config.max_position_embeddings
     check_dtype(outline.dtype, device)
     weights = _weights_here(args, device, outline, mode)
     check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)

@@ -72,6 +72,11 @@ def gpu_kv_bytes(free: float, total: int, *, computing: int, mem_fraction_static
     return min(max(0, free - computing) * _USABLE, free - total * (1 - mem_fraction_static))
 
 
+def cpu_kv_bytes(args: EngineArgs, left: float) -> float:
+    """Return the bytes for the KV cache on a CPU that has `left` beside weights, states and computing."""
+    return min(left * min(args.mem_fraction_static, _USABLE), args.cpu_kv_cache_gib * _GIB)
+
+
 def check_weights_fit(weights: int, *, model: str, dtype: torch.dtype, device: torch.device) -> None:
     """Check the memory before weights are loaded. EngineError if there is not enough for so many bytes."""
     free, _ = free_memory(device)
@@ -114,7 +119,7 @@ def kv_cache_size(
                 mem_fraction_static=args.mem_fraction_static,
             )
         else:
-            budget = min(left * min(args.mem_fraction_static, _USABLE), args.cpu_kv_cache_gib * _GIB)
+            budget = cpu_kv_bytes(args, left)
         contexts = args.max_running_requests * (max_model_len + size)
         tokens = min(max(0, int(budget)) // bytes_per_token, contexts) // size * size
         if (

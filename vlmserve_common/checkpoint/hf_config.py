@@ -1,17 +1,17 @@
-"""The family and dtype of a checkpoint, as all parts of a model read them in its config.json."""
+"""The family and dtype of a checkpoint, as all parts of a model read them in its config.json. Imports torch late."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from vlmserve_common.checkpoint.fields import Fields
-from vlmserve_common.checkpoint.reader import read_json
+from vlmserve_common.checkpoint.fields import Fields, read_json
 from vlmserve_common.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {
@@ -29,7 +29,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint folder's config.json, with its model_type. CheckpointError if the family is not supported."""
+    """Read a checkpoint folder's config.json, with its model_type. CheckpointError if there is none, or if the family
+    is not supported."""
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise CheckpointError(f"{folder} has no config.json: it is not a checkpoint")
     hf_config = read_json(folder, "config.json")
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
     for family, architecture in ARCHITECTURES.items():
@@ -48,6 +51,8 @@ def text_fields(top: Fields) -> Fields:
 
 def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype that a checkpoint declares, float32 if it declares none. CheckpointError for other dtypes."""
+    import torch
+
     top = Fields(hf_config, "config.json")
     for fields in (top, text_fields(top)):
         for name in ("dtype", "torch_dtype"):

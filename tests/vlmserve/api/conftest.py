@@ -12,6 +12,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from tests.vlmserve.api.batch_house import House
 from tests.vlmserve.api.fake_engine import Served, official_client, real_server, serving, write_checkpoint_folder
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise, when it is imported
@@ -34,6 +35,12 @@ def serve(checkpoint_folder: Path) -> Iterator[Callable[..., tuple[Served, TestC
             return served, TestClient(served.app, raise_server_exceptions=False)
 
         yield make
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    with contextlib.ExitStack() as stack:
+        yield House(tmp_path, stack)
 
 
 @pytest.fixture

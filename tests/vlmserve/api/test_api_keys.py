@@ -223,6 +223,26 @@ def test_lines_of_a_batch_are_asked_by_its_owner(serve, file: Path) -> None:
     assert [(i.digest, i.patch_digests) for i in made.mm_inputs.items] == digest
 
 
+def test_no_name_takes_all_files_and_batches(serve, file: Path) -> None:
+    served, client = serve(api_key_file=str(file), max_files=8, max_batches=2)
+    served.scheduler.pause_after = 0  # no batch comes to its end
+    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": MODEL, **GENERATING[CHAT]}}
+    upload = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+    asked = {"endpoint": CHAT, "completion_window": "24h"}
+
+    def taken(key: str) -> list[int]:
+        """How many files and batches a key gets."""
+        files = [client.post("/v1/files", headers=bearer(key), **upload) for _ in range(6)]
+        body = asked | {"input_file_id": files[0].json()["id"]}
+        batches = [client.post("/v1/batches", json=body, headers=bearer(key)) for _ in range(3)]
+        return [sum(one.status_code == 200 for one in tries) for tries in (files, batches)]
+
+    assert [taken("alices-key"), taken("bobs-key")] == [[4, 1], [2, 1]]
+    _, alone = serve(api_key="alices-key", max_files=4)
+    made = [alone.post("/v1/files", headers=bearer("alices-key"), **upload).status_code for _ in range(5)]
+    assert made == [200] * 4 + [400], "a key without others has all"
+
+
 def test_files_follow_the_name(serve, file: Path, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     _, client = serve(api_key_file=str(file), file_store_dir=str(tmp_path / "store"))

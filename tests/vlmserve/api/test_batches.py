@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+import io
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,112 +13,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import Served
+from tests.vlmserve.api.batch_house import URL, House, all_over, echo, line, run_all
+from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from vlmserve.api.batches import runner as runner_module
-from vlmserve.api.batches.journal import Batch, BatchJournal, count_lines, read_lines, write_file
-from vlmserve.api.batches.runner import BatchRunner
-from vlmserve.api.file_store import FileStore
-from vlmserve.config.engine_args import EngineArgs
-from vlmserve.config.settings import ServerSettings
-from vlmserve.frontend.requests import Caller
+from vlmserve.api.batches.journal import Batch, count_lines, read_lines, write_file
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError
-
-URL = "/v1/chat/completions"
-Ask = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
-
-
-def _line(name: Any, **changes: Any) -> str:
-    return json.dumps({"custom_id": name, "method": "POST", "url": URL, "body": {"say": name}, **changes})
-
-
-async def _echo(body: dict[str, Any]) -> dict[str, Any]:
-    return {"said": body["say"], "usage": {"prompt_tokens": 2, "completion_tokens": 3}}
-
-
-class House:
-    """A store, a journal, and runners over them. asked: the bodies that came to the endpoint."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.files = FileStore(folder, ServerSettings(engine=EngineArgs(model="m"), max_files=5))
-        stack.callback(self.files.close)
-        self.journal = BatchJournal(folder)
-        stack.callback(self.journal.close)
-        self.asked: list[str] = []
-        self.now = 1000.0
-        self.room = True
-        self.gone = False
-
-    def batch(self, *lines: str) -> Batch:
-        with self.files.begin("me") as upload:
-            upload.write("\n".join(lines).encode())
-            record = upload.commit(filename="in.jsonl", purpose="batch")
-        batch = Batch(
-            id="batch_1",
-            owner="me",
-            client="c",
-            tenant="mine",
-            endpoint=URL,
-            input_file_id=record.id,
-            completion_window="24h",
-            metadata={},
-            created_at=1000,
-            expires_at=2000,
-        )
-        self.journal.add(batch, 10)
-        return batch
-
-    def runner(self, ask: Ask = _echo, concurrency: int = 2) -> BatchRunner:
-        async def endpoint(body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 2**31 - 1)
-            self.asked.append(body["say"])
-            return await ask(body)
-
-        return BatchRunner(
-            self.journal,
-            self.files,
-            {URL: endpoint},
-            ServerSettings(
-                engine=EngineArgs(model="m", schedule_policy="priority"),
-                batch_concurrency=concurrency,
-                max_batch_lines=100,
-                max_body_mib=1000 / 2**20,
-                max_json_values=100,
-            ),
-            has_room=lambda: self.room,
-            is_gone=lambda: self.gone,
-            clock=lambda: self.now,
-        )
-
-    def found(self) -> Batch:
-        return self.journal.find("me", "batch_1")
-
-    def written(self, kind: str) -> list[dict[str, Any]]:
-        file_id = getattr(self.found(), f"{kind}_file_id")
-        if file_id is None:
-            return []
-        _, file = self.files.open("me", file_id)
-        with file:
-            return [json.loads(line) for line in file]
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    with ExitStack() as stack:
-        yield House(tmp_path, stack)
-
-
-async def _all_over(runner: BatchRunner) -> None:
-    await asyncio.gather(*runner._tasks.values())
-
-
-def _run(house: House, batch: Batch, ask: Ask = _echo) -> None:
-    async def run() -> None:
-        runner = house.runner(ask)
-        runner.run(batch)
-        await _all_over(runner)
-
-    asyncio.run(run())
+from vlmserve_common.process.threads import check_wanted
 
 
 def test_good_lines_are_answered_and_bad_ones_told(house: House) -> None:
@@ -127,29 +28,29 @@ def test_good_lines_are_answered_and_bad_ones_told(house: House) -> None:
             raise BadRequestError("no such thing", param="x")
         if body["say"] == "broken":
             raise EngineError("the engine failed")
-        return await _echo(body)
+        return await echo(body)
 
-    long = _line("long", body={"say": "x" * 2000})
+    long = line("long", body={"say": "x" * 2000})
     lines = [
-        _line("a"),
+        line("a"),
         "",
         "{",
         "[1]",
-        _line("a", body={"say": "twice"}),
-        _line(None),
-        _line(3),
-        _line("get", method="GET"),
-        _line("url", url="/v1/other"),
-        _line("nobody", body=3),
-        _line("stream", body={"stream": True}),
-        _line("more", more=1),
-        _line("many", body={"say": [0] * 100}),
+        line("a", body={"say": "twice"}),
+        line(None),
+        line(3),
+        line("get", method="GET"),
+        line("url", url="/v1/other"),
+        line("nobody", body=3),
+        line("stream", body={"stream": True}),
+        line("more", more=1),
+        line("many", body={"say": [0] * 100}),
         long,
-        _line("wrong"),
-        _line("broken"),
-        _line("z"),
+        line("wrong"),
+        line("broken"),
+        line("z"),
     ]
-    _run(house, house.batch(*lines), ask)
+    run_all(house, house.batch(*lines), ask)
     assert [o["response"]["body"]["said"] for o in house.written("output")] == ["a", "z"]
     errors = {
         (e["custom_id"], e["error"]["code"] if e["error"] else e["response"]["status_code"])
@@ -180,17 +81,58 @@ def test_lines_are_counted_as_they_are_read(tmp_path: Path) -> None:
         path = tmp_path / str(number)
         path.write_bytes(text)
         with path.open("rb") as one, path.open("rb") as other:
-            assert count_lines(one) == len(list(read_lines(other, URL, most_bytes=50, most_values=50)))
+            lines = len(list(read_lines(other, URL, most_bytes=50, most_values=50)))
+            with pytest.raises(BadRequestError, match="not blank") if lines == 0 else nullcontext():
+                assert count_lines(one, 3) == lines
 
 
 @pytest.mark.parametrize(
-    ("lines", "code"), [([], "empty_file"), ([_line(str(n)) for n in range(101)], "too_many_lines")]
+    ("lines", "code"),
+    [
+        ([], "empty_file"),
+        ([""] * 9, "empty_file"),
+        ([line(str(n)) for n in range(101)], "too_many_lines"),
+        ([line("a"), *[""] * 101], "too_many_lines"),
+    ],
 )
 def test_a_file_that_cannot_be_taken_fails_the_batch(house: House, lines: list[str], code: str) -> None:
-    _run(house, house.batch(*lines))
+    run_all(house, house.batch(*lines))
     assert house.found().status == "failed"
     assert house.found().problem[0] == code
     assert not house.asked
+
+
+def test_of_many_blank_lines_a_part_is_read() -> None:
+    class Endless(io.RawIOBase):
+        def readinto(self, buffer: Any) -> int:
+            buffer[:] = b"\n" * len(buffer)
+            return len(buffer)
+
+    with pytest.raises(
+        BadRequestError, match=r"more than 50000 lines, blank ones included \(setting --max-batch-lines"
+    ):
+        count_lines(Endless(), 50_000)
+
+
+def test_nobody_waits_for_a_batch_that_is_not_wanted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread looks."""
+    began = threading.Event()
+
+    def endless(*_: object) -> int:
+        began.set()
+        while True:
+            check_wanted()
+
+    monkeypatch.setattr(runner_module, "count_lines", endless)
+
+    async def run() -> None:
+        runner = house.runner()
+        runner.run(house.batch(line("a")))
+        await asyncio.to_thread(began.wait)
+        await runner.stop()
+
+    asyncio.run(run())
+    assert house.found().status == "validating"
 
 
 def test_the_next_server_answers_only_what_is_left(house: House) -> None:
@@ -198,26 +140,26 @@ def test_the_next_server_answers_only_what_is_left(house: House) -> None:
         if body["say"] in ("c", "d"):
             house.gone = True
             raise EngineUnavailableError("gone")
-        return await _echo(body)
+        return await echo(body)
 
-    batch = house.batch(*map(_line, "abcdef"))
-    _run(house, batch, ask)
+    batch = house.batch(*map(line, "abcdef"))
+    run_all(house, batch, ask)
     assert house.found().status == "in_progress"
     before = house.journal.counts("batch_1")[0]
     assert before >= 2
     house.asked.clear()
     house.gone = False
-    _run(house, house.journal.unfinished()[0])
+    run_all(house, house.journal.unfinished()[0])
     assert [o["custom_id"] for o in house.written("output")] == list("abcdef")
     assert len(house.asked) == 6 - before
 
 
 def test_a_file_that_was_written_is_not_written_again(house: House) -> None:
     """The server ended between the writing and the telling."""
-    batch = house.batch(_line("a"))
+    batch = house.batch(line("a"))
     house.journal.add_lines(batch.id, [(1, True, {"custom_id": "a", "response": {"body": {}}})])
     first = write_file(house.files, house.journal, batch, "output")
-    _run(house, replace(batch, status="finalizing", outcome="completed"))
+    run_all(house, replace(batch, status="finalizing", outcome="completed"))
     assert house.found().output_file_id == first
     assert len(house.files.files("me")) == 2
     assert not house.asked
@@ -230,41 +172,18 @@ def test_a_full_engine_is_asked_again(house: House, monkeypatch: pytest.MonkeyPa
     async def ask(body: dict[str, Any]) -> dict[str, Any]:
         if left:
             raise left.pop()
-        return await _echo(body)
+        return await echo(body)
 
-    _run(house, house.batch(_line("a")), ask)
+    run_all(house, house.batch(line("a")), ask)
     assert house.asked == ["a"] * 3
     assert house.found().completed == 1
 
 
-def test_a_full_store_is_waited_for(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "_WRITE_AGAIN_S", 0.0)
-    batch, others = house.batch(_line("a")), []
-    for _ in range(4):
-        with house.files.begin("other") as upload:
-            others.append(upload.commit(filename="x", purpose="vision"))
-    problems = []
-    put = house.journal.put
-
-    def watched_put(batch: Batch) -> None:
-        put(batch)
-        if batch.problem and not problems:
-            problems.append(batch.problem)
-            house.files.delete("other", others[0].id)
-
-    monkeypatch.setattr(house.journal, "put", watched_put)
-    _run(house, batch)
-    assert "--max-files" in problems[0][1]
-    assert house.found().status == "completed"
-    assert house.found().problem is None
-    assert [o["custom_id"] for o in house.written("output")] == ["a"]
-
-
 def test_what_is_not_answered_in_time_is_told(house: House) -> None:
-    batch = house.batch(*map(_line, "abc"))
+    batch = house.batch(*map(line, "abc"))
     house.journal.add_lines(batch.id, [(1, True, {"custom_id": "a", "response": {"body": {}}})])
     house.now = 2000.0
-    _run(house, replace(batch, status="in_progress", total=3))
+    run_all(house, replace(batch, status="in_progress", total=3))
     assert house.found().status == "expired"
     assert [o["custom_id"] for o in house.written("output")] == ["a"]
     assert {(e["custom_id"], e["error"]["code"]) for e in house.written("error")} == {
@@ -281,13 +200,13 @@ def test_a_cancelled_batch_keeps_what_was_answered(house: House) -> None:
             if body["say"] != "a":
                 waiting.set()
                 await asyncio.Event().wait()
-            return await _echo(body)
+            return await echo(body)
 
-        runner, batch = house.runner(ask, concurrency=1), house.batch(*map(_line, "abc"))
+        runner, batch = house.runner(ask, concurrency=1), house.batch(*map(line, "abc"))
         runner.run(batch)
         await waiting.wait()
         cancelling = await runner.cancel(batch)
-        await _all_over(runner)
+        await all_over(runner)
         return cancelling
 
     assert asyncio.run(run()).status == "cancelling"
@@ -308,7 +227,7 @@ def test_slots_are_few_and_lines_wait_while_there_is_no_room(house: House) -> No
             at_once.append(under_way)
             await two.wait()
             under_way -= 1
-            return await _echo(body)
+            return await echo(body)
 
         runner, looks = house.runner(ask), 0
 
@@ -319,8 +238,8 @@ def test_slots_are_few_and_lines_wait_while_there_is_no_room(house: House) -> No
             return looks > 3
 
         runner._has_room = has_room
-        runner.run(house.batch(*map(_line, "abcdefgh")))
-        await _all_over(runner)
+        runner.run(house.batch(*map(line, "abcdefgh")))
+        await all_over(runner)
 
     asyncio.run(run())
     assert len(house.asked) == 8
@@ -328,12 +247,53 @@ def test_slots_are_few_and_lines_wait_while_there_is_no_room(house: House) -> No
 
 
 def test_batches_of_others_are_not_found_and_limits_hold(house: House) -> None:
-    batch = house.batch(_line("a"))
+    batch = house.batch(line("a"))
     with pytest.raises(BadRequestError, match="there is no batch"):
         house.journal.find("you", batch.id)
     assert house.journal.batches("you") == []
     with pytest.raises(BadRequestError, match="--max-batches"):
         house.journal.add(replace(batch, id="batch_2"), 1)
+
+
+def test_no_owner_takes_all_unfinished_batches(house: House) -> None:
+    first = house.batch(line("a"))
+    for number in range(2, 6):
+        house.journal.add(replace(first, id=f"batch_{number}"), 10, shared=True)
+    what = r"there are 5 batches .* the limit is 5, half of what other API keys leave of 10 \(setting --max-batches\)"
+    with pytest.raises(BadRequestError, match=what):
+        house.journal.add(replace(first, id="batch_6"), 10, shared=True)
+    for number in range(6, 9):
+        house.journal.add(replace(first, id=f"batch_{number}", owner="you"), 10, shared=True)
+    with pytest.raises(BadRequestError, match="the limit is 3,"):
+        house.journal.add(replace(first, id="batch_9", owner="you"), 10, shared=True)
+
+
+def test_batches_hold_up_nobody_else(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than asyncio has threads, and none ends."""
+    free, late = threading.Event(), []
+
+    def slow_count(*_: object) -> int:
+        if not free.wait(WAIT_S):
+            late.append("too late")
+        raise BadRequestError("enough")
+
+    monkeypatch.setattr(runner_module, "count_lines", slow_count)
+    uploaded = client.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"}).json()
+    body = {"input_file_id": uploaded["id"], "endpoint": URL, "completion_window": "24h"}
+    for _ in range(33):
+        made = client.post("/v1/batches", json=body)
+    large = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "user": "x" * 300_000}
+    response = client.post("/v1/responses", json={"model": MODEL, "input": "hi", "max_output_tokens": 1}).json()
+    answers = [
+        made,
+        client.get(f"/v1/batches/{made.json()['id']}"),
+        client.get("/v1/files"),
+        client.get(f"/v1/responses/{response['id']}"),
+        client.post(URL, json=large),
+    ]
+    free.set()
+    assert [answer.status_code for answer in answers] == [200] * len(answers)
+    assert late == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,16 +125,17 @@ def test_a_body_takes_room_until_its_answer_has_ended(strict: Served) -> None:
 def test_one_large_body_is_parsed_at_a_time(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing holds the interpreter: several threads of it would take turns among themselves, and leave few to all
     else."""
-    parse, alone = body_module._parse, []
+    parse, names = body_module._parse, []
 
     def watched(data: bytearray, *args: Any) -> Any:
-        alone.append(strict.app.state.parsing.locked())
+        names.append(threading.current_thread().name)
         return parse(data, *args)
 
     monkeypatch.setattr(body_module, "_parse", watched)
-    for size in (10, 400_000):
+    for size in (10, 400_000, 400_000):
         assert refusal(strict, BODY | {"user": "x" * size})[0] == 200
-    assert alone == [False, True]
+    assert names[1:] == ["bodies_0"] * 2
+    assert names[0] not in names[1:]
 
 
 def sent(port: int, body: bytes, length: int | None = None) -> socket.socket:

@@ -225,6 +225,16 @@ def test_the_oldest_go_first(store: ResponseStore) -> None:
         store.find("me", "e")
 
 
+@pytest.mark.parametrize(("many", "text"), [(20, ""), (5, "x" * 700), (1, "x" * 2000)])
+def test_no_owner_pushes_out_another(store: ResponseStore, many: int, text: str) -> None:
+    store.add("you", _response("yours"), [])
+    for number in range(many):
+        store.add("me", _response(f"mine-{number}", text=text), [])
+    assert store.find("you", "yours")
+    if len(text) < 1000:
+        assert store.find("me", f"mine-{many - 1}")
+
+
 def test_a_conversation_is_all_that_it_goes_back_to(store: ResponseStore) -> None:
     store.add("me", _response("a"), [{"text": "1"}])
     store.add("me", _response("b", "a"), [{"text": "2"}])

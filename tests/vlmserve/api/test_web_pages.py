@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import CHAT, MODEL
 
+ROOT = Path(__file__).resolve().parents[3]
 BODY = b'{"model": "%s", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}' % MODEL.encode()
 JSON = {"Content-Type": "application/json"}
 Ask = Callable[..., tuple[int, str | None]]
@@ -53,6 +56,17 @@ def test_hosts_that_are_allowed(ask_with: Callable[..., Ask]) -> None:
     ask = ask_with(allowed_hosts="vlm,.example.com", host="server.lan")
     assert [ask(Host=host)[0] for host in ("vlm:8000", "a.example.com", "server.lan:80")] == [200, 200, 200]
     assert [ask(Host=host)[0] for host in ("example.com", "a.vlm", "aexample.com")] == [403, 403, 403]
+
+
+def test_nginx_as_documented_is_let_through(ask_with: Callable[..., Ask]) -> None:
+    """It passes on the name that clients asked for."""
+    told = (ROOT / "deploy" / "nginx.conf").read_text()
+    assert "proxy_set_header Host $host;" in told
+    [name] = set(re.findall(r"server_name (\S+);", told))
+    [hosts] = re.findall(r"--allowed-hosts (\S+)", told)
+    assert f"--allowed-hosts {hosts}" in (ROOT / "docs" / "deployment.md").read_text()
+    assert ask_with()(Host=name) == (403, "host_not_allowed")
+    assert ask_with(allowed_hosts=hosts)(Host=name)[0] == 200
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:3000", "https://localhost:8000.x", "null"])

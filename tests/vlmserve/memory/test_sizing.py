@@ -97,12 +97,12 @@ def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> Non
     loaded: list[object] = []
     free.setattr(model_loading, "load_model", lambda *args, **kwargs: loaded.append(args))
     free.setattr(sizing, "free_memory", lambda device: (2**20, 2**20))
-    with pytest.raises(EngineError, match=r"the weights of .* take .* MiB in float32, and 1 MiB .* --dtype bfloat16"):
+    with pytest.raises(EngineError, match=r"the weights of .* take .* MiB in float32, and 1 MiB .* dtype bfloat16"):
         LLM(dtype="float32")
     free.setattr(sizing, "free_memory", lambda device: (GIB, GIB))
-    with pytest.raises(EngineError, match=r"--max-total-tokens is 1000000000, a KV cache of 1431 GiB"):
+    with pytest.raises(EngineError, match=r"max_total_tokens is 1000000000, a KV cache of 1431 GiB"):
         LLM(max_total_tokens=10**9)
-    with pytest.raises(EngineError, match=r"--max-model-len is 9999; the model was made for 4096 tokens"):
+    with pytest.raises(EngineError, match=r"max_model_len is 9999; the model was made for 4096 tokens"):
         LLM(max_model_len=9999)
     assert loaded == []
 

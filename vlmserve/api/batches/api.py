@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from typing import Annotated, Literal
@@ -63,7 +62,7 @@ class BatchesApi:
         """Answer a file of requests when there is room. Its lines are looked at when the batch begins."""
         body, caller = await read_body(request, BatchRequest, self._settings), caller_of(request)
         try:
-            file = await asyncio.to_thread(self._files.find, caller.owner, body.input_file_id)
+            file = await self._files.threads.run(self._files.find, caller.owner, body.input_file_id)
         except BadRequestError as error:
             error.param = "input_file_id"
             raise
@@ -84,7 +83,8 @@ class BatchesApi:
             expires_at=now + _seconds(body.completion_window),
             output_expires_after_s=None if kept is None else kept.seconds,
         )
-        await asyncio.to_thread(self._journal.add, batch, self._settings.max_batches)
+        total, shared = self._settings.max_batches, self._files.shared
+        await self._journal.threads.run(self._journal.add, batch, total, shared=shared)
         self._runner.run(batch)
         return JSONResponse(await self._shown(batch))
 
@@ -114,17 +114,19 @@ class BatchesApi:
     )
     async def list(self, request: Request) -> Response:
         """List batches, the newest first."""
-        found = await asyncio.to_thread(self._journal.batches, owner_of(request))
+        journal = self._journal
+        found = list(map(self._runner.seen, await journal.threads.run(journal.batches, owner_of(request))))
         batches, page = page_of(request.query_params, found[::-1], lambda batch: batch.id, most=_LIST_LIMIT, usual=20)
         return JSONResponse(page | {"data": [await self._shown(batch) for batch in batches]})
 
     async def _find(self, request: Request, batch_id: str) -> Batch:
-        return await asyncio.to_thread(self._journal.find, owner_of(request), batch_id)
+        journal = self._journal
+        return self._runner.seen(await journal.threads.run(journal.find, owner_of(request), batch_id))
 
     async def _shown(self, batch: Batch) -> BatchObject:
         completed, failed = batch.completed, batch.failed
         if not batch.has_ended:
-            completed, failed = await asyncio.to_thread(self._journal.counts, batch.id)
+            completed, failed = await self._journal.threads.run(self._journal.counts, batch.id)
         return batch.as_json(completed=completed, failed=failed)
 
 

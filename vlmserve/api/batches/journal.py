@@ -16,6 +16,7 @@ import pydantic_core
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import CompletionTokensDetails
+from vlmserve.api.api_keys import share_of
 from vlmserve.api.body import check_values
 from vlmserve.api.database import Database
 from vlmserve.api.errors import not_found
@@ -23,6 +24,7 @@ from vlmserve.api.file_store import FileStore
 from vlmserve.api.openapi import Page
 from vlmserve.config.plain_problems import shortened
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.process.threads import check_wanted
 
 Ended = Literal["completed", "failed", "expired", "cancelled"]
 BatchStatus = Literal["validating", "in_progress", "finalizing", "cancelling"] | Ended
@@ -165,13 +167,15 @@ class BatchJournal(Database):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder / "batches.sqlite3", _SCHEMA)
 
-    def add(self, batch: Batch, most: int) -> None:
-        """Add a new batch. Raises BadRequestError (429) beyond `most` unfinished batches."""
+    def add(self, batch: Batch, total: int, *, shared: bool = False) -> None:
+        """Add a new batch. Raises BadRequestError (429) beyond `total` unfinished batches. shared: each owner has its
+        own share of them."""
         with self._lock, self._db:
-            (count,) = self._db.execute("SELECT count(*) FROM batches WHERE NOT ended").fetchone()
+            held = dict(self._db.execute("SELECT owner, count(*) FROM batches WHERE NOT ended GROUP BY owner"))
+            count, most, limit = share_of(total, held, batch.owner, shared=shared)
             if count >= most:
                 raise BadRequestError(
-                    f"there are {count} batches that have not ended, the limit is {most} (setting --max-batches)",
+                    f"there are {count} batches that have not ended, the limit is {limit} (setting --max-batches)",
                     code="too_many_batches",
                     status=429,
                 )
@@ -189,8 +193,12 @@ class BatchJournal(Database):
             self._db.execute(
                 "UPDATE batches SET record = ?, ended = ? WHERE id = ?", (_encoded(batch), batch.has_ended, batch.id)
             )
-            if batch.has_ended:
-                self._db.execute("DELETE FROM lines WHERE batch = ?", (batch.id,))
+
+    def forget_lines(self) -> None:
+        """Delete the lines of batches that have ended. It writes more than the end itself, which a full disk may let
+        through."""
+        with self._lock, self._db:
+            self._db.execute("DELETE FROM lines WHERE batch IN (SELECT id FROM batches WHERE ended)")
 
     def find(self, owner: str, batch_id: str) -> Batch:
         """Return a batch. Raises BadRequestError (404) for an unknown batch and for a batch of another owner alike."""
@@ -259,17 +267,27 @@ class Line:
     problem: tuple[str, str] | None = None
 
 
-def count_lines(file: BinaryIO) -> int:
-    """Count the lines that are not blank. A large file is read in pieces."""
-    count, blank = 0, True
+def count_lines(file: BinaryIO, most: int) -> int:
+    """Count the lines that are not blank. A large file is read in pieces. Raises BadRequestError for an empty file, and
+    for more than `most` lines, blank ones included."""
+    count, ends, blank = 0, 0, True
     while chunk := file.read(2**20):
-        parts = chunk.split(b"\n")
-        for place, part in enumerate(parts):
-            blank = blank and not part.strip()
-            if place < len(parts) - 1:
-                count += not blank
-                blank = True
-    return count + (not blank)
+        check_wanted()
+        ends += chunk.count(b"\n")
+        if ends > most:
+            break
+        *parts, rest = chunk.split(b"\n")
+        for part in parts:
+            count += not (blank and not part.strip())
+            blank = True
+        blank = blank and not rest.strip()
+    count += not blank
+    if ends > most or count > most:
+        what = f"the file has more than {most} lines, blank ones included (setting --max-batch-lines)"
+        raise BadRequestError(what, code="too_many_lines")
+    if not count:
+        raise BadRequestError("the file has no lines that are not blank", code="empty_file")
+    return count
 
 
 def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: int) -> Iterator[Line]:
@@ -280,6 +298,7 @@ def read_lines(file: BinaryIO, endpoint: str, *, most_bytes: int, most_values: i
     seen: set[str] = set()
     number = 0
     while raw := file.readline(most_bytes + 1):
+        check_wanted()
         number += 1
         if len(raw) > most_bytes and not raw.endswith(b"\n"):
             while rest := file.readline(2**20):
@@ -341,6 +360,7 @@ def write_file(files: FileStore, journal: BatchJournal, batch: Batch, kind: str)
             return record.id
     with files.begin(batch.owner) as upload:
         for line in journal.lines(batch.id, good=kind == "output"):
+            check_wanted()
             upload.write(line.encode() + b"\n")
         record = upload.commit(filename=name, purpose=PURPOSE, expire_after_s=batch.output_expires_after_s)
         return record.id
@@ -350,6 +370,7 @@ def add_up(lines: Iterable[str]) -> BatchUsage:
     """Add up the tokens of a batch's answers."""
     tokens = dict.fromkeys(("input", "output", "cached", "reasoning"), 0)
     for line in lines:
+        check_wanted()
         usage = json.loads(line)["response"]["body"].get("usage") or {}
         of_input = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         of_output = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}

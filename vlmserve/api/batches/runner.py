@@ -5,14 +5,19 @@ tell that it has ended. Each step may be cut off at any point, and done again: l
 file that is there is not written twice. So there is one answer to each line, whatever happens.
 
 Lines of all batches share a few slots, in turns, and begin only while requests leave the engine room.
+
+A batch pauses while the disk or the file store has no room for its lines or files. It says why, and tries again. The
+state of such a batch may be ahead of the journal's; `BatchRunner.seen` has it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -22,6 +27,7 @@ from vlmserve.api.batches.journal import Batch, BatchJournal, Line, add_up, coun
 from vlmserve.api.body import checked_within
 from vlmserve.api.chat import whole_chat
 from vlmserve.api.completions import whole_completion
+from vlmserve.api.database import is_full
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.request_id import new_id
@@ -36,6 +42,7 @@ from vlmserve.frontend.requests import Caller
 from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.logs import request_id
+from vlmserve_common.process.threads import Threads
 
 Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, Any]]]
 """Takes a request's body and its caller, and returns the answer's body. Raises what `errors` describes."""
@@ -43,14 +50,14 @@ Answer: TypeAlias = Callable[[dict[str, Any], Caller], Awaitable[Mapping[str, An
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def batch_endpoints(served: ServedModel, responses: ResponsesApi) -> dict[str, Answer]:
-    """Return the endpoints that lines may ask, by their paths."""
+def batch_endpoints(served: ServedModel, responses: ResponsesApi, threads: Threads) -> dict[str, Answer]:
+    """Return the endpoints that lines may ask, by their paths. threads: check the bodies."""
 
     def endpoint(
         kind: str, model: type[_Model], answer: Callable[[_Model, str, Caller], Awaitable[Mapping[str, Any]]]
     ) -> Answer:
         async def call(raw: dict[str, Any], caller: Caller) -> Mapping[str, Any]:
-            body = await asyncio.to_thread(checked_within, raw, model, served.settings)
+            body = await threads.run(checked_within, raw, model, served.settings)
             served.check_name(body.model)  # type: ignore[attr-defined]
             return await answer(body, new_id(kind), caller)
 
@@ -71,10 +78,13 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.05  # how often a line that waits for room looks for it
 _AGAIN_S = 1.0  # between two tries where the engine was full, or away for a moment
 _LAST = 2**31 - 1  # priority
-_WRITE_AGAIN_S = 30.0  # between two tries to write a batch's files
+_WRITE_AGAIN_S = 30.0  # between two tries to write where there was no room
+_NO_ROOM = (BadRequestError, OSError, sqlite3.OperationalError)  # of the store, of the disk
 
 
-def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[str, Answer]) -> BatchRunner:
+def make_runner(
+    served: ServedModel, journal: BatchJournal, endpoints: Mapping[str, Answer], threads: Threads
+) -> BatchRunner:
     """Make the runner of a served model."""
     settings, manager = served.settings, served.manager
     most = settings.engine.max_running_requests
@@ -83,6 +93,7 @@ def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[s
         served.files,
         endpoints,
         settings,
+        threads,
         has_room=lambda: manager.unavailable is None and manager.num_pending < most,
         is_gone=lambda: manager.is_gone,
     )
@@ -91,7 +102,8 @@ def make_runner(served: ServedModel, journal: BatchJournal, endpoints: Mapping[s
 class BatchRunner:
     """Runs batches in one event loop. If the scheduler knows priorities, lines come last.
 
-    has_room: the engine could take another request at once. is_gone: the engine has failed for good.
+    threads: go through the files of batches. has_room: the engine could take another request at once. is_gone: the
+    engine has failed for good. sleep: waits until there may be room.
     """
 
     def __init__(
@@ -100,20 +112,26 @@ class BatchRunner:
         files: FileStore,
         endpoints: Mapping[str, Answer],
         settings: ServerSettings,
+        threads: Threads,
         *,
         has_room: Callable[[], bool],
         is_gone: Callable[[], bool],
         clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._journal = journal
         self._files = files
         self._endpoints = endpoints
         self._settings = settings
+        self._threads = threads
         self._has_room = has_room
         self._is_gone = is_gone
         self._clock = clock
+        self._sleep = sleep
         self._slots = asyncio.Semaphore(settings.batch_concurrency)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._states: dict[str, Batch] = {}  # of batches that have not ended in the journal
+        self._waits: dict[str, tuple[str, str]] = {}  # why batches wait for room: code and message
 
     def start(self) -> None:
         """Go on with the batches that the last server left."""
@@ -123,23 +141,36 @@ class BatchRunner:
 
     def run(self, batch: Batch) -> None:
         """Begin a batch, or go on with it."""
+        self._states[batch.id] = batch
         task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
         task.add_done_callback(self._forget)
 
+    def seen(self, batch: Batch) -> Batch:
+        """Return the state of a batch as clients see it. batch: as the journal has it."""
+        now = self._states.get(batch.id, batch)
+        return replace(now, problem=now.problem or self._waits.get(batch.id))
+
     async def cancel(self, batch: Batch) -> Batch:
-        """Begin no further line of a batch, and drop those under way. Answers that are there stay."""
+        """Begin no further line of a batch, and drop those under way. Answers that are there stay, but a batch that
+        waits for room, or finds none now, ends without its files."""
+        waits = batch.id in self._waits
         task = self._tasks.get(batch.id)
         if task is not None:
             task.cancel()
             await asyncio.wait((task,))
-        batch = self._journal.find(batch.owner, batch.id)  # it may have come to its end meanwhile
-        if batch.id in self._tasks or batch.has_ended:  # another request cancelled it, too
-            return batch
-        if batch.outcome is None:
-            batch = replace(batch, status="cancelling", cancelling_at=int(self._clock()), outcome="cancelled")
-            self._journal.put(batch)
-        self.run(batch)
-        return batch
+        now = self._states.get(batch.id)
+        if now is None:
+            now = await self._journal.threads.run(self._journal.find, batch.owner, batch.id)
+        if batch.id in self._tasks or now.has_ended:  # another request cancelled it, too, or it came to its end
+            return now
+        if now.outcome is None or waits:
+            now = replace(now, status="cancelling", cancelling_at=int(self._clock()), outcome="cancelled")
+        self.run(now)
+        try:
+            await self._journal.threads.run(self._journal.put, now)  # the first in the row, before those of the task
+        except _NO_ROOM as error:
+            logger.warning("batch %s is cancelled, which cannot be written yet: %s", batch.id, error)
+        return now
 
     async def stop(self) -> None:
         """Drop the lines under way. The next server goes on with them."""
@@ -158,14 +189,17 @@ class BatchRunner:
                 batch = await self._answer_all(batch)
             if batch.status not in ("finalizing", "cancelling"):
                 batch = replace(batch, status="finalizing", finalizing_at=int(self._clock()))
-            await _done(self._journal.put, batch)
+                await self._put(batch)
             batch = await self._finish(batch)
         except EngineUnavailableError as error:
             logger.info("batch %s waits for the next server: %s", batch.id, error)
         except Exception:
             logger.exception("batch %s stopped; the next server goes on with it", batch.id)
         else:
+            del self._states[batch.id]
             logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
+            with suppress(*_NO_ROOM):  # the next batch that ends has them forgotten, too
+                await self._journal.threads.run(self._journal.forget_lines)
 
     async def _answer_all(self, batch: Batch) -> Batch:
         try:
@@ -184,21 +218,46 @@ class BatchRunner:
         def count() -> int:
             _, file = self._files.open(batch.owner, batch.input_file_id)
             with file:
-                return count_lines(file)
+                return count_lines(file, self._settings.max_batch_lines)
 
-        total, most = await asyncio.to_thread(count), self._settings.max_batch_lines
-        if not 1 <= total <= most:
-            what = f"the file has {total} lines; it must have between 1 and {most} (setting --max-batch-lines)"
-            raise BadRequestError(what, code="too_many_lines" if total else "empty_file")
+        total = await self._threads.run(count)
         batch = replace(batch, status="in_progress", in_progress_at=int(self._clock()), total=total)
-        await _done(self._journal.put, batch)
+        await self._put(batch)
         return batch
 
+    async def _put(self, batch: Batch) -> None:
+        self._states[batch.id] = batch
+        await self._written(batch.id, lambda: self._journaled(self._journal.put, batch))
+
+    async def _journaled(self, write: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> None:
+        """Write to the journal, even if this task is cancelled meanwhile: an answer that is there stays."""
+        writing = asyncio.ensure_future(self._journal.threads.run(write, *args, **kwargs))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await asyncio.wait((writing,))
+            raise
+
+    async def _written(self, batch_id: str, write: Callable[[], Awaitable[_T]]) -> _T:
+        """Write something, as soon as there is room for it."""
+        try:
+            while True:
+                try:
+                    return await write()
+                except _NO_ROOM as error:
+                    code, why = _described(error)
+                    if batch_id not in self._waits:
+                        logger.warning("batch %s waits: %s", batch_id, why)
+                    self._waits[batch_id] = code, f"the batch waits: {why}"
+                await self._sleep(_WRITE_AGAIN_S)
+        finally:
+            self._waits.pop(batch_id, None)
+
     async def _answer_lines(self, batch: Batch) -> None:
-        lines = await asyncio.to_thread(self._lines_left, batch)
+        lines = await self._threads.run(self._lines_left, batch)
         try:
             async with asyncio.TaskGroup() as group:
-                while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                while (line := await self._threads.run(next, lines, None)) is not None:
                     await self._room()
                     task = group.create_task(self._answer_line(batch, line))
                     task.add_done_callback(lambda _: self._slots.release())
@@ -240,7 +299,7 @@ class BatchRunner:
             status, body = await self._ask(batch, line.body, name)
             response = {"status_code": status, "request_id": name, "body": body}
             row = (line.number, status == 200, _record(batch, line, response=response))
-        await _done(self._journal.add_lines, batch.id, [row])
+        await self._written(batch.id, lambda: self._journaled(self._journal.add_lines, batch.id, [row]))
 
     async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, Mapping[str, Any]]:
         request_id.set(name)
@@ -265,16 +324,17 @@ class BatchRunner:
             lines = [_unanswered(batch, line, "batch_expired", what) for line in self._lines_left(batch)]
             self._journal.add_lines(batch.id, lines)
 
-        await _done(expire)
+        await self._written(batch.id, lambda: self._threads.run(expire))
 
     async def _finish(self, batch: Batch) -> Batch:
         """Write the files, which may wait for room, and mark the batch as ended."""
         assert batch.outcome is not None
-        completed, failed = await asyncio.to_thread(self._journal.counts, batch.id)
-        usage = await asyncio.to_thread(add_up, self._journal.lines(batch.id, good=True))
-        ids: dict[str, str | None] = {}
+        completed, failed = await self._journal.threads.run(self._journal.counts, batch.id)
+        usage = await self._threads.run(add_up, self._journal.lines(batch.id, good=True))
+        ids: dict[str, Any] = {}
         for kind, count in (("output", completed), ("error", failed)):
-            ids[f"{kind}_file_id"] = await self._write(batch, kind) if count else None
+            if count:
+                ids |= await self._write_file(batch, kind)
         batch = replace(
             batch,
             status=batch.outcome,
@@ -282,20 +342,35 @@ class BatchRunner:
             completed=completed,
             failed=failed,
             usage=usage,
-            **ids,  # type: ignore[arg-type]
+            **ids,
         )
-        await _done(self._journal.put, batch)
+        await self._put(batch)
         return batch
 
-    async def _write(self, batch: Batch, kind: str) -> str:
-        while True:
-            try:
-                return await _done(write_file, self._files, self._journal, batch, kind)
-            except (BadRequestError, OSError) as error:
-                logger.warning("the %s file of batch %s cannot be written yet: %s", kind, batch.id, error)
-                batch = replace(batch, problem=(f"{kind}_file_waits", str(error)))
-                await _done(self._journal.put, batch)
-            await asyncio.sleep(_WRITE_AGAIN_S)
+    async def _write_file(self, batch: Batch, kind: str) -> dict[str, Any]:
+        """Write a file, and return fields for the batch: the file's id, or a problem. A cancelled batch waits for no
+        room."""
+
+        def write() -> Awaitable[str]:
+            return self._threads.run(write_file, self._files, self._journal, batch, kind)
+
+        name = f"{kind}_file_id"
+        if batch.outcome != "cancelled":
+            return {name: await self._written(batch.id, write)}
+        try:
+            return {name: await write()}
+        except _NO_ROOM as error:
+            why = f"cancelled without its {kind} file, for which there is no room: {_described(error)[1]}"
+            logger.warning("batch %s is %s", batch.id, why)
+            return {"problem": (f"{kind}_file_lost", f"the batch is {why}")}
+
+
+def _described(error: Exception) -> tuple[str, str]:
+    """Return the code and the message of a lack of room."""
+    if isinstance(error, BadRequestError):
+        return error.code or "storage_full", str(error)
+    what = "is full" if is_full(error) else f"cannot be written ({error})"
+    return "storage_full", f"the server's disk {what} (setting --file-store-dir)"
 
 
 def _record(batch: Batch, line: Line, **found: Any) -> dict[str, Any]:
@@ -305,13 +380,3 @@ def _record(batch: Batch, line: Line, **found: Any) -> dict[str, Any]:
 def _unanswered(batch: Batch, line: Line, code: str, message: str) -> tuple[int, bool, dict[str, Any]]:
     error = {"code": code, "message": message, "line": line.number}
     return line.number, False, _record(batch, line, error=error)
-
-
-async def _done(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call a function in a thread, and wait for it even if this task is cancelled. Nothing is written afterwards."""
-    working = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait((working,))
-        raise

@@ -56,18 +56,23 @@ class ResponseStore(Database):
         self._most_bytes = most_bytes
 
     def add(self, owner: str, response: dict[str, Any], given: Sequence[dict[str, Any]]) -> None:
-        """Keep a response, and forget the oldest beyond the limits. A response larger than the store is not kept."""
+        """Keep a response. Beyond the limits, forget the oldest of the owner who has the most. A response larger than
+        the store is not kept."""
         told, items = json_text(response).decode(), json_text(given).decode()
         row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
         with self._lock, self._db:
             self._db.execute(
                 "INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
             )
-            count, size = self._db.execute("SELECT count(*), total(size) FROM responses").fetchone()
-            while count > self._most or size > self._most_bytes:
-                seq, freed = self._db.execute("SELECT seq, size FROM responses ORDER BY seq LIMIT 1").fetchone()
+            totals = self._db.execute("SELECT owner, count(*), total(size) FROM responses GROUP BY owner").fetchall()
+            counts, sizes = ({each[0]: each[place] for each in totals} for place in (1, 2))
+            while (many := sum(counts.values()) > self._most) or sum(sizes.values()) > self._most_bytes:
+                held = counts if many else sizes
+                most = max(held, key=lambda name: held[name])
+                oldest = "SELECT seq, size FROM responses WHERE owner = ? ORDER BY seq LIMIT 1"
+                seq, freed = self._db.execute(oldest, (most,)).fetchone()
                 self._db.execute("DELETE FROM responses WHERE seq = ?", (seq,))
-                count, size = count - 1, size - freed
+                counts[most], sizes[most] = counts[most] - 1, sizes[most] - freed
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response. Raises BadRequestError (404) for an unknown response and another owner's alike."""
@@ -155,7 +160,7 @@ class ResponsesApi:
     )
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """Return a response that was kept."""
-        found = await asyncio.to_thread(self._store.find, owner_of(request), response_id)
+        found = await self._store.threads.run(self._store.find, owner_of(request), response_id)
         return JSONResponse(found.response)
 
     @operation(
@@ -165,7 +170,7 @@ class ResponsesApi:
     )
     async def delete(self, request: Request, response_id: str) -> Response:
         """Forget a response."""
-        await asyncio.to_thread(self._store.delete, owner_of(request), response_id)
+        await self._store.threads.run(self._store.delete, owner_of(request), response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @operation(
@@ -176,7 +181,7 @@ class ResponsesApi:
     )
     async def input_items(self, request: Request, response_id: str) -> Response:
         """List the items that a response was asked with."""
-        items = (await asyncio.to_thread(self._store.find, owner_of(request), response_id)).input
+        items = (await self._store.threads.run(self._store.find, owner_of(request), response_id)).input
         items, page = page_of(request.query_params, items, lambda item: item["id"], most=_LIST_LIMIT, usual=20)
         return JSONResponse(page | {"data": items})
 
@@ -198,7 +203,7 @@ class ResponsesApi:
         given = with_ids(body.input)
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
-            before = await asyncio.to_thread(self._store.conversation, caller.owner, body.previous_response_id)
+            before = await self._store.threads.run(self._store.conversation, caller.owner, body.previous_response_id)
         conversation = await asyncio.to_thread(to_conversation, before, given, body.instructions)
         try:
             check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
@@ -213,7 +218,7 @@ class ResponsesApi:
                     yield events
         end, response = list(writer.end()), writer.response()
         if body.store is not False:
-            await self._written(self._store.add, caller.owner, response, given)
+            await self._store.threads.run(self._store.add, caller.owner, response, given)
         yield [*end, writer.last(response)]
 
     async def _chunks(

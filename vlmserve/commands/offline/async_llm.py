@@ -16,7 +16,7 @@ from typing import Unpack
 import torch
 
 from processors.fetch.limits import FetchSettings
-from vlmserve.commands.offline.inputs import EngineSettings, read_settings
+from vlmserve.commands.offline.inputs import EngineSettings, keywords_named, read_settings
 from vlmserve.commands.offline.llm import build_offline_engine
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl, Profiler
@@ -84,7 +84,9 @@ class AsyncLLM:
             raise TypeError("StageLimits go with EngineArgs; without these give fetch, and settings as keywords")
         else:
             args, limits = read_settings(model, fetch, settings)
-        self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
+        self._words = contextlib.nullcontext if isinstance(model, EngineArgs) else keywords_named
+        with self._words():
+            self._engine = build_offline_engine(args, limits, self._take, log_level=log_level)
         self._torch_threads = torch.get_num_threads()
         self.args, self.info = self._engine.args, self._engine.info
         self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
@@ -117,9 +119,10 @@ class AsyncLLM:
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
         """Yield the outputs of a request; see `TokenizerManager.generate`."""
         self._loop = asyncio.get_running_loop()
-        async with contextlib.aclosing(self._manager.generate(request)) as outputs:
-            async for output in outputs:
-                yield output
+        with self._words():
+            async with contextlib.aclosing(self._manager.generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
 
     async def generate_batch(self, requests: Sequence[GenerateReqInput]) -> AsyncGenerator[ChoiceOutput, None]:
         """Yield the outputs of several requests as one; see `TokenizerManager.stream`."""
@@ -179,6 +182,7 @@ class AsyncLLM:
     def close(self) -> None:
         """End the engine after the step in work, and its processes. Blocks; while the event loop runs, call it in
         another thread."""
+        self._manager.suspend("this AsyncLLM is closed, and computes nothing more; make a new one")
         closing, loop = self._engine.stage.media.close(), self._loop
         if loop is not None and loop.is_running():
             asyncio.run_coroutine_threadsafe(closing, loop).result()

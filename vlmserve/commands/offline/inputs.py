@@ -6,11 +6,13 @@ server all text comes from clients.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypedDict
@@ -23,11 +25,13 @@ from vlmserve.commands.client.media import with_addresses
 from vlmserve.config.aliases import translated, usual_word
 from vlmserve.config.checks import SettingsError, check_engine_args, type_problems
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.fields import flag
 from vlmserve.config.plain_problems import did_you_mean
-from vlmserve.frontend.chat_messages import MediaCounts
+from vlmserve.frontend.chat_messages import MediaCounts, map_parts
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
 from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions, SamplingParams
+from vlmserve_common.errors import BadRequestError, VlmserveError
 
 
 class OtherNames(TypedDict, total=False):
@@ -162,8 +166,11 @@ class EngineSettings(OtherNames, total=False):
 Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
 """OpenAI's messages, or the text of one message of the user's."""
 
+_URLS = ("image_url", "video_url")
+_MEDIA = (*_URLS, "image", "video", "image_embeds")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
 _COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos"}
+_KEYWORDS = {flag(name): name for name in (*(field.name for field in dataclasses.fields(EngineArgs)), *_COUNTS)}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -210,6 +217,20 @@ class ChatOptions(SamplingOptions, total=False):
     truncate_prompt_tokens: int | None
 
 
+@contextlib.contextmanager
+def keywords_named() -> Iterator[None]:
+    """Let errors name settings by their keywords (page_size), and not by the command line's flags (--page-size)."""
+    try:
+        yield
+    except VlmserveError as error:
+        message = re.sub(r"--[a-z0-9-]+", lambda found: _KEYWORDS.get(found[0], found[0]), str(error.args[0]))
+        error.args = (message,)
+        if isinstance(error, BadRequestError):
+            error.message = message
+        raise
+
+
+@keywords_named()
 def read_settings(
     model: str | os.PathLike[str], fetch: FetchSettings | None, settings: Mapping[str, Any]
 ) -> tuple[EngineArgs, StageLimits]:
@@ -251,6 +272,38 @@ def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequ
         what = 'a conversation is a text, or a list of messages such as {"role": "user", "content": "Hello"}'
         raise TypeError(f"{what}; this is {reprlib.repr(chat)}")
     return with_addresses(chat, _path)
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check messages as the server does, but for media that are objects here. Raises BadRequestError."""
+    plain = [
+        {**one, "tool_calls": [_plain_call(call) for call in one["tool_calls"]]} if one.get("tool_calls") else {**one}
+        for one in map_parts(messages, _plain_part)
+    ]
+    try:
+        from vlmserve.frontend.openai.json_bodies import checked
+        from vlmserve.frontend.openai.protocol import WarmupRequest
+    except ModuleNotFoundError:  # there is no pydantic beside an engine without a server
+        return
+    checked({"messages": plain}, WarmupRequest)
+
+
+def _plain_part(part: Any, _place: str) -> Any:
+    """Return a part as a client would send it: an address stands for a medium, whose type is checked later."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _MEDIA or part.get(kind) is None or (kind in _URLS and isinstance(part[kind], Mapping)):
+        return part
+    return {**part, kind: "address"}
+
+
+def _plain_call(call: Any) -> Any:
+    """Return a call as a client would send it. Here it may lack what no template prints; arguments may be a dict."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    arguments = json.dumps(given, default=str) if isinstance(given, Mapping) else given
+    return {"id": "", "type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
 def sampling_of(sampling: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

@@ -22,14 +22,16 @@ from vlmserve.commands.offline.inputs import (
     Conversation,
     EngineSettings,
     SamplingOptions,
+    check_messages,
     conversation,
+    keywords_named,
     read_settings,
     sampling_of,
 )
 from vlmserve.config.checks import check_engine_args
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.fields import flag
-from vlmserve.config.model_path import resolve_model
+from vlmserve.config.model_path import checked_model
 from vlmserve.engine.build import EngineInfo, build_loop, build_runner
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.step import GroupsWorker, ModelWorker
@@ -91,7 +93,7 @@ def build_offline_engine(
             f"{flag('dp_size')} is {args.dp_size}: only a server has several replicas; start `vlmserve serve` with it "
             "and send it requests, or make one engine on each device"
         )
-    args = replace(args, model=str(resolve_model(args.model, args.revision)))
+    args = replace(args, model=str(checked_model(args)))
     with ExitStack() as stack:
         args, runner, info, worker, ranks = _runner(args, stack, log_level)
         # for arrays that go to and from encoder and media processes, where there are any
@@ -185,6 +187,7 @@ class LLM(AbstractContextManager["LLM"]):
     Not thread-safe. engine: the parts of the engine, to measure them one by one.
     """
 
+    @keywords_named()
     def __init__(
         self,
         model: str | os.PathLike[str] = "",
@@ -203,6 +206,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._answers: dict[str, TokenOutput | None] = {}  # so far
         self._max_waiting = min(self.args.max_running_requests, self.args.max_queued_requests)
         self._requests = 0
+        self._closed = False
 
     def chat(
         self,
@@ -285,12 +289,16 @@ class LLM(AbstractContextManager["LLM"]):
 
     def close(self) -> None:
         """End the media threads and the encoder's workers. The model goes with the object."""
+        self._closed = True
         self._stack.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @keywords_named()
     def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
+        if self._closed:
+            raise EngineError("this LLM is closed, and computes nothing more; make a new one")
         about: dict[str, tuple[tuple[MediumReport, ...], tuple[str, ...]]] = {}
         choices: list[list[str]] = []
         try:
@@ -330,6 +338,8 @@ class LLM(AbstractContextManager["LLM"]):
                 number, self._requests = self._requests, self._requests + 1
                 named = replace(request, request_id=f"offline-{number}")
                 try:
+                    if isinstance(named.prompt, ChatPrompt):
+                        check_messages(named.prompt.messages)
                     tokenized = self.builder.tokenize(named, default_seed=self.args.random_seed + number)
                 except BadRequestError:
                     yield from ahead  # one of these may fail, too, and comes first

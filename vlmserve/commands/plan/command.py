@@ -1,30 +1,33 @@
-"""`vlmserve plan`: reads config.json, and prints what each GPU would hold and the least times of steps."""
+"""`vlmserve plan`: reads config.json, and prints what each GPU would hold and the least times of steps. For a CPU, and
+without a model, it prints a line for each model."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from vlmserve.commands.plan.gpus import GPUS
+from vlmserve.commands.plan.gpus import GPUS, Gpu
 from vlmserve.config.flags import CommandParser, above_zero, add_settings, positive
-from vlmserve.config.model_path import resolve_model
+from vlmserve.config.model_path import NotDownloadedError, resolve_model
 from vlmserve.config.settings import load_settings
+from vlmserve_common.errors import CheckpointError, EngineError
 
 _ABOUT = """\
-Tell whether a model fits on GPUs and how fast it can be at the best, from its config.json alone: no weights and no GPU
-are needed. MODEL is a checkpoint folder, or a config.json. Weights, KV cache and what computing takes are counted by
-the engine's own code. Times are floors, by the GPU's data sheet: nothing is quicker, and what is measured is slower.
-The exit status is 1 for what does not fit.
+Tell whether a model fits and how fast it can be at the best, from its config.json alone: no weights and no GPU are
+needed. MODEL is a checkpoint folder, or a config.json; without it: each published model, on this machine's CPU or on
+--gpu. Weights, KV cache and what computing takes are counted by the engine's own code. Times are floors, by the GPU's
+data sheet, or by what is measured of this CPU in about a second: nothing is quicker. The exit status is 1 for a MODEL
+that does not fit.
 """
 _EPILOG = """\
 examples:
+  vlmserve plan                                      which published models fit on this machine's CPU, and how fast
+  vlmserve plan ./checkpoint --gpu cpu --quantization int4
   vlmserve plan Qwen3-VL-235B-A22B-Instruct/config.json --tp 8 --ep 8 --gpu h200
   vlmserve plan ./checkpoint --gpu l40s --context 32768 --kv-cache-dtype fp8_e4m3
   vlmserve plan ./checkpoint --tp 2 --gpu-memory-gib 24 --bandwidth-gbs 1008 --tflops 165
@@ -32,8 +35,8 @@ examples:
 _SETTINGS = frozenset(
     {
         "chunked_prefill_size", "disable_cuda_graph", "dp_size", "dtype", "enable_dp_attention", "encoder_max_patches",
-        "ep_size", "kv_cache_dtype", "mamba_cache_mib", "max_model_len", "max_prefill_tokens", "max_running_requests",
-        "mem_fraction_static", "page_size", "pp_size", "tp_size",
+        "cpu_kv_cache_gib", "ep_size", "kv_cache_dtype", "mamba_cache_mib", "max_model_len", "max_prefill_tokens",
+        "max_running_requests", "mem_fraction_static", "page_size", "pp_size", "quantization", "tp_size",
     }
 )  # fmt: skip
 
@@ -59,57 +62,87 @@ def main(argv: Sequence[str]) -> int:
     """Print a table, or JSON. Raises VlmserveError for what cannot be."""
     args = _parser().parse_args(argv)
     # late, so that --help is quick
-    from vlmserve.commands.plan.plan import make_plan
-    from vlmserve.commands.plan.table import as_data, show
+    from vlmserve.commands.plan.plan import Plan, make_plan
+    from vlmserve.commands.plan.published import SHAPES, config_of
+    from vlmserve.commands.plan.table import as_data, overview, show
 
-    gpu = GPUS[args.gpu]
-    given = {field: getattr(args, field) * unit for field, (_, unit, *_) in _GPU_FLAGS.items() if field in args}
-    if given:
-        gpu = replace(gpu, name="GPU", **given | {"memory": int(given.get("memory", gpu.memory))})
     flags = {name: value for name, value in vars(args).items() if name in _SETTINGS}
     settings = load_settings(flags, config=args.config).engine
-    with _folder(args.model) as folder:
-        plan = make_plan(
+    gpu = _gpu(args)
+
+    def plan_of(folder: Path) -> Plan:
+        return make_plan(
             replace(settings, model=str(folder)),
             gpu,
             context=args.context,
-            batches=args.batch,
+            batches=[1, *args.batch] if args.model is None or gpu.is_cpu else args.batch,
             prompt=args.prompt,
-            reserved=int(args.reserved_gib * 2**30),
+            reserved=0 if gpu.is_cpu else int(args.reserved_gib * 2**30),
         )
-    if args.json:
-        json.dump(as_data(plan), sys.stdout, indent=2)
-        print()
-    else:
-        print(show(plan))
+
+    with tempfile.TemporaryDirectory(prefix="vlmserve-plan-") as made:
+        folder = Path(made)
+        if args.model is not None:
+            plan = plan_of(_folder(args.model, folder))
+            data, text = as_data(plan), overview(gpu, {args.model: plan}) if gpu.is_cpu else show(plan)
+        else:
+            plans: dict[str, Plan | EngineError] = {}
+            for shape in SHAPES.values():
+                (folder / "config.json").write_text(json.dumps(config_of(shape)))
+                try:
+                    plans[shape.hub_id] = plan_of(folder)
+                except EngineError as error:
+                    plans[shape.hub_id] = error
+            data, text = {name: as_data(one) for name, one in plans.items()}, overview(gpu, plans)
+    print(json.dumps(data, indent=2) if args.json else text)
     return 0
 
 
-@contextmanager
-def _folder(model: str) -> Iterator[Path]:
-    """Yield a checkpoint folder, or one that is made of a config.json."""
+def _gpu(args: argparse.Namespace) -> Gpu:
+    given = {field: getattr(args, field) * unit for field, (_, unit, *_) in _GPU_FLAGS.items() if field in args}
+    name = args.gpu or ("cpu" if args.model is None else "h200")
+    if name != "cpu":
+        gpu = GPUS[name]
+    elif {"memory", "bandwidth", "flops"} <= given.keys():
+        gpu = Gpu(name="CPU", memory=0, bandwidth=0, flops=0, is_cpu=True)
+    else:
+        from vlmserve.commands.plan.machine import this_cpu
+
+        gpu = this_cpu()
+    if given:
+        kind = "CPU" if gpu.is_cpu else "GPU"
+        gpu = replace(gpu, name=kind, **given | {"memory": int(given.get("memory", gpu.memory))})
+    return gpu
+
+
+def _folder(model: str, made: Path) -> Path:
+    """Return a checkpoint folder, or `made` with a copy of the config.json that `model` names."""
     path = Path(model).expanduser()
-    if not path.is_file():
-        yield resolve_model(model, download=False)
-        return
-    with tempfile.TemporaryDirectory(prefix="vlmserve-plan-") as made:
-        shutil.copyfile(path, Path(made) / "config.json")
-        yield Path(made)
+    if path.is_file():
+        shutil.copyfile(path, made / "config.json")
+        return made
+    try:
+        return resolve_model(model, download=False)
+    except NotDownloadedError as error:
+        raise CheckpointError(f"{error}; its config.json is enough: hf download {model} config.json") from None
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="vlmserve plan", usage="%(prog)s MODEL [options]", description=_ABOUT, epilog=_EPILOG)
-    parser.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a config.json")
+    parser = CommandParser(prog="vlmserve plan", usage="%(prog)s [MODEL] [options]", description=_ABOUT, epilog=_EPILOG)
+    text = "a checkpoint folder, or a config.json; left out: each published model"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     add = parser.add_argument_group("a GPU").add_argument
-    add("--gpu", choices=sorted(GPUS), default="h200", help="which one [default: h200]")
+    text = "which one; cpu: this machine's CPU, which is measured [default: h200; without MODEL: cpu]"
+    add("--gpu", choices=["cpu", *sorted(GPUS)], help=text)
     for field, (name, _, kind, text) in _GPU_FLAGS.items():
         add(f"--{name}", dest=field, default=argparse.SUPPRESS, type=kind, metavar="X", help=text)
     add("--reserved-gib", type=_amount, default=1.0, metavar="X", help="for CUDA and its libraries [default: 1]")
     add = parser.add_argument_group("requests").add_argument
-    add("--context", type=positive, default=8192, metavar="N", help="tokens of each [default: 8192]")
+    text = "[default: 8192, or the most that the model takes]"
+    add("--context", type=positive, metavar="N", help=f"tokens of each {text}")
     batches = [1, 8, 64, 256]
     add("--batch", type=positive, nargs="+", default=batches, metavar="N", help="decode together in a replica")
-    add("--prompt", type=positive, default=8192, metavar="N", help="tokens of a prompt [default: 8192]")
+    add("--prompt", type=positive, metavar="N", help=f"tokens of a prompt {text}")
     add_settings(parser, _SETTINGS, help_all=False)
     return parser

@@ -14,7 +14,7 @@ class Gpu:
     """A GPU: its memory in bytes, and the memory's bandwidth in bytes a second.
 
     `flops` and `fp8_flops` are operations a second of dense products in 16 and in 8 bits; 0 if there are none. `link`
-    is in bytes a second to other GPUs, each way; 0 if not known.
+    is in bytes a second to other GPUs, each way; 0 if not known. `is_cpu`: it is no GPU, but this machine's CPU.
     """
 
     name: str
@@ -23,11 +23,18 @@ class Gpu:
     flops: float
     fp8_flops: float = 0.0
     link: float = 0.0
+    is_cpu: bool = False
 
 
 def _gpu(name: str, gib: float, tb_s: float, tflops: float, fp8_tflops: float, link_gb_s: float) -> Gpu:
-    rates = {"bandwidth": tb_s * 1e12, "flops": tflops * 1e12, "fp8_flops": fp8_tflops * 1e12, "link": link_gb_s * 1e9}
-    return Gpu(name=name, memory=int(gib * _GIB), **rates)
+    return Gpu(
+        name=name,
+        memory=int(gib * _GIB),
+        bandwidth=tb_s * 1e12,
+        flops=tflops * 1e12,
+        fp8_flops=fp8_tflops * 1e12,
+        link=link_gb_s * 1e9,
+    )
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(

@@ -21,7 +21,14 @@ from vlmserve.engine.graph_planning import why_not_captured
 from vlmserve.engine.recurrent import num_states, state_shape
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.recurrent_cache import StateShape
-from vlmserve.memory.sizing import Activations, gpu_kv_bytes, most_for_graphs, quantised_part, weight_bytes
+from vlmserve.memory.sizing import (
+    Activations,
+    cpu_kv_bytes,
+    gpu_kv_bytes,
+    most_for_graphs,
+    quantised_part,
+    weight_bytes,
+)
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.floors import attention_flops, expert_bytes, part_hit, tower_flops
 from vlmserve.models.registry import load_config, make_model, quantization_of
@@ -33,6 +40,7 @@ from vlmserve_common.compute.memory import show_gib
 from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
+from vlmserve_common.kernels.quantized import MODE_BITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +89,11 @@ class SpreadModel:
     active: int
 
 
-def lay_out(folder: Path, args: EngineArgs) -> SpreadModel:
-    """Spread the model of a folder, which needs config.json only, as `args` says. Raises what `load_model` raises."""
+def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadModel:
+    """Spread the model of a folder, which needs config.json only, as `args` says. Raises what `load_model` raises.
+
+    on_cpu: the operators there keep a copy of an embedding that is the head, too.
+    """
     hf_config, scheme = read_hf_config(folder), quantization_of(folder)
     # exchanges of experts have no weights
     shard = Shard(
@@ -111,7 +122,7 @@ def lay_out(folder: Path, args: EngineArgs) -> SpreadModel:
         kv_layers = last - first
         if config.linear is not None:
             kv_layers -= sum(first <= layer < last for layer in config.linear.layers)
-        tied_here = outline.lm_head is None and begins
+        tied_here = outline.lm_head is None and begins and not on_cpu
         stages.append(
             StageShare(
                 first=first,
@@ -173,6 +184,7 @@ def _active(whole: VisionLanguageModel) -> int:
     return every - round(expert_bytes(decoder.layers) // whole.dtype.itemsize * passed_by)
 
 
+_TOKENS = 8192
 PICTURE = 1024
 """The side of the picture whose time in the tower is told, in pixels."""
 
@@ -234,14 +246,20 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def make_plan(args: EngineArgs, gpu: Gpu, *, context: int, batches: Sequence[int], prompt: int, reserved: int) -> Plan:
+def make_plan(
+    args: EngineArgs, gpu: Gpu, *, context: int | None, batches: Sequence[int], prompt: int | None, reserved: int
+) -> Plan:
     """Make the plan of the folder `args.model`, which has a config.json.
 
-    `batches` are requests that decode together, of `context` tokens each. CUDA and its libraries take `reserved` bytes
-    of each GPU. Raises EngineError with numbers for what cannot be, and CheckpointError for a wrong config.json.
+    `batches` are requests that decode together, of `context` tokens each; None: as many as requests may have, 8192 at
+    the most, and the same for `prompt`. CUDA and its libraries take `reserved` bytes of each GPU. Raises EngineError
+    with numbers for what cannot be, and CheckpointError for a wrong config.json.
     """
-    model = lay_out(Path(args.model), args)
+    if args.quantization != "none" and not gpu.is_cpu:
+        raise EngineError(f"--quantization {args.quantization} is for CPUs: --gpu cpu plans for this machine's")
+    model = lay_out(Path(args.model), args, on_cpu=gpu.is_cpu)
     longest = args.max_model_len or model.config.max_position_embeddings
+    context, prompt = (min(_TOKENS, longest) if given is None else given for given in (context, prompt))
     if context > longest:
         raise EngineError(f"--context is {context}, and requests have {longest} tokens at the most")
     stages = _fit(model, gpu, args, longest, reserved)
@@ -268,26 +286,30 @@ def make_plan(args: EngineArgs, gpu: Gpu, *, context: int, batches: Sequence[int
 
 def _fit(model: SpreadModel, gpu: Gpu, args: EngineArgs, longest: int, reserved: int) -> tuple[Fit, ...]:
     """Return the memory of each stage. longest: tokens of a request."""
-    device = torch.device("cuda")
+    device = torch.device("cpu" if gpu.is_cpu else "cuda")
     # what pictures ask for is the tower's limit of patches: a checkpoint's largest picture has no more
     limits = step_limits(replace(args, encoder_dp_size=1), device, max_model_len=longest, auto_pixels=None)
     sharing = ExpertSharing(ep_size=args.ep_size, a2a=args.moe_a2a_backend)
     pipeline = PipelineStage(0, args.pp_size)
     shard = Shard(0, args.tp_size, experts=sharing, stage=pipeline, groups=args.attention_groups)
-    captured = why_not_captured(args, model.config.experts, shard) is None
+    captured = not gpu.is_cpu and why_not_captured(args, model.config.experts, shard) is None
     fits = []
     for stage in model.stages:
         own = replace(limits, patches=resolve_max_patches(args, device) if stage.tower else 0)
-        activations = replace(estimate_activations(model.outline, own), beside=True)
+        activations = replace(estimate_activations(model.outline, own), beside=not gpu.is_cpu)
         if not stage.head_numbers:
             activations = replace(activations, logits=0)
         states = 0 if stage.state is None else (1 + num_states(args, stage.state, longest)) * stage.state.nbytes
         free = gpu.memory - reserved - stage.weights - states
         if captured:
             activations = replace(activations, graphs=most_for_graphs(free - activations.peak))
-        room = gpu_kv_bytes(free, gpu.memory, computing=activations.peak, mem_fraction_static=args.mem_fraction_static)
+        left, fraction = free - activations.peak, args.mem_fraction_static
+        if gpu.is_cpu:
+            room = cpu_kv_bytes(args, left)
+        else:
+            room = gpu_kv_bytes(free, gpu.memory, computing=activations.peak, mem_fraction_static=fraction)
         # where computing takes more than there is, that is missing
-        kv = min(room, free - activations.peak)
+        kv = min(room, left)
         fits.append(Fit(stage=stage, reserved=reserved, states=states, activations=activations, kv=kv))
     return tuple(fits)
 
@@ -296,18 +318,17 @@ def _complaint(worst: Fit, model: SpreadModel, gpu: Gpu, args: EngineArgs, conte
     stage = worst.stage
     where = f"a {gpu.name}" if args.pp_size == 1 else f"a {gpu.name} of layers {stage.first} to {stage.last - 1}"
     states = f"recurrent states {show_gib(worst.states)} (--max-running-requests, --mamba-cache-mib), "
+    reserved = f"CUDA and its libraries {show_gib(worst.reserved)} (--reserved-gib), "
     found = (
         f"{where} has {show_gib(gpu.memory)}: weights take {show_gib(stage.weights)}, {states if worst.states else ''}"
-        f"CUDA and its libraries {show_gib(worst.reserved)} (--reserved-gib), computing {worst.activations}, and "
-        f"--mem-fraction-static {args.mem_fraction_static:g} leaves "
+        f"{reserved if worst.reserved else ''}computing {worst.activations}, and --mem-fraction-static "
+        f"{args.mem_fraction_static:g} leaves "
     )
     if worst.kv <= 0:
         every = sum(one.weights for one in model.stages) * args.tp_size
         least = -(-every // int(gpu.memory * args.mem_fraction_static))
-        return (
-            f"the model does not fit: {found}nothing for a KV cache. All weights take about {show_gib(every)}: "
-            f"{least} such GPUs at the least"
-        )
+        beside = "" if gpu.is_cpu else f". All weights take about {show_gib(every)}: {least} such GPUs at the least"
+        return f"the model does not fit: {found}nothing for a KV cache{beside}"
     return (
         f"no request of {context} tokens (--context) fits: {found}{show_gib(worst.kv)} for the KV cache, "
         f"{worst.tokens or 0} tokens of {stage.kv} bytes"
@@ -322,6 +343,8 @@ class _Times:
         scheme = model.scheme
         in_8_bits = isinstance(scheme, Fp8Scheme) and scheme.inputs is not None and gpu.fp8_flops
         self._rate = gpu.fp8_flops if in_8_bits else gpu.flops
+        mode = args.quantization  # which only CPUs have
+        self._read = 1.0 if mode == "none" else quantised_part(MODE_BITS[mode], model.outline.dtype)
 
     def decode(self, batch: int, context: int) -> Floor:
         """Return the floor of a step of `batch` requests of a replica with `context` tokens each."""
@@ -332,7 +355,7 @@ class _Times:
         for stage in self._model.stages:
             state = 0 if stage.state is None else stage.state.nbytes
             read = stage.dense + stage.experts * hit + stage.head_numbers * outline.dtype.itemsize
-            read += mine * (context * stage.kv + state)
+            read = read * self._read + mine * (context * stage.kv + state)
             attention = 4.0 * stage.kv_layers * outline.config.num_heads * outline.config.head_dim * context * mine
             work.append((stage, read, attention))
         return self._floor(work, tokens=mine, rows=mine, all_tokens=batch)

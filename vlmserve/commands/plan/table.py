@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from vlmserve.commands.plan.gpus import Gpu
 from vlmserve.commands.plan.plan import PICTURE, Fit, Floor, Plan
 from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.errors import EngineError
 
 _GIB = 1024**3
 
@@ -24,8 +26,34 @@ def show(plan: Plan) -> str:
     return "\n".join(parts)
 
 
-def as_data(plan: Plan) -> dict[str, Any]:
-    """Return the plan for JSON, in bytes, seconds and tokens."""
+def overview(gpu: Gpu, plans: Mapping[str, Plan | EngineError]) -> str:
+    """Return a table with a line for each model on one device."""
+    how = "measured here" if gpu.is_cpu else "by the data sheet"
+    picture = f"seconds of a picture of {PICTURE}x{PICTURE}"
+    rows = [["", "GiB of weights", "tokens/s of one answer", "tokens/s of a prompt", picture]]
+    for name, plan in plans.items():
+        if isinstance(plan, EngineError):
+            rows.append([name, str(plan).partition(":")[0], "", "", ""])
+            continue
+        weights, single = sum(stage.stage.weights for stage in plan.stages) / _GIB, plan.decode[1]
+        figures = [weights, 1 / single.seconds if single else 0.0, plan.prefill.tokens_per_second, plan.picture]
+        rows.append([name, *(f"{one:.0f}" if one >= 100 else f"{one:.3g}" for one in figures)])
+    return "\n".join(
+        [
+            f"{gpu.name}: {gpu.memory / _GIB:.4g} GiB{' free' * gpu.is_cpu}; {gpu.bandwidth / 1e9:.3g} GB/s and "
+            f"{gpu.flops / 1e12:.3g} TFLOP/s, {how}.",
+            "",
+            _markdown(rows),
+            "",
+            "Nothing is quicker; expect somewhat less. An answer has --context tokens before it.",
+        ]
+    )
+
+
+def as_data(plan: Plan | EngineError) -> dict[str, Any]:
+    """Return the plan for JSON, in bytes, seconds and tokens, or the reason why there is none."""
+    if isinstance(plan, EngineError):
+        return {"error": str(plan)}
     model = plan.model
     return {
         "model": {

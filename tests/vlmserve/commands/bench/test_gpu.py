@@ -170,7 +170,8 @@ def test_operations_of_the_towers(outlines):
 
 def test_shapes_have_the_published_sizes(outlines):
     billions = {name: sum(one.numel() for one in model.parameters()) / 1e9 for name, model in outlines.items()}
-    assert billions == pytest.approx({"2b": 2.13, "8b": 8.77, "qwen2.5-7b": 8.29, "30b-a3b": 31.07}, abs=0.005)
+    expected = {"2b": 2.13, "4b": 4.44, "8b": 8.77, "32b": 33.36, "30b-a3b": 31.07, "235b-a22b": 235.67}
+    assert billions == pytest.approx(expected | {"qwen2.5-3b": 3.75, "qwen2.5-7b": 8.29}, abs=0.005)
     assert {model.config.head_dim for model in outlines.values()} == {128}
 
 

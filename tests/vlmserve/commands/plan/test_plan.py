@@ -11,28 +11,19 @@ import pytest
 
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve import cli
-from vlmserve.commands.bench.checkpoints import SHAPES, ModelShape, write_folder
-from vlmserve.commands.plan.plan import lay_out
+from vlmserve.commands.bench.checkpoints import write_folder
+from vlmserve.commands.plan.gpus import Gpu
+from vlmserve.commands.plan.plan import lay_out, make_plan
+from vlmserve.commands.plan.published import SHAPES
+from vlmserve.commands.plan.table import overview
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import outline_model
 from vlmserve_common.compute.shard import Shard
+from vlmserve_common.errors import EngineError
 
-_30B = SHAPES["30b-a3b"]
-_235B = ModelShape(
-    what="Qwen3-VL-235B-A22B",
-    family="qwen3_vl_moe",
-    tied=False,
-    text=dict(_30B.text)
-    | {
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_attention_heads": 64,
-        "moe_intermediate_size": 1536,
-    },
-    vision=dict(_30B.vision) | {"out_hidden_size": 4096},
-)
+_235B = SHAPES["235b-a22b"]
 _GIB = 2**30
 # Of the 235B, by hand: numbers of all layers but for experts, of all experts, and of the embedding, which the head has,
 # too. Norms and the router are whole on each rank.
@@ -44,7 +35,7 @@ _TOWER = 0.576e9
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("configs")
-    shapes = {"235b": _235B, "30b": _30B, "2b": SHAPES["2b"], "8b": SHAPES["8b"]}
+    shapes = {"235b": _235B, "30b": SHAPES["30b-a3b"], "2b": SHAPES["2b"], "8b": SHAPES["8b"]}
     return {name: write_folder(made / name, shape) for name, shape in shapes.items()}
 
 
@@ -172,6 +163,8 @@ def test_weights_are_those_that_the_engine_loads(tmp_path, family, tp):
         ("8b", "--tp 3", "--tp-size is 3: num_attention_heads is 32, which it does not divide"),
         ("235b", "--tp 4 --pp 2 --dp 2 --enable-dp-attention", "--pp-size is 2; it must be 1 with"),
         ("8b", "--tp 0", "--tp-size is 0"),
+        ("8b", "--quantization int4", "--quantization int4 is for CPUs: --gpu cpu plans for this machine's"),
+        ("8b", "--gpu cpu --gpu-memory-gib 16 --bandwidth-gbs 1 --tflops 1", "does not fit: a CPU has 16 GiB: weights"),
         ("8b", "--gpu-memory-gib 16", "the model does not fit: a GPU has 16 GiB: weights take 16.33 GiB"),
     ],
 )
@@ -216,3 +209,61 @@ def test_the_documented_table_is_what_the_command_prints(folders, capsys):
     assert f"config.json {words}\n" in page
     assert cli.main(["plan", str(folders["235b"] / "config.json"), *words.split()]) == 0
     assert f"```text\n{capsys.readouterr().out}```" in page
+
+
+_CPU = "--gpu cpu --gpu-memory-gib 20 --bandwidth-gbs 20 --tflops 0.4"
+
+
+def test_published_models_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a model."""
+    assert cli.main(["plan", "--json", *_CPU.split()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found.keys() == {f"Qwen/{shape.what}-Instruct" for shape in SHAPES.values()}
+    assert {name for name in found if "error" in found[name]} == {
+        "Qwen/Qwen3-VL-30B-A3B-Instruct",
+        "Qwen/Qwen3-VL-32B-Instruct",
+        "Qwen/Qwen3-VL-235B-A22B-Instruct",
+    }
+
+
+def test_the_table_of_several_models(folders: dict[str, Path]) -> None:
+    cpu = Gpu(name="CPU", memory=20 * _GIB, bandwidth=20e9, flops=0.4e12, is_cpu=True)
+    args = EngineArgs(model=str(folders["2b"]))
+    plan = make_plan(args, cpu, context=1, batches=[1], prompt=1, reserved=0)
+    table = overview(cpu, {"small": plan, "large": EngineError("the model does not fit: for reasons")})
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("|")]
+    shown = {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
+    assert shown["large"] == ["the model does not fit", "", "", ""]
+    assert shown["small"][:2] == [f"{plan.stages[0].stage.weights / _GIB:.3g}", f"{1 / plan.decode[1].seconds:.3g}"]
+
+
+def test_a_cpu_holds_and_reads_what_the_engine_does(plan) -> None:
+    found = plan("2b", f"{_CPU} --context 1")
+    [stage] = found["stages"]
+    assert stage["head"] == stage["embedding"], "its operators keep a copy"
+    assert (stage["graphs"], stage["reserved"]) == (0, 0)
+    assert stage["kv_cache"] == 2 * _GIB, "--cpu-kv-cache-gib"
+    weights, kv = stage["layers_without_experts"] + stage["head"], stage["kv_bytes_per_token"]
+    assert found["decode"]["1"]["seconds"] == pytest.approx((weights + kv) / 20e9)
+    in_8_bits = plan("2b", f"{_CPU} --context 1 --quantization int8")
+    assert in_8_bits["stages"] == found["stages"], "they are loaded before they are rounded"
+    assert in_8_bits["decode"]["1"]["seconds"] == pytest.approx((weights * 8.5 / 16 + kv) / 20e9)
+
+
+def test_this_cpu_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(DEFAULT_MODEL), "--gpu", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "TFLOP/s, measured here." in printed
+    assert f"| {DEFAULT_MODEL} | " in printed
+
+
+def test_the_built_in_model_takes_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(DEFAULT_MODEL)]) == 0
+    printed = capsys.readouterr().out
+    assert "with 4096 tokens of context" in printed
+    assert "| prompt of 4096 " in printed
+
+
+def test_how_to_get_the_config_of_a_model_of_the_hub_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "someone/Some-VL"]) == 1
+    assert "its config.json is enough: hf download someone/Some-VL config.json\n" in capsys.readouterr().err

@@ -1,0 +1,146 @@
+"""Published models of the Qwen-VL family, by their sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A published shape. family: model_type. tied: True if the embedding is the head. text, vision: of config.json."""
+
+    what: str
+    family: str
+    tied: bool
+    text: Mapping[str, Any]
+    vision: Mapping[str, Any]
+
+    @property
+    def hub_id(self) -> str:
+        """The model's name on the hub."""
+        return f"Qwen/{self.what}-Instruct"
+
+
+def decoder_sizes(layers: int, width: int, inner: int, heads: int) -> dict[str, Any]:
+    """Return the fields of `text_config` about sizes."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+    }
+
+
+def tower_sizes(layers: int, width: int, inner: int, out: int, heads: int = 16) -> dict[str, Any]:
+    """Return the fields of `vision_config` about sizes."""
+    return {
+        "depth": layers,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "out_hidden_size": out,
+        "num_heads": heads,
+    }
+
+
+_QWEN3_TEXT = {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "rope_theta": 5_000_000,
+    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]},
+}
+_QWEN3_VISION = {"patch_size": 16, "num_position_embeddings": 2304}
+_2B_VISION = _QWEN3_VISION | tower_sizes(24, 1024, 4096, 2048) | {"deepstack_visual_indexes": [5, 11, 17]}
+_8B_VISION = _QWEN3_VISION | tower_sizes(27, 1152, 4304, 4096) | {"deepstack_visual_indexes": [8, 16, 24]}
+_30B_EXPERTS = {
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_QWEN2_5_TEXT = {
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 128000,
+    "rope_theta": 1_000_000,
+    "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
+}
+_QWEN2_5_VISION = {
+    "patch_size": 14,
+    "hidden_act": "silu",
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "tokens_per_second": 2,
+}
+
+
+def _shape(
+    what: str, family: str, text: Mapping[str, Any], vision: Mapping[str, Any], *, tied: bool = False
+) -> ModelShape:
+    return ModelShape(what=what, family=family, tied=tied, text=text, vision=vision)
+
+
+_2B_TEXT = _QWEN3_TEXT | decoder_sizes(28, 2048, 6144, 16)
+_3B_TEXT = _QWEN2_5_TEXT | decoder_sizes(36, 2048, 11008, 16) | {"num_key_value_heads": 2, "vocab_size": 151936}
+_30B_TEXT = _QWEN3_TEXT | decoder_sizes(48, 2048, 6144, 32) | _30B_EXPERTS
+_235B_TEXT = _30B_TEXT | decoder_sizes(94, 4096, 12288, 64) | {"moe_intermediate_size": 1536}
+SHAPES: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "2b": _shape("Qwen3-VL-2B", "qwen3_vl", _2B_TEXT, _2B_VISION, tied=True),
+        "qwen2.5-3b": _shape(
+            "Qwen2.5-VL-3B",
+            "qwen2_5_vl",
+            _3B_TEXT,
+            _QWEN2_5_VISION | tower_sizes(32, 1280, 3420, 2048),
+            tied=True,
+        ),
+        "4b": _shape(
+            "Qwen3-VL-4B",
+            "qwen3_vl",
+            _QWEN3_TEXT | decoder_sizes(36, 2560, 9728, 32),
+            _2B_VISION | {"out_hidden_size": 2560},
+            tied=True,
+        ),
+        "qwen2.5-7b": _shape(
+            "Qwen2.5-VL-7B",
+            "qwen2_5_vl",
+            _QWEN2_5_TEXT | decoder_sizes(28, 3584, 18944, 28),
+            _QWEN2_5_VISION | tower_sizes(32, 1280, 3420, 3584),
+        ),
+        "8b": _shape("Qwen3-VL-8B", "qwen3_vl", _QWEN3_TEXT | decoder_sizes(36, 4096, 12288, 32), _8B_VISION),
+        "30b-a3b": _shape("Qwen3-VL-30B-A3B", "qwen3_vl_moe", _30B_TEXT, _8B_VISION | {"out_hidden_size": 2048}),
+        "32b": _shape(
+            "Qwen3-VL-32B",
+            "qwen3_vl",
+            _QWEN3_TEXT | decoder_sizes(64, 5120, 25600, 64),
+            _8B_VISION | {"out_hidden_size": 5120},
+        ),
+        "235b-a22b": _shape("Qwen3-VL-235B-A22B", "qwen3_vl_moe", _235B_TEXT, _8B_VISION),
+    }
+)
+"""The models that are planned for, and measured with, the smallest first."""
+
+
+def config_of(shape: ModelShape) -> dict[str, Any]:
+    """Return the model's config.json."""
+    built_in = read_json(DEFAULT_MODEL, "config.json")
+    shared = {"dtype": "bfloat16", "tie_word_embeddings": shape.tied}
+    kept = ("hidden_act", "rms_norm_eps", "bos_token_id", "eos_token_id")
+    text = {name: built_in["text_config"][name] for name in kept} | dict(shape.text) | shared
+    base = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2, "hidden_act": "gelu_pytorch_tanh"}
+    return {
+        **{name: value for name, value in built_in.items() if name.endswith("_token_id")},
+        **shared,
+        "architectures": [ARCHITECTURES[shape.family]],
+        "model_type": shape.family,
+        "text_config": {"model_type": f"{shape.family}_text", **text},
+        "vision_config": {"model_type": shape.family, **base, **shape.vision},
+    }
