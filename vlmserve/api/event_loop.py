@@ -7,6 +7,7 @@ has to be short: a few connections at a time, a few kilobytes of each (`http_ser
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 import time
 from collections.abc import Callable
@@ -28,31 +29,34 @@ class TurnSelector(selectors.DefaultSelector):
         super().__init__()
         self._clock = clock
         self._left: Ready = []
-        self._began: float | None = None
-        self._window_began, self._longest_s, self._longest_before_s = clock(), 0.0, 0.0
+        self.forget()
 
     @property
     def longest_s(self) -> float:
         return max(self._longest_s, self._longest_before_s)
 
+    def forget(self) -> None:
+        """Forget the turns so far, and this one."""
+        self._began = math.inf
+        self._window_ends, self._longest_s, self._longest_before_s = self._clock() + _WINDOW_S, 0.0, 0.0
+
     def select(self, timeout: float | None = None) -> Ready:
         """Return the next ready connections, of which there may be more."""
         asked = self._clock()
-        if self._began is not None:
-            self._note(asked)
-        if not self._left:
-            self._left = super().select(timeout)
-        now, self._left = self._left[:_AT_A_TIME], self._left[_AT_A_TIME:]
+        if asked > self._window_ends:
+            self._window_ends, self._longest_before_s, self._longest_s = asked + _WINDOW_S, self._longest_s, 0.0
+        if asked - self._began > self._longest_s:
+            self._longest_s = asked - self._began
+        if self._left:
+            known = self.get_map()  # one that was left may have been closed, or changed, by those before
+            ready = [(key, events) for key, events in self._left if known.get(key.fd) is key]
+        else:
+            ready = super().select(timeout)
+        self._left = ready[_AT_A_TIME:]
         woken = self._clock()
-        self._began = woken if timeout is None else min(woken, asked + max(timeout, 0.0))
-        known = self.get_map()  # one that was left may have been closed, or changed, by those before
-        return [(key, events) for key, events in now if known.get(key.fd) is key]
-
-    def _note(self, now: float) -> None:
-        if now - self._window_began >= _WINDOW_S:
-            self._window_began, self._longest_before_s, self._longest_s = now, self._longest_s, 0.0
-        assert self._began is not None
-        self._longest_s = max(self._longest_s, now - self._began)
+        due = woken if timeout is None else asked + timeout
+        self._began = due if asked < due < woken else woken
+        return ready[:_AT_A_TIME] if self._left else ready
 
 
 class ApiEventLoop(asyncio.SelectorEventLoop):
@@ -67,3 +71,10 @@ def longest_turn_s() -> float:
     """Return the longest turn that the running loop took of late; 0 for a loop of another kind."""
     loop = asyncio.get_running_loop()
     return loop.turns.longest_s if isinstance(loop, ApiEventLoop) else 0.0
+
+
+def forget_turns() -> None:
+    """Forget the turns of the running loop, this one included."""
+    loop = asyncio.get_running_loop()
+    if isinstance(loop, ApiEventLoop):
+        loop.turns.forget()

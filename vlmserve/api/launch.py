@@ -20,7 +20,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
+from vlmserve.api.event_loop import ApiEventLoop, forget_turns
 from vlmserve.api.listening import listen
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, check_model, checked_model, local_folder
@@ -71,9 +71,6 @@ logger = logging.getLogger(__name__)
 # How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
 _FAREWELL_S = 1.0
 _BACKLOG = 2048
-# How long a thread that computes may hold the interpreter, in seconds. The loop gives it up for each read and write,
-# and has to wait for it again.
-_SWITCH_S = 0.0005
 # How long a process that hangs gets to write its stacks to the log.
 _STACKS_S = 1.0
 
@@ -249,9 +246,6 @@ def launch_server(
                 children=children,
                 listener=listener,
             )
-            from vlmserve.api.event_loop import ApiEventLoop
-
-            sys.setswitchinterval(_SWITCH_S)
             status = _run(ApiEventLoop(), serving.run(of_all(reports.values()), make_frontend))
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
@@ -355,6 +349,7 @@ class _Serving:
             return 1
 
     def _announce(self) -> None:
+        forget_turns()  # of the start
         host, port = self.listener.getsockname()[:2]
         if self.settings.port_file:
             _write_whole(Path(self.settings.port_file), f"{port}\n")
