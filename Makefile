@@ -98,7 +98,7 @@ docs: setup
 # build/ may hold files that are gone meanwhile.
 wheel:
 	@PYTHON='$(PYTHON)' sh .ci/make-venv $(VENV)
-	@rm -rf build
+	@rm -rf build dist/vlmserve-*.whl
 	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 	@rm -rf build
 	@ls dist/*.whl

@@ -117,7 +117,7 @@ def test_serves_and_stops_in_order(start, tmp_path) -> None:
     assert server.wait() == 0
     assert "frontend closed" in "".join(server.log)
     assert all(gone(pid) for pid in children.values())
-    assert not any(path.exists() for path in directories)
+    assert not any(path.exists() for path in (*directories, port_file))
 
 
 def test_running_requests_finish_after_a_signal_to_the_whole_group(start) -> None:

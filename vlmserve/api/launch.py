@@ -206,6 +206,8 @@ def launch_server(
         Path(settings.port_file).unlink(missing_ok=True)  # a waiting reader must not see an older server's port
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
+        if settings.port_file:
+            stack.callback(Path(settings.port_file).unlink, missing_ok=True)
         try:
             listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
             if keys is None and not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:

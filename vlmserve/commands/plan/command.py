@@ -116,7 +116,8 @@ def _gpu(args: argparse.Namespace) -> Gpu:
 
 
 def _folder(model: str, made: Path) -> Path:
-    """Return a checkpoint folder, or `made` with a copy of the config.json that `model` names."""
+    """Return a checkpoint folder, or `made` with a config.json: a copy of the one that `model` names, or that of a
+    published model."""
     path = Path(model).expanduser()
     if path.is_file():
         shutil.copyfile(path, made / "config.json")
@@ -124,6 +125,12 @@ def _folder(model: str, made: Path) -> Path:
     try:
         return resolve_model(model, download=False)
     except NotDownloadedError as error:
+        from vlmserve.commands.plan.published import SHAPES, config_of
+
+        for shape in SHAPES.values():
+            if shape.hub_id == model:
+                (made / "config.json").write_text(json.dumps(config_of(shape)))
+                return made
         raise CheckpointError(f"{error}; its config.json is enough: hf download {model} config.json") from None
 
 

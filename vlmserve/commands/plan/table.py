@@ -45,7 +45,7 @@ def overview(gpu: Gpu, plans: Mapping[str, Plan | EngineError]) -> str:
             "",
             _markdown(rows),
             "",
-            "Nothing is quicker; expect somewhat less. An answer has --context tokens before it.",
+            "These are upper bounds: expect somewhat less. The speed of an answer is that behind --context tokens.",
         ]
     )
 

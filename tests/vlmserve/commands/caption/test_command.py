@@ -100,6 +100,13 @@ def test_bad_usage_says_why_and_ends_with_2(words, told, capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
+def test_an_output_whose_package_is_missing_is_told_before_anything_is_made(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert cli.main(["caption", str(tmp_path), "--output", str(tmp_path / "o.parquet")]) == 2
+    assert "o.parquet' needs pyarrow: pip install 'vlmserve[caption]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_largest_picture_that_is_asked_for_is_not_narrowed_by_speed(monkeypatch):
     monkeypatch.delenv("VLMSERVE_MAX_PIXELS", raising=False)
     assert read_command(["pictures/"]).settings.engine.max_pixels == "auto"

@@ -125,10 +125,11 @@ def reason(error: Exception) -> str:
 
 
 def need(word: str, *packages: str) -> None:
-    """Raise SettingsError, naming the package to install, if one is missing. word: the input that needs them."""
+    """Raise SettingsError, naming the package to install, if one is missing. word: the file that needs them, with what
+    it is."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise SettingsError(f"INPUT {word!r} needs {package}: pip install 'vlmserve[caption]'")
+            raise SettingsError(f"{word} needs {package}: pip install 'vlmserve[caption]'")
 
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)

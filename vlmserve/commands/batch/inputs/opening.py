@@ -218,7 +218,7 @@ class _Opener:
         if format == "list":
             return AddressList(file=file, media=self.media)
         if format == "parquet":
-            need(file.address, "pyarrow")
+            need(f"INPUT {file.address!r}", "pyarrow")
             return Table(file=file, media=self.media, columns=self.columns)
         return Tar(file=file, media=self.media, columns=self.columns)
 

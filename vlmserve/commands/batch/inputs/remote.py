@@ -33,7 +33,7 @@ _CODE = "invalid_media_url"
 def file_system(url: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path in it. Raises SettingsError, with the package to install."""
     scheme = scheme_of(url)
-    need(url, "fsspec", *(["aiohttp"] if scheme in HTTP else []))
+    need(f"INPUT {url!r}", "fsspec", *(["aiohttp"] if scheme in HTTP else []))
     from fsspec.core import url_to_fs
 
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 from processors.formats import file_format
 from processors.inputs import Modality
+from vlmserve.commands.batch.inputs.files import need
 from vlmserve.commands.caption.journal import CaptionJournal
 from vlmserve.commands.caption.outputs.base import Appended, Output, OutputError, PartNames, check_own, remove_locked
 from vlmserve.commands.caption.result import Captioned, Touched, as_text, output_line, texts
@@ -38,6 +39,7 @@ class Parquet(Output):
     """
 
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
+        need(f"--output {str(names.path(0))!r}", "pyarrow")
         self._names = names
         self._items_per_file = items_per_file
         self._next_part = 0
@@ -53,8 +55,6 @@ class Parquet(Output):
             remove_locked(self._names.path(part))
 
     def begin(self, journal: CaptionJournal) -> None:
-        import pyarrow.parquet  # noqa: F401  # before anything is computed
-
         state = journal.state()
         if self._names.many:
             self._names.check_own(state)
