@@ -149,7 +149,9 @@ class ServerSettings:
         AT_LEAST_0,
     )
     max_json_values: int = _http(
-        500_000, "most commas and opening brackets in a JSON body, counted before it is read", AT_LEAST_1
+        500_000,
+        "most commas, opening brackets and quotation marks in a JSON body, counted before it is read",
+        AT_LEAST_1,
     )
     max_items_per_request: int = _http(
         4096, "most messages, tools, prompts, or items to score in one request", AT_LEAST_1

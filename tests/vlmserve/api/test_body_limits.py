@@ -25,7 +25,7 @@ PART = {"type": "text", "text": ""}
 
 @pytest.fixture
 def strict(checkpoint_folder: Path) -> Iterator[Served]:
-    counts = {"max_json_values": 40, "max_items_per_request": 3, "max_parts_per_request": 4}
+    counts = {"max_json_values": 200, "max_items_per_request": 3, "max_parts_per_request": 4}
     with serving(checkpoint_folder, **counts, max_body_mib=0.5, max_bodies_mib=0.5, body_timeout_s=0.3) as served:
         yield served
         assert served.app.state.bodies.held == 0
@@ -106,11 +106,16 @@ def test_responses_that_go_on_have_the_items_of_those_before(strict: Served) -> 
 def test_values_are_counted_before_the_body_is_read(strict: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal(strict, BODY | {"metadata": {str(i): "" for i in range(30)}})[0] == 200
     monkeypatch.setattr("pydantic_core.from_json", None)  # it is not called
-    assert refusal(strict, BODY | {"unknown": [0] * 50}) == (
+    assert refusal(strict, BODY | {"unknown": [0] * 200}) == (
         400,
-        "too_many_values: the request body has more values than 40, commas and opening brackets in texts included "
-        "(setting --max-json-values)",
+        "too_many_values: the request body has more commas, opening brackets and quotation marks than 200 (setting "
+        "--max-json-values)",
     )
+    assert refusal(strict, BODY | {str(number): 0 for number in range(70)})[1].startswith("too_many_values: ")
+
+
+def test_quotation_marks_in_texts_do_not_count(strict: Served) -> None:
+    assert refusal(strict, BODY | {"user": '"' * 1000})[0] == 200
 
 
 def test_a_body_takes_room_until_its_answer_has_ended(strict: Served) -> None:

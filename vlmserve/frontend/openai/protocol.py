@@ -56,7 +56,7 @@ class StrictModel(BaseModel):
     @classmethod
     def _one_unknown(cls, value: Any) -> Any:
         """Leave out all unknown fields but the first."""
-        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+        if not isinstance(value, dict) or len(value) <= len(cls.__pydantic_fields__):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
         unknown = next((name for name in value if name not in known), None)
