@@ -12,7 +12,7 @@ import selectors
 import time
 from collections.abc import Callable
 
-_AT_A_TIME = 16
+_AT_A_TIME = 32
 _WINDOW_S = 30.0
 
 Ready = list[tuple[selectors.SelectorKey, int]]

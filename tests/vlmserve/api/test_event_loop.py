@@ -48,7 +48,7 @@ def test_a_loop_that_wakes_late_has_a_long_turn() -> None:
 @pytest.fixture
 def links() -> Iterator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
-        pairs = [socket.socketpair() for _ in range(40)]
+        pairs = [socket.socketpair() for _ in range(80)]
         for one, other in pairs:
             stack.enter_context(one)
             stack.enter_context(other).send(b"x")
@@ -60,7 +60,7 @@ def test_a_turn_has_few_connections_and_all_get_theirs(links: list[socket.socket
         for link in links:
             selector.register(link, 1)
         turns = [[key.fileobj for key, _ in selector.select(0)] for _ in range(3)]
-        assert [len(some) for some in turns] == [16, 16, 8]
+        assert [len(some) for some in turns] == [32, 32, 16]
         assert {id(link) for some in turns for link in some} == {id(link) for link in links}
 
 
@@ -79,7 +79,7 @@ def test_connections_that_ended_or_changed_meanwhile_are_left_out(links: list[so
         assert selector.select(0) == []
         again = [key.fileobj for key, _ in selector.select(0)]
         assert {*map(id, again)} <= {*map(id, [*first, *later[:2]])}
-        assert len(again) == 16
+        assert len(again) == 32
 
 
 def test_the_running_loop_tells() -> None:
