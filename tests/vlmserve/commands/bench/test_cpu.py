@@ -36,10 +36,10 @@ def test_figures_of_the_api(tmp_path):
     words = ["--rounds", "1", "--requests", "3", "--streams", "4", "--tokens", "8", "--step-ms", "1"]
     assert api.main([*words, "--json", str(file)]) == 0
     measures = json.loads(file.read_text())["measures"]
-    assert (len(measures["fake"]), len(measures["real"])) == (5, 3)
+    assert (len(measures["fake"]), len(measures["real"])) == (6, 3)
     figures = [one for made in measures.values() for one in made]
     assert all(one["spread"]["least"] > 0 for one in figures)
-    assert [one["target"] for one in figures if one["met"] is not None] == [3.0, 3.0, 0.05, 0.85]
+    assert [one["target"] for one in figures if one["met"] is not None] == [3.0, 3.0, 0.05, 200.0, 0.85]
 
 
 def test_the_client_counts_events_and_tells_refusals():
