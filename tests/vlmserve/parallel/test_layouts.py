@@ -39,7 +39,6 @@ QUICK = [
     ("qwen3_vl", TP),
     ("qwen3_vl", PP),
     (HYBRID_MOE, PP | STEP_BY_STEP),
-    (MOE, ROWS | GROUPS),
 ]
 # What shares a model, and the families that can be shared so.
 LAYOUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [

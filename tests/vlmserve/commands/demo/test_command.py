@@ -62,6 +62,7 @@ def test_it_says_at_once_what_it_is_doing_and_can_be_stopped_then(tmp_path):
     assert list(demo.temporary.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_picture_and_a_clip_and_then_nothing_is_left(demo):
     assert demo.ready() == "vlmserve-default"
     _, history, *_, saw = demo.ask("Describe the picture.", "shapes.png")
