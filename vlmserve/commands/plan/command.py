@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     # late, so that --help is quick
     from vlmserve.commands.plan.plan import Plan, make_plan
-    from vlmserve.commands.plan.published import SHAPES, config_of
+    from vlmserve.commands.plan.published import SHAPES, write_config
     from vlmserve.commands.plan.table import as_data, overview, show
 
     flags = {name: value for name, value in vars(args).items() if name in _SETTINGS}
@@ -88,9 +88,8 @@ def main(argv: Sequence[str]) -> int:
         else:
             plans: dict[str, Plan | EngineError] = {}
             for shape in SHAPES.values():
-                (folder / "config.json").write_text(json.dumps(config_of(shape)))
                 try:
-                    plans[shape.hub_id] = plan_of(folder)
+                    plans[shape.hub_id] = plan_of(write_config(shape, folder))
                 except EngineError as error:
                     plans[shape.hub_id] = error
             data, text = {name: as_data(one) for name, one in plans.items()}, overview(gpu, plans)
@@ -125,12 +124,11 @@ def _folder(model: str, made: Path) -> Path:
     try:
         return resolve_model(model, download=False)
     except NotDownloadedError as error:
-        from vlmserve.commands.plan.published import SHAPES, config_of
+        from vlmserve.commands.plan.published import SHAPES, write_config
 
         for shape in SHAPES.values():
             if shape.hub_id == model:
-                (made / "config.json").write_text(json.dumps(config_of(shape)))
-                return made
+                return write_config(shape, made)
         raise CheckpointError(f"{error}; its config.json is enough: hf download {model} config.json") from None
 
 

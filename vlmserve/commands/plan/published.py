@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -144,3 +146,9 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
         "text_config": {"model_type": f"{shape.family}_text", **text},
         "vision_config": {"model_type": shape.family, **base, **shape.vision},
     }
+
+
+def write_config(shape: ModelShape, folder: Path) -> Path:
+    """Write the model's config.json into a folder. Returns the folder."""
+    (folder / "config.json").write_text(json.dumps(config_of(shape)))
+    return folder
