@@ -2,8 +2,8 @@
 
 The parts of a server are made in order, and undone backwards whatever happens. Cheap checks come first: API keys, a
 local model's config.json, the device. The first part is the listening socket, so that a taken port is known before a
-model is loaded. Then come private directories, the process that all children are
-forks of, the children, their readiness, and HTTP.
+model is loaded. Then come private directories, the process that all children are forks of, the children, their
+readiness, and HTTP.
 
 A server has three processes. This one has HTTP, the TokenizerManager, and media unless these have processes of their
 own. The scheduler has the model. The detokenizer makes text. Each replica (`--dp-size`) has its own scheduler,
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.event_loop import ApiEventLoop, forget_turns
-from vlmserve.api.listening import listen
+from vlmserve.api.listening import address_of, listen
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, check_model, checked_model, local_folder
 from vlmserve.config.settings import ServerSettings
@@ -210,7 +209,7 @@ def launch_server(
             stack.callback(Path(settings.port_file).unlink, missing_ok=True)
         try:
             listener = stack.enter_context(contextlib.closing(listen(settings.host, settings.port)))
-            if keys is None and not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+            if keys is None and not address_of(listener).is_loopback:
                 logger.warning(
                     "--host is %s, and there is no API key: everyone who reaches this address may use the server; set "
                     "VLMSERVE_API_KEY or --api-key-file",
@@ -353,7 +352,7 @@ class _Serving:
         host, port = self.listener.getsockname()[:2]
         if self.settings.port_file:
             _write_whole(Path(self.settings.port_file), f"{port}\n")
-        everywhere = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+        everywhere = address_of(self.listener).is_unspecified
         if everywhere:  # which is no address to go to
             host = "::1" if ":" in host else "127.0.0.1"
         shown, where = f"[{host}]" if ":" in host else host, " on all addresses" if everywhere else ""

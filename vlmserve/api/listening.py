@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 
 
@@ -21,3 +22,8 @@ def listen(host: str, port: int) -> socket.socket:
         hint = "; --port 0 lets the system choose one" if error.errno == errno.EADDRINUSE else ""
         raise OSError(f"cannot listen on --host {host} --port {port}: {error.strerror or error}{hint}") from None
     return listener
+
+
+def address_of(listener: socket.socket) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the address that a socket is bound to, without the zone of IPv6."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
