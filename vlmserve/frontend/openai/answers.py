@@ -139,15 +139,15 @@ class AnswerWriter(Writer):
         prompt: PromptLogprobs | None = None
         async for item in outputs:
             self._note(item)
-            given = prompt_ids(item) if item.output.finish_reason else {}
             texts[item.index].append(item.output.text)
-            ids[item.index] += item.output.token_ids
             finishes[item.index] = item.output.finish_reason
             prompt = prompt or item.output.prompt_logprobs
             if item.output.hidden_states is not None:
                 hidden[item.index].append(item.output.hidden_states)
             if self._logprobs:
                 logprobs[item.index] += self._tokens(item.output)
+            if self._token_ids:
+                ids[item.index] += item.output.token_ids
         choices = [
             {
                 "index": index,
@@ -162,7 +162,7 @@ class AnswerWriter(Writer):
         ]
         # of a long prompt they are many
         about = await asyncio.to_thread(prompt_json, prompt, self._tokenizer) if prompt is not None else {}
-        about |= given
+        about |= prompt_ids(item)  # all outputs have the same
         return self._head.object("chat.completion", choices=choices, usage=self._usage(), **self._about(), **about)
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
