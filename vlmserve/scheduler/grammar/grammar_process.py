@@ -54,32 +54,37 @@ class GrammarProcesses:
         """Compile a grammar. closed: called when its process is let go. Raises BadRequestError for one that cannot be
         compiled or takes too long. Requests may have the same grammar in different fields, so the error's message goes
         on from the field's name."""
-        settings = self._settings
         pipe = self._fork()
+        try:
+            num_bytes = self._compiled(pipe, spec)
+        except BaseException:
+            pipe.close()
+            raise
+        return CompiledGrammar(
+            pipe,
+            num_bytes=num_bytes,
+            words=-(-self._settings.vocab_size // 32),
+            stop_ids=frozenset(self._settings.stop_token_ids),
+            closed=closed,
+        )
+
+    def _compiled(self, pipe: Connection, spec: GrammarSpec) -> int:
+        """Wait until a process has compiled its grammar. Returns the bytes of memory that it has then."""
+        settings = self._settings
         try:
             pipe.send_bytes(json.dumps(asdict(spec)).encode())
             if not pipe.poll(settings.timeout_s):
                 limit = f"{settings.timeout_s:g} s (setting --grammar-timeout-s)"
                 raise _refusal(f"takes longer than {limit} to compile: it is too large, or explodes")
             answer = pipe.recv_bytes()
-            if answer[:1] == serving.REFUSED:
-                raise _refusal(f"cannot be compiled: {answer[1:].decode()}")
         except (EOFError, OSError):  # the kernel ended it, most likely
-            pipe.close()
             if self._closed:
                 raise EngineError("the engine is being stopped") from None
             limit = f"{settings.memory_bytes >> 20} MiB"
             raise _refusal(f"cannot be compiled: it takes more than {limit}, or breaks the compiler") from None
-        except BadRequestError:
-            pipe.close()
-            raise
-        return CompiledGrammar(
-            pipe,
-            num_bytes=int(answer[1:]),
-            words=-(-settings.vocab_size // 32),
-            stop_ids=frozenset(settings.stop_token_ids),
-            closed=closed,
-        )
+        if answer[:1] == serving.REFUSED:
+            raise _refusal(f"cannot be compiled: {answer[1:].decode()}")
+        return int(answer[1:])
 
     def close(self) -> None:
         """End all processes. A grammar that is being compiled fails."""
