@@ -189,6 +189,11 @@ class EncoderPool:
         return not self._backend.wait_handles()
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether nothing else is computed on the device during `work`."""
+        return self._backend.takes_turns
+
+    @property
     def has_work(self) -> bool:
         """Whether `work` has something to do."""
         return self._backend.has_work

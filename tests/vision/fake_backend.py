@@ -34,7 +34,7 @@ class FakeBackend:
     fail: digests whose batches fail, as often as the number says. handles: what `wait_handles` says.
     """
 
-    has_work = False
+    has_work = takes_turns = False
 
     def __init__(self, workers: int = 1, *, inline: bool = True, cancels: bool = False) -> None:
         self.inline = inline

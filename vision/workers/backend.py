@@ -32,7 +32,11 @@ class EncoderBackend(Protocol):
     """Workers that encode batches. Every started batch gives one result, unless the backend is closed first.
 
     One thread calls all methods except `work`. `work` belongs to the device's thread, which may be the same one.
+
+    takes_turns: whether nothing else is computed on the device during `work`.
     """
+
+    takes_turns: bool
 
     def workers(self) -> Sequence[int]:
         """Return the ids of the usable workers, without those given up."""

@@ -99,6 +99,7 @@ class InlineBackend:
         self._runner = runner
         self._most_batches = most_batches
         self._lane = lane or Lane()
+        self.takes_turns = not self._lane.beside
         self._clock = clock
         self._piece_s = piece_s
         self._pace = Pace(piece_s)

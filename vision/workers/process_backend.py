@@ -31,6 +31,8 @@ class ProcessBackend:
     `clock`: in seconds.
     """
 
+    takes_turns = False
+
     def __init__(
         self,
         settings: WorkerSettings,

@@ -342,10 +342,16 @@ class EngineArgs:
     )
     session_timeout_s: float = _scheduling(600.0, "seconds that a conversation's KV is kept after a turn", _POSITIVE)
     disable_overlap_schedule: bool = _scheduling(False, "decide a step only when the step before has ended")
-    max_decode_slowdown: float = _scheduling(
-        2.0,
-        "how many times longer prompts and pictures may make the time between tokens; 0: no limit",
+    max_decode_slowdown: float | None = _scheduling(
+        None,
+        "how many times longer other clients' prompts and pictures may make the time between tokens; 0: no limit; "
+        "default: 2, and 0 for LLM and caption, where nobody reads along",
         _NOT_NEGATIVE,
+    )
+    max_time_between_tokens_s: float = _scheduling(
+        0.25,
+        "seconds between tokens while more requests of the same client get ready, where that ends them all sooner",
+        SECONDS,
     )
     max_step_s: float = _scheduling(
         0.2,
@@ -398,6 +404,11 @@ class EngineArgs:
         AT_LEAST_0,
     )
     check_pools_when_idle: bool = _other(True, "when idle, check that every KV slot and request row is accounted for")
+
+    @property
+    def decode_slowdown(self) -> float:
+        """Return --max-decode-slowdown as a number; 0 is no limit."""
+        return 2.0 if self.max_decode_slowdown is None else self.max_decode_slowdown
 
     @property
     def cuda_graph_sizes(self) -> tuple[int, ...] | None:

@@ -85,7 +85,8 @@ class EventLoop:
         self._expert_stats = expert_stats
         self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
         self._in_flight: deque[StepHandle] = deque()
-        self._slices: deque[tuple[int, Work[bool]]] = deque()  # in flight, each with the number of the step before it
+        # in flight, each with the number of the step before it, and the scheduler that it takes turns with
+        self._slices: deque[tuple[int, Scheduler, Work[float]]] = deque()
         self._steps = self._turns = 0
 
     # ------------------------------------------------------------ messages
@@ -176,19 +177,23 @@ class EventLoop:
         return batches
 
     def _launch_slice(self, group: int, batches: Sequence[ScheduleBatch | None] | None) -> bool:
-        """Launch a slice of encoding, if the encoder works in this process. Returns whether one was launched: behind a
-        step of prompts beside requests that decode there is none, and the next step is for decoding.
+        """Launch a slice of encoding, if the encoder works in this process. Returns whether one was launched.
 
         group: see `_encoding_group`.
         """
         if not self.encoder.has_work:
             return False
-        scheduler, batch = self.schedulers[group], None if batches is None else batches[group]
-        if batch is not None and batch.prompt_tokens and len(scheduler.running_batch):
-            return False
-        work = self._submit(self._num_decoding())(self.encoder.work, scheduler.slice_s())
-        self._slices.append((self._steps, work))
-        return True
+        scheduler = self.schedulers[group]
+        seconds = scheduler.next_slice_s(None if batches is None else batches[group])
+        if seconds:
+            self._slices.append((self._steps, scheduler, self._submit(self._num_decoding())(self._encode, seconds)))
+        return seconds > 0
+
+    def _encode(self, budget_s: float) -> float:
+        """Encode for about so many seconds, on the device's thread. Returns how many it took."""
+        began = time.perf_counter()
+        self.encoder.work(budget_s)
+        return time.perf_counter() - began
 
     def _resting(self, batches: Sequence[ScheduleBatch | None] | None) -> list[Scheduler]:
         """Return the schedulers that have nothing in flight, and had no batch when they were asked."""
@@ -204,8 +209,10 @@ class EventLoop:
         """Wait for the oldest step and the slices launched before it, and let the schedulers process its results."""
         step = self._in_flight[0] if self._in_flight else None
         while self._slices and (step is None or self._slices[0][0] < step.number):
-            self._slices[0][1].result()  # never raises: the encoder tells its failures by its results
+            _, scheduler, work = self._slices[0]
+            seconds = work.result()  # never raises: the encoder tells its failures by its results
             self._slices.popleft()
+            scheduler.encoded(seconds)
         if step is None:
             return
         try:

@@ -114,6 +114,7 @@ class Caller:
     client: takes turns with other clients; it is the key's name, or the API key and the address. owner: files, sessions
     and stored answers belong to it. tenant: shares cached prefixes and media with no other one; "" without one.
     ended: gets the statistics of each choice. priority: the priority of requests that have none; lower goes first.
+    unattended: nobody reads its answers before they are whole.
     """
 
     client: str = ""
@@ -121,6 +122,7 @@ class Caller:
     tenant: str = ""
     ended: Callable[[RequestStats], None] | None = None
     priority: int = 0
+    unattended: bool = False
 
 
 NOBODY = Caller()

@@ -130,8 +130,9 @@ class RequestOptions:
     num_logprobs: None for no logprobs, else how many alternatives to return besides the chosen token's. client: its id;
     clients take turns. group: the engine's id of the request, which all answers to its prompt share.
     session_id: of the conversation whose KV is kept for its next turn; "" is none. priority: lower goes first, where
-    the policy says so. cache_salt: only requests with the same one share cached prefixes. logits_processors: applied
-    in this order. data_parallel_rank: the replica that is to answer; None: any.
+    the policy says so. unattended: nobody reads the answer before it is whole. cache_salt: only requests with the same
+    one share cached prefixes. logits_processors: applied in this order. data_parallel_rank: the replica that is to
+    answer; None: any.
     """
 
     sampling_params: SamplingParams = SamplingParams()
@@ -143,6 +144,7 @@ class RequestOptions:
     session_id: str = ""
     cache_salt: str = ""
     priority: int = 0
+    unattended: bool = False
     data_parallel_rank: int | None = None
 
     def options(self) -> dict[str, Any]:
@@ -356,7 +358,10 @@ class StepStats:
     preempted_total: how often a request, running or in its prompt, lost its KV slots. prompt_tokens_computed_total:
     prompt tokens computed, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed
     prompts, and how many of them the prefix cache had. draft_tokens_total, accepted_tokens_total: tokens guessed, and
-    guessed right. step_reqs, step_tokens: requests and tokens of each step of the model.
+    guessed right. encode_seconds_total, prefill_seconds_total, decode_seconds_total: what the device's thread spent on
+    slices of encoding, on prompts, and on requests that decode. decode_steps_total, decode_reqs_total: steps with
+    requests that decode, and how many these were. step_reqs, step_tokens: requests and tokens of each step of the
+    model.
     """
 
     encoding_reqs: int = 0
@@ -366,6 +371,11 @@ class StepStats:
     prefix_hits_total: int = 0
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
+    encode_seconds_total: float = 0.0
+    prefill_seconds_total: float = 0.0
+    decode_seconds_total: float = 0.0
+    decode_steps_total: int = 0
+    decode_reqs_total: int = 0
     step_reqs: HistogramStats = HistogramStats()
     step_tokens: HistogramStats = HistogramStats()
 

@@ -72,7 +72,7 @@ class PromptAdmission:
         return adder.can_run, drain
 
     def _make_adder(self, decoding: Sequence[Req], in_progress: Sequence[Req]) -> PrefillAdder:
-        chunk_size, by_time = self.args.chunked_prefill_size, self.costs.chunk_tokens(decoding=bool(decoding))
+        chunk_size, by_time = self.args.chunked_prefill_size, self.costs.chunk_tokens(beside=bool(decoding))
         if chunk_size > 0 and by_time is not None:
             chunk_size = min(chunk_size, by_time)
         return PrefillAdder(

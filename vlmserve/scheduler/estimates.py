@@ -2,80 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
+from vlmserve.scheduler.decode_gap import FIRST_ANSWER_TOKENS, FlowLoad, GapCosts, GapRule
 from vlmserve.scheduler.req import Req
 
 _INITIAL_RATIO, _LEAST_RATIO, _DECAY_STEPS = 0.7, 0.1, 600
 _STEPS_AHEAD = 20
 _SMOOTH = 0.2
-_MIN_SLICE_S = 0.002
 _MIN_IDLE_SLICE_S = 0.05  # shorter slices are cut into smaller pieces, which cost more
 _LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
 _MARGIN = 0.85
 _LEAST_TOKENS = 16  # fewer cost about as much
+_FIRST_RATE = 2560.0
+_LEAST_CHUNK_S = 0.002
 
 
-class _ChunkSize:
-    """The prompt tokens of a step that should take a given time. The number grows or shrinks as the last step was too
-    short or too long, so it follows the length of prompts, batch mates, and a busy machine."""
+class _PromptRate:
+    """The prompt tokens a second that steps should have, so that they take the time that they are allowed.
 
-    def __init__(self, tokens: float, least: int) -> None:
-        self.tokens = tokens
-        self._least = least
+    The rate grows or shrinks as the last step was too short or too long, so it follows the length of prompts, batch
+    mates, and a busy machine.
+    """
 
-    def observe(self, tokens: int, seconds: float, target_s: float) -> None:
-        """Note that a step of so many prompt tokens took so long."""
-        change = min(max(_MARGIN * target_s / max(seconds, 1e-9), _LEAST_CHANGE), _MOST_CHANGE)
-        if change < 1 or tokens >= self.tokens - self._least:  # a smaller chunk says nothing of a larger one
-            self.tokens = max(min(self.tokens, tokens) * change, self._least)
+    def __init__(self, least: int) -> None:
+        self._rate, self._least = _FIRST_RATE, least
+
+    def tokens(self, seconds: float) -> int:
+        """Return how many prompt tokens should take so long."""
+        return max(int(self._rate * seconds), self._least)
+
+    def observe(self, tokens: int, seconds: float, allowed_s: float) -> None:
+        """Note that so many prompt tokens took so long."""
+        limit = self._rate * allowed_s
+        change = min(max(_MARGIN * allowed_s / max(seconds, 1e-9), _LEAST_CHANGE), _MOST_CHANGE)
+        if change < 1 or tokens >= limit - self._least:  # a smaller chunk says nothing of a larger one
+            self._rate = max(min(limit, tokens) * change / allowed_s, 1.0)
 
 
 class StepCosts:
     """Measures steps, and says how much fits into the next one.
 
-    Between two tokens of running requests there is time for a chunk of a prompt or a slice of a picture's encoding;
-    --max-decode-slowdown says how much time. If nothing decodes, a newcomer waits for one chunk or slice at the most,
-    and these take no longer than --max-step-s.
+    Between two tokens of running requests there is a gap for a chunk of a prompt or a slice of a picture's encoding,
+    see `decode_gap`. If nothing decodes, a newcomer waits for one chunk or slice at the most, and these take no longer
+    than --max-step-s.
 
-    slowdown: --max-decode-slowdown, 0 for no limit. max_step_s: 0 for no limit.
+    rule: how long the gap is. max_step_s: 0 for no limit. patient: the answers that decode gain by a long gap. It has
+    room for slices, and for one chunk behind them. gap_s: what is left of it; infinite without a limit.
     """
 
-    def __init__(self, *, slowdown: float, max_step_s: float, page_size: int) -> None:
-        self._slowdown = slowdown
-        self._max_step_s = max_step_s
+    def __init__(self, rule: GapRule, *, max_step_s: float, page_size: int) -> None:
+        self._rule = rule
+        self._max_step_s = max_step_s or math.inf
         self._decode_s: float | None = None
-        least = max(_LEAST_TOKENS, page_size)
-        self._beside = _ChunkSize(4 * least, least)
-        self._alone = _ChunkSize(32 * least, least)
+        self._prompts = _PromptRate(max(_LEAST_TOKENS, page_size))
+        self._join_s = self._since_join_s = 0.0
+        self._answer_tokens = FIRST_ANSWER_TOKENS
+        self.gap_s = self._whole_gap_s = math.inf
+        self.patient = True
 
-    def observe(self, *, prompt_tokens: int, decoding: int, beside: bool, seconds: float) -> None:
-        """Note a step. decoding: how many requests got a token of it. beside: whether any request was decoding, in the
-        step or not."""
+    def set_gap(self, flows: Iterable[FlowLoad]) -> None:
+        """Choose the gap before the next decode step. flows: those that have answers which decode."""
+        costs = GapCosts(self._decode_s or 0.0, max(self._join_s, self._since_join_s), self._answer_tokens)
+        was_patient = self.patient
+        self._whole_gap_s, self.patient = self._rule.gap(flows, costs)
+        goes_on = was_patient and self.patient
+        self.gap_s = min(self.gap_s, self._whole_gap_s) if goes_on else self._whole_gap_s
+
+    def decoded(self) -> None:
+        """Note that a decode step has been decided: a new gap begins."""
+        self.gap_s = self._whole_gap_s
+
+    def take_slice_s(self, *, decoding: bool) -> float:
+        """Return the seconds of encoding before the next step, and take them from a long gap."""
+        if decoding and not self.patient:
+            return _MARGIN * self.gap_s
+        # a newcomer waits for one slice: about as long as its own step takes
+        most = self._max_step_s
+        usual_s = most if self._decode_s is None else min(max(self._decode_s, _MIN_IDLE_SLICE_S), most)
+        if decoding:
+            usual_s = min(usual_s, max(self.gap_s, 0.0))
+            self.gap_s -= usual_s
+        return usual_s
+
+    def allowed_s(self, *, beside: bool) -> float:
+        """Return the seconds that prompts of the next step may take. beside: whether requests decode."""
+        return max(self.gap_s, _LEAST_CHUNK_S) if beside else self._max_step_s
+
+    def observe(
+        self, *, prompt_tokens: int, decoding: int, allowed_s: float, joined: int, seconds: float
+    ) -> tuple[float, float]:
+        """Note a step. Returns the seconds that its prompts and its decoding took, about.
+
+        decoding: how many requests got a token of it. joined: how many prompts it completed. allowed_s: for prompts,
+        when the step was decided.
+        """
+        decode_s = self._decode_s or 0.0
         if not prompt_tokens:
             before = seconds if self._decode_s is None else self._decode_s
             self._decode_s = before + _SMOOTH * (seconds - before)
-        elif beside:
-            if self._slowdown and self._decode_s is not None:
-                times = self._slowdown if decoding else self._slowdown - 1
-                self._beside.observe(prompt_tokens, seconds, times * self._decode_s)
-        elif self._max_step_s:
-            self._alone.observe(prompt_tokens, seconds, self._max_step_s)
+            return 0.0, seconds
+        prompt_s = seconds - min(decode_s, 0.75 * seconds) if decoding else seconds
+        if math.isfinite(allowed_s):
+            self._prompts.observe(prompt_tokens, prompt_s, allowed_s)
+        self._since_join_s += prompt_s
+        if joined:
+            each = self._since_join_s / joined
+            self._join_s += (_SMOOTH if self._join_s else 1.0) * (each - self._join_s)
+            self._since_join_s = 0.0
+        return prompt_s, seconds - prompt_s
 
-    def chunk_tokens(self, *, decoding: bool) -> int | None:
+    def encoded(self, seconds: float) -> None:
+        """Note that a slice of encoding took so long."""
+        self._since_join_s += seconds
+
+    def answered(self, tokens: int) -> None:
+        """Note the length of an answer that has ended."""
+        self._answer_tokens += _SMOOTH * (tokens - self._answer_tokens)
+
+    def chunk_tokens(self, *, beside: bool) -> int | None:
         """Return the most prompt tokens of the next step; None for no limit of this kind."""
-        if decoding:
-            return None if not self._slowdown else int(self._beside.tokens)
-        return None if not self._max_step_s else int(self._alone.tokens)
-
-    def slice_s(self, *, decoding: bool) -> float:
-        """Return the seconds of encoding before the next step."""
-        if not decoding:  # a newcomer waits for one slice: about as long as its own step takes
-            most = self._max_step_s or float("inf")
-            return most if self._decode_s is None else min(max(self._decode_s, _MIN_IDLE_SLICE_S), most)
-        if not self._slowdown:
-            return float("inf")
-        return max(_MARGIN * (self._slowdown - 1) * (self._decode_s or 0.0), _MIN_SLICE_S)
+        allowed_s = self.allowed_s(beside=beside)
+        return self._prompts.tokens(allowed_s) if math.isfinite(allowed_s) else None
 
 
 class NewTokenRatio:

@@ -43,6 +43,8 @@ class SchedulerMeter:
         self._step_reqs, self._step_tokens = Histogram(_REQS), Histogram(_TOKENS)
         self._prompt_tokens = self._queries = self._hits = self._preempted = 0
         self._drafted = self._accepted = 0
+        self._encode_s = self._prefill_s = self._decode_s = 0.0
+        self._decode_steps = self._decode_tokens = 0
         self._encoding: list[Req] = []
 
     def arrived(self, req: Req) -> None:
@@ -74,6 +76,17 @@ class SchedulerMeter:
         for part in batch.prompts:
             part.req.times.prefill_began()
 
+    def computed(self, prefill_s: float, decode_s: float, *, decoding: int) -> None:
+        """Note what a step took for its prompts, and for the requests that decode, and how many these are."""
+        self._prefill_s += prefill_s
+        self._decode_s += decode_s
+        self._decode_steps += decoding > 0
+        self._decode_tokens += decoding
+
+    def encoded(self, seconds: float) -> None:
+        """Note what a slice of encoding took."""
+        self._encode_s += seconds
+
     def first_token(self, req: Req) -> None:
         """Note that a request's prompt is computed."""
         req.times.first_token()
@@ -100,6 +113,11 @@ class SchedulerMeter:
             prefix_hits_total=self._hits,
             draft_tokens_total=self._drafted,
             accepted_tokens_total=self._accepted,
+            encode_seconds_total=self._encode_s,
+            prefill_seconds_total=self._prefill_s,
+            decode_seconds_total=self._decode_s,
+            decode_steps_total=self._decode_steps,
+            decode_reqs_total=self._decode_tokens,
             step_reqs=self._step_reqs.stats(),
             step_tokens=self._step_tokens.stats(),
         )

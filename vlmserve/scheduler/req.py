@@ -67,6 +67,7 @@ class Req:
         self.priority = message.priority
         self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
         self.client = message.client
+        self.unattended = message.unattended
         self.namespace = message.cache_salt.encode()
         self.prefetch: Future[Any] | None = None
         self.grammar_compiles = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ class ScheduleBatch:
     """One step. Slots are allocated before it is made, by `PrefillAdder` and `KVCacheManager.extend_by_one`. Making it
     advances the lengths of its requests as if it had been computed.
 
-    beside: whether any requests decode, in the step or not. sampling: kept from step to step by the caller.
+    allowed_s: the seconds that its prompts may take, see `StepCosts`. sampling: kept from step to step by the caller.
     samples_late: the next tokens depend on tokens in flight, so sampling waits for these.
     """
 
@@ -102,10 +103,10 @@ class ScheduleBatch:
         decoding: Sequence[Req],
         sampling: SamplingArrays,
         *,
-        beside: bool = False,
+        allowed_s: float = math.inf,
     ) -> None:
         self.kv = kv
-        self.beside = beside
+        self.allowed_s = allowed_s
         self._sampling = sampling if decoding else SamplingArrays()  # a prompt step would only push out those kept
         self.forward_mode = mode
         self.prompt_tokens = sum(req.kv_allocated_len - req.kv_len for req in prompts)

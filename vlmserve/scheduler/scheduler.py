@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from vlmserve.ipc.messages import (
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
+from vlmserve.scheduler.decode_gap import FlowLoad, GapRule
 from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
@@ -53,15 +55,22 @@ _OUTPUT_COST = 2.0
 """A generated token counts as so many prompt tokens in a flow's turns, as in the paper that `waiting_queue` names."""
 
 
+_PROMPT_STEPS = 4
+"""Where answers gain by it, so many steps of prompts come one after the other before the encoder's turn."""
+
+
 class Due(NamedTuple):
     """The state that one turn leaves to the next.
 
     decode: prompts took the last step, so the next one belongs to requests that decode.
+    prompts: how many steps in a row had prompts. gap: decoding waits for slices of encoding.
     drain: a request must give up slots that steps in flight still write to. No step is decided before they have come.
     urgent: the encoder's key of embeddings that all requests wait for, if they do.
     """
 
     decode: bool = False
+    prompts: int = 0
+    gap: bool = False
     drain: bool = False
     urgent: bytes | None = None
 
@@ -116,7 +125,11 @@ class Scheduler:
         )
         self._reqs: dict[str, Req] = {}
         self._ratio = NewTokenRatio(args.schedule_conservativeness)
-        self._costs = StepCosts(slowdown=args.max_decode_slowdown, max_step_s=args.max_step_s, page_size=args.page_size)
+        self._costs = StepCosts(
+            GapRule(slowdown=args.decode_slowdown, ceiling_s=args.max_time_between_tokens_s),
+            max_step_s=args.max_step_s,
+            page_size=args.page_size,
+        )
         self._admission = PromptAdmission(
             args=args,
             kv=kv,
@@ -215,23 +228,45 @@ class Scheduler:
         if self.due.drain and in_flight:
             return None
         decoding, prompts, drain = self._decodable(), list[Req](), False
+        if len(self.running_batch):
+            self._costs.set_gap(self._flow_loads())
         if not (decoding and self.due.decode):
             retracted = self._retracted
             prompts, drain = self._admission.add_prompts(decoding, in_flight)
             if self._retracted != retracted:
                 decoding = self._decodable()
         mixed = self._args.enable_mixed_chunk
-        if (prompts and not mixed) or (drain and not prompts):
+        gap = not prompts and not drain and self._leaves_gap(decoding, encodes=encodes)
+        if (prompts and not mixed) or (drain and not prompts) or gap:
             decoding = []
         if decoding:
             decoding = self._prepare_for_decode(decoding, in_flight, alone=not prompts)
             drain |= not prompts and not decoding
         found = bool(prompts or decoding)
         batch = self._make_batch(prompts, decoding) if found else None
-        alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0)
+        if decoding:
+            self._costs.decoded()
+        steps = self.due.prompts + 1 if prompts else 0
+        most = _PROMPT_STEPS if self._costs.patient else 1
+        alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0 and steps >= most)
         decode = bool(prompts) and alternate and not drain  # once drained, the place is taken first
-        self.due = Due(decode=decode, drain=drain, urgent=None if found else self.due.urgent)
+        self.due = Due(decode=decode, prompts=steps, gap=gap, drain=drain, urgent=None if found else self.due.urgent)
         return batch
+
+    def _leaves_gap(self, decoding: Sequence[Req], *, encodes: bool) -> bool:
+        """Return True if requests that could decode leave more time to the encoder first."""
+        if not (decoding and encodes and self._costs.patient and self._costs.gap_s > 0):
+            return False
+        return self.encoder.takes_turns and self.encoder.has_work
+
+    def _flow_loads(self) -> list[FlowLoad]:
+        """Return the load of each flow with requests that decode."""
+        running = self.running_batch.reqs
+        flows = {req.flow: req.unattended for req in running}
+        count = Counter(req.flow for req in running)
+        full = len(running) >= self._args.max_running_requests
+        joining = self.waiting_queue.joining
+        return [FlowLoad(count[flow], 0 if full else joining(flow), alone) for flow, alone in flows.items()]
 
     def _decodable(self) -> list[Req]:
         """Return the requests that may get a token of the next step.
@@ -280,7 +315,8 @@ class Scheduler:
     def _make_batch(self, prompts: Sequence[Req], decoding: Sequence[Req]) -> ScheduleBatch:
         """Make a step of requests that have their slots. A prompt that it completes decodes from here on."""
         sampling, beside = self.running_batch.sampling, len(self.running_batch) > 0
-        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, sampling, beside=beside)
+        allowed_s = self._costs.allowed_s(beside=beside)
+        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, sampling, allowed_s=allowed_s)
         for part in batch.prompts:
             if part.completes:
                 self.waiting_queue.set_in_progress(part.req, False)
@@ -290,9 +326,20 @@ class Scheduler:
         self.meter.step(batch)
         return batch
 
-    def slice_s(self) -> float:
-        """Return for how many seconds the encoder may work before the next step."""
-        return self._costs.slice_s(decoding=len(self.running_batch) > 0)
+    def next_slice_s(self, batch: ScheduleBatch | None) -> float:
+        """Return for how many seconds the encoder may work before the next step, and note that it does; 0 for no work.
+
+        batch: the step before. Behind prompts beside requests that decode there is no slice.
+        """
+        decoding = len(self.running_batch) > 0
+        if decoding and batch is not None and batch.prompt_tokens:
+            return 0.0
+        return self._costs.take_slice_s(decoding=decoding)
+
+    def encoded(self, seconds: float) -> None:
+        """Note that a slice of encoding took so long."""
+        self._costs.encoded(seconds)
+        self.meter.encoded(seconds)
 
     def rest(self, *, held_bytes: int) -> bool:
         """Look for the reason when nothing could be decided and nothing is in flight. Returns whether another turn may
@@ -327,6 +374,8 @@ class Scheduler:
     def _resolve_stall(self) -> bool:
         """Find out why no request can be computed: they wait for the encoder, or block each other. Returns whether
         another turn may get on."""
+        if self.due.gap:  # the encoder had work when it was asked
+            return True
         tried, self.due = self.due.urgent, self.due._replace(urgent=None)
         if self.encoder.working or self.intake.is_fetching:
             return False
@@ -362,12 +411,14 @@ class Scheduler:
     def process_batch_result(self, batch: ScheduleBatch, result: ModelWorkerResult) -> list[TokenOutput]:
         """Take the results of a step: commit KV, append tokens, share prefixes, end answers. Returns the outputs to
         send."""
-        self._costs.observe(
+        parts_s = self._costs.observe(
             prompt_tokens=batch.prompt_tokens,
             decoding=len(batch.decoding),
-            beside=batch.beside,
+            allowed_s=batch.allowed_s,
+            joined=sum(part.completes for part in batch.prompts),
             seconds=result.compute_s,
         )
+        self.meter.computed(*parts_s, decoding=len(batch.decoding))
         outputs: list[TokenOutput] = []
         for brought in part_results(batch, result):
             part, req = brought.part, brought.part.req
@@ -406,6 +457,7 @@ class Scheduler:
             self._generated += 1
             self.waiting_queue.charge(req, _OUTPUT_COST)
         if reason is not None:
+            self._costs.answered(len(req.output_ids))
             self._end(req, reason)
             self._finished += 1
         return token_output(req, brought.tokens, brought.logprobs, brought.hidden)

@@ -38,7 +38,7 @@ class _Flow:
     """The requests of one flow.
 
     waiting: (key, arrival, request), sorted; by turn if the policy's keys are not static. size: requests of the flow,
-    wherever they are. queued: the flow is in the heap of flows.
+    wherever they are. encoding: those that wait for the encoder. queued: the flow is in the heap of flows.
     """
 
     name: str
@@ -46,6 +46,7 @@ class _Flow:
     in_progress: list[Req] = field(default_factory=list)
     waiting: list[tuple[Key, int, Req]] = field(default_factory=list)
     size: int = 0
+    encoding: int = 0
     queued: bool = False
 
 
@@ -72,6 +73,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Req]:
         yield from (req for flow in self._flows.values() for _, _, req in flow.waiting)
         yield from (req for blocked in self._blocked.values() for _, _, req in blocked)
+
+    def joining(self, flow: str) -> int:
+        """Return how many requests of a flow with requests wait for the encoder, or have their prompts in progress."""
+        found = self._flows[flow]
+        return found.encoding + len(found.in_progress)
 
     @property
     def in_progress(self) -> list[Req]:
@@ -122,6 +128,7 @@ class WaitingQueue:
         """Remove a request that waits no longer."""
         if req.status.is_blocked:
             del self._blocked[req.status][self._blocked_at(req)]
+            self._flows[req.flow].encoding -= req.status is ReqStatus.WAITING_FOR_ENCODER
             return
         flow = self._flows[req.flow]
         at = bisect_left(flow.waiting, self._place(req), key=lambda entry: entry[:2])
@@ -134,6 +141,7 @@ class WaitingQueue:
         self.remove(req)
         req.move_to(status)
         insort(self._blocked.setdefault(status, []), (*_turn_blocked(req), req), key=lambda entry: entry[:2])
+        self._flows[req.flow].encoding += status is ReqStatus.WAITING_FOR_ENCODER
 
     def unblock(self, is_ready: Callable[[Req], bool]) -> None:
         """Let the first of the blocked requests wait again, if they are ready. Of requests that wait for a grammar, all

@@ -12,7 +12,9 @@ from vlmserve_common.compute.transfers import CudaMark, Mark
 
 class Lane:
     """A sequence of work. It is done in order, and in no order with work of other lanes. On a CPU everything is done
-    when a call returns."""
+    when a call returns. beside: whether other work of the device goes on meanwhile."""
+
+    beside = False
 
     def launching(self) -> AbstractContextManager[object]:
         """Launch everything in this context in the lane."""
@@ -29,6 +31,8 @@ class Lane:
 
 class CudaLane(Lane):
     """A stream of its own. It begins behind the current stream's work so far, which loads weights."""
+
+    beside = True
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

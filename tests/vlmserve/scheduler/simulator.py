@@ -87,6 +87,8 @@ class CostlyWorker:
 class SlicedBackend(FakeBackend):
     """One encoder in the scheduler's process: it works when it is told to, for so long, and batches take turns."""
 
+    takes_turns = True
+
     def __init__(self, clock: Simulation) -> None:
         super().__init__(inline=False)
         self._clock, self._costs = clock, clock.costs

@@ -304,7 +304,13 @@ class BatchRunner:
     async def _ask(self, batch: Batch, body: dict[str, Any], name: str) -> tuple[int, Mapping[str, Any]]:
         request_id.set(name)
         priority = _LAST if self._settings.engine.schedule_policy == "priority" else 0
-        caller = Caller(client=f"{batch.client} batch", owner=batch.owner, tenant=batch.tenant, priority=priority)
+        caller = Caller(
+            client=f"{batch.client} batch",
+            owner=batch.owner,
+            tenant=batch.tenant,
+            priority=priority,
+            unattended=True,
+        )
         while True:  # until the batch's time is over
             try:
                 return 200, await self._endpoints[batch.endpoint](body, caller)

@@ -44,6 +44,8 @@ class LocalCaptioner:
         weights = _weights_digest(resolve_model(settings.engine.model, settings.engine.revision))
         self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
         engine = settings.engine
+        if engine.max_decode_slowdown is None:  # nobody reads along
+            engine = replace(engine, max_decode_slowdown=0.0)
         if nothing_twice and resolve_device(engine.device).type == "cpu":
             # a CPU encodes little at a time, and no picture comes again: a small cache is enough
             engine = replace(engine, encoder_cache_mib=min(engine.encoder_cache_mib, _ENCODER_CACHE_MIB))

@@ -143,7 +143,8 @@ class EngineSettings(OtherNames, total=False):
     max_sessions: int
     session_timeout_s: float
     disable_overlap_schedule: bool
-    max_decode_slowdown: float
+    max_decode_slowdown: float | None
+    max_time_between_tokens_s: float
     max_step_s: float
     speculative_algorithm: Literal["none", "ngram"]
     speculative_num_draft_tokens: int
@@ -246,8 +247,8 @@ def read_settings(
             raise SettingsError(f"LLM has no setting {name!r}{did_you_mean(name, fields)}")
     given = {name: usual_word(name, value) for name, value in given.items()}
     paths = {name: os.fspath(value) for name, value in given.items() if isinstance(value, os.PathLike)}
-    # threads decode media: the files are those of the caller
-    args = EngineArgs(model=os.fspath(model), **{"media_processes": 0, **given, **paths})
+    # threads decode media: the files are those of the caller; and nobody reads along
+    args = EngineArgs(model=os.fspath(model), **{"media_processes": 0, "max_decode_slowdown": 0.0, **given, **paths})
     check_engine_args(args)
     problems = type_problems(counts, lambda name: f"--max-{name}-per-request")
     if problems:

@@ -81,6 +81,7 @@ def named(request: NamedRequest, own_id: str, caller: Caller) -> dict[str, Any]:
         "data_parallel_rank": request.data_parallel_rank,
         "timeout_s": request.timeout,
         "client": caller.client,
+        "unattended": caller.unattended,
         "tenant": caller.tenant,
         "ended": caller.ended,
     }

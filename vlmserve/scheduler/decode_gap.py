@@ -1,0 +1,66 @@
+"""How long prompts and pictures may keep answers waiting between two of their tokens.
+
+docs/scheduling.md ("Pictures and long prompts beside decoding") derives the rule. It protects an answer from other
+flows. Within a flow it does what ends the flow's requests sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+FIRST_ANSWER_TOKENS = 128.0
+"""The expected length of answers before any has ended."""
+_LEAST_GAP_S = 0.002
+
+
+class FlowLoad(NamedTuple):
+    """The requests of a flow. running: answers that decode. joining: requests whose pictures or prompts are being
+    computed, or wait for that.
+
+    unattended: nobody reads its answers before they are whole.
+    """
+
+    running: int
+    joining: int
+    unattended: bool = False
+
+
+class GapCosts(NamedTuple):
+    """Measured costs. decode_s: seconds of a decode step. join_s: of the work that brings one more request to decode.
+    answer_tokens: the mean length of answers."""
+
+    decode_s: float
+    join_s: float
+    answer_tokens: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GapRule:
+    """The rule. slowdown: --max-decode-slowdown, 0 for no limit. ceiling_s: --max-time-between-tokens-s."""
+
+    slowdown: float
+    ceiling_s: float
+
+    def gap(self, flows: Iterable[FlowLoad], costs: GapCosts) -> tuple[float, bool]:
+        """Return the seconds between two decode steps that are for other work, and whether all flows with answers gain
+        by such a long gap. flows: these flows."""
+        if not self.slowdown:
+            return float("inf"), True
+        protected_s = max((self.slowdown - 1) * costs.decode_s, _LEAST_GAP_S)
+        patient_s = self.ceiling_s - costs.decode_s
+        if patient_s > protected_s and all(_gains(flow, costs) for flow in flows):
+            return patient_s, True
+        return protected_s, False
+
+
+def _gains(flow: FlowLoad, costs: GapCosts) -> bool:
+    """Return True if the flow's requests end sooner, on the whole, when another of them joins before the next token.
+
+    Else those that join would wait for the running ones to end. Then the running ones wait for the next one to join.
+    """
+    if flow.unattended:
+        return True
+    batch_s = costs.decode_s * costs.answer_tokens / 2  # about half of the running answers is left
+    return flow.joining * batch_s > flow.running * costs.join_s
