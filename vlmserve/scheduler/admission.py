@@ -73,8 +73,9 @@ class PromptAdmission:
 
     def _make_adder(self, decoding: Sequence[Req], in_progress: Sequence[Req]) -> PrefillAdder:
         chunk_size, by_time = self.args.chunked_prefill_size, self.costs.chunk_tokens(beside=bool(decoding))
+        mixed = len(decoding) if self.args.enable_mixed_chunk else 0
         if chunk_size > 0 and by_time is not None:
-            chunk_size = min(chunk_size, by_time)
+            chunk_size = min(chunk_size, by_time + mixed)
         return PrefillAdder(
             self.kv,
             running=self.running.reqs,
@@ -83,7 +84,7 @@ class PromptAdmission:
             max_prefill_tokens=self.args.max_prefill_tokens,
             chunk_size=chunk_size,
             max_running=self.args.max_running_requests,
-            mixed_decode_tokens=len(decoding) if self.args.enable_mixed_chunk else 0,
+            mixed_decode_tokens=mixed,
         )
 
     def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> PrefixLeaders | None:

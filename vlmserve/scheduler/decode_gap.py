@@ -50,17 +50,9 @@ class GapRule:
             return float("inf"), True
         protected_s = max((self.slowdown - 1) * costs.decode_s, _LEAST_GAP_S)
         patient_s = self.ceiling_s - costs.decode_s
-        if patient_s > protected_s and all(_gains(flow, costs) for flow in flows):
+        # so late the first half of the answers would end
+        shared_s = self.ceiling_s * costs.answer_tokens / 2
+        shares = costs.join_s <= shared_s and all(flow.joining or flow.unattended for flow in flows)
+        if shares and patient_s > protected_s:
             return patient_s, True
         return protected_s, False
-
-
-def _gains(flow: FlowLoad, costs: GapCosts) -> bool:
-    """Return True if the flow's requests end sooner, on the whole, when another of them joins before the next token.
-
-    Else those that join would wait for the running ones to end. Then the running ones wait for the next one to join.
-    """
-    if flow.unattended:
-        return True
-    batch_s = costs.decode_s * costs.answer_tokens / 2  # about half of the running answers is left
-    return flow.joining * batch_s > flow.running * costs.join_s

@@ -62,13 +62,16 @@ _PROMPT_STEPS = 4
 class Due(NamedTuple):
     """The state that one turn leaves to the next.
 
-    decode: prompts took the last step, so the next one belongs to requests that decode.
+    decode: prompts or a slice of encoding took the last gap between decode steps, so the next step is one.
+    sliced: a slice did. no_slice: the next gap belongs to prompts.
     prompts: how many steps in a row had prompts. gap: decoding waits for slices of encoding.
     drain: a request must give up slots that steps in flight still write to. No step is decided before they have come.
     urgent: the encoder's key of embeddings that all requests wait for, if they do.
     """
 
     decode: bool = False
+    sliced: bool = False
+    no_slice: bool = False
     prompts: int = 0
     gap: bool = False
     drain: bool = False
@@ -230,7 +233,8 @@ class Scheduler:
         decoding, prompts, drain = self._decodable(), list[Req](), False
         if len(self.running_batch):
             self._costs.set_gap(self._flow_loads())
-        if not (decoding and self.due.decode):
+        forced = bool(decoding) and self.due.decode
+        if not forced:
             retracted = self._retracted
             prompts, drain = self._admission.add_prompts(decoding, in_flight)
             if self._retracted != retracted:
@@ -250,7 +254,15 @@ class Scheduler:
         most = _PROMPT_STEPS if self._costs.patient else 1
         alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0 and steps >= most)
         decode = bool(prompts) and alternate and not drain  # once drained, the place is taken first
-        self.due = Due(decode=decode, prompts=steps, gap=gap, drain=drain, urgent=None if found else self.due.urgent)
+        no_slice = forced and self.due.sliced and self._has_ready_prompt()
+        self.due = Due(
+            decode=decode,
+            no_slice=no_slice,
+            prompts=steps,
+            gap=gap,
+            drain=drain,
+            urgent=None if found else self.due.urgent,
+        )
         return batch
 
     def _leaves_gap(self, decoding: Sequence[Req], *, encodes: bool) -> bool:
@@ -312,6 +324,12 @@ class Scheduler:
             if drafts and self.kv.extend(req, len(drafts)):
                 req.drafts = drafts
 
+    def _has_ready_prompt(self) -> bool:
+        """Return True if a prompt may go on without the encoder, as far as is known."""
+        if self.waiting_queue.num_ready:
+            return True
+        return any(req.media.ready_until(req.kv_len) is None for req in self.waiting_queue.in_progress)
+
     def _make_batch(self, prompts: Sequence[Req], decoding: Sequence[Req]) -> ScheduleBatch:
         """Make a step of requests that have their slots. A prompt that it completes decodes from here on."""
         sampling, beside = self.running_batch.sampling, len(self.running_batch) > 0
@@ -329,11 +347,14 @@ class Scheduler:
     def next_slice_s(self, batch: ScheduleBatch | None) -> float:
         """Return for how many seconds the encoder may work before the next step, and note that it does; 0 for no work.
 
-        batch: the step before. Behind prompts beside requests that decode there is no slice.
+        batch: the step before. Beside requests that decode, prompts and slices take turns: no two of them come between
+        two tokens.
         """
         decoding = len(self.running_batch) > 0
-        if decoding and batch is not None and batch.prompt_tokens:
+        if decoding and (self.due.no_slice or (batch is not None and batch.prompt_tokens)):
             return 0.0
+        if decoding and not self._costs.patient and self.encoder.takes_turns:
+            self.due = self.due._replace(decode=True, sliced=True)
         return self._costs.take_slice_s(decoding=decoding)
 
     def encoded(self, seconds: float) -> None:

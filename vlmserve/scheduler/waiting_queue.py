@@ -74,6 +74,11 @@ class WaitingQueue:
         yield from (req for flow in self._flows.values() for _, _, req in flow.waiting)
         yield from (req for blocked in self._blocked.values() for _, _, req in blocked)
 
+    @property
+    def num_ready(self) -> int:
+        """Return how many requests wait and are not blocked."""
+        return self._waiting
+
     def joining(self, flow: str) -> int:
         """Return how many requests of a flow with requests wait for the encoder, or have their prompts in progress."""
         found = self._flows[flow]

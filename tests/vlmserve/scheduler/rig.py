@@ -62,6 +62,8 @@ class Knobs:
     host_rows: int | None = None
     disk: bool = False
     warmup_patches: int = 16
+    slowdown: float | None = None
+    ceiling: float = 0.25
 
 
 class FakeGroups:
@@ -155,6 +157,8 @@ class Rig:
                 schedule_policy=knobs.policy,
                 schedule_conservativeness=knobs.conservativeness,
                 max_sessions=knobs.sessions,
+                max_decode_slowdown=knobs.slowdown,
+                max_time_between_tokens_s=knobs.ceiling,
                 session_timeout_s=100,
                 pp_size=knobs.stages,
             ),
