@@ -149,6 +149,11 @@ _GAUGES = {
 }
 _COUNTERS = {
     "forward_steps": ("Steps of the model", "forward_steps_total"),
+    "encode_seconds": ("Seconds of the model's thread for encoding", "steps.encode_seconds_total"),
+    "prefill_seconds": ("Seconds of the model's thread for prompts", "steps.prefill_seconds_total"),
+    "decode_seconds": ("Seconds of the model's thread for answers", "steps.decode_seconds_total"),
+    "decode_steps": ("Steps of the model that made tokens of answers", "steps.decode_steps_total"),
+    "decode_requests": ("Requests in these steps, step by step", "steps.decode_reqs_total"),
     "num_preemptions": ("Requests whose KV slots were taken back", "steps.preempted_total"),
     "retracted_requests": ("Running requests taken back when KV slots ran out", "retracted_total"),
     "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", "steps.prefix_queries_total"),

@@ -89,7 +89,7 @@ class ClosedLoops(Simulation):
         return Figures(
             tokens_per_s=tokens / self.now,
             batch=stats.decode_reqs_total / steps - bool(streamed),
-            gap_s=float(np.percentile(sum(gaps.values(), []), 95)),
+            gap_s=float(np.percentile(np.concatenate(list(gaps.values())), 95)),
             stream_gap_s=float(np.percentile(streamed, 95)) if streamed else 0.0,
             most=max(served) / min(served),
         )

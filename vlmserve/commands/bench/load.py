@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,16 +38,43 @@ class Answered:
         return (self.total_s - self.ttft_s) / max(self.tokens - 1, 1)
 
 
+_PARTS = {"encoding": "encode_seconds", "prompts": "prefill_seconds", "decoding": "decode_seconds"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineWork:
+    """What the engine did meanwhile. batch: the mean requests of a decode step. shares: of the time, by what was done;
+    the rest of it is "neither"."""
+
+    batch: float
+    shares: Mapping[str, float]
+
+    @classmethod
+    def between(cls, before: Mapping[str, float], after: Mapping[str, float], wall_s: float) -> EngineWork | None:
+        """Return the work between two readings of /metrics; None of a server that does not tell."""
+        if "decode_steps" not in before or "decode_steps" not in after:
+            return None
+        grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+        shares = {part: grown[name] / wall_s for part, name in _PARTS.items()}
+        shares["neither"] = max(0.0, 1.0 - sum(shares.values()))
+        return cls(batch=grown["decode_requests"] / max(grown["decode_steps"], 1.0), shares=shares)
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{part} {share:.0%}" for part, share in self.shares.items())
+        return f"decode steps of {self.batch:.1f} requests; {shares} of the time"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """The answers to several requests, and the error texts of those that failed.
 
-    wall_s: seconds from the first request sent to the last one answered.
+    wall_s: seconds from the first request sent to the last one answered. work: None of a server that does not tell.
     """
 
     answers: tuple[Answered, ...]
     failures: tuple[str, ...] = ()
     wall_s: float
+    work: EngineWork | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -119,14 +147,25 @@ class LoadClient:
 
         delays = arrivals or [0.0] * len(questions)
         conversations = [question.messages() for question in questions]
+        before = self._runner.run(self._metrics())
         started = time.perf_counter()
         found = self._runner.run(every())
         wall_s = time.perf_counter() - started
+        work = EngineWork.between(before, self._runner.run(self._metrics()), wall_s)
         answers = tuple(one for one in found if isinstance(one, Answered))
         failures = tuple(one for one in found if isinstance(one, str))
         if not answers:
             raise ServerError(f"no answer from {self.url}: {failures[0]}")
-        return Round(answers=answers, failures=failures, wall_s=wall_s)
+        return Round(answers=answers, failures=failures, wall_s=wall_s, work=work)
+
+    async def _metrics(self) -> dict[str, float]:
+        """Return the counters of `vlmserve` on /metrics by name; none of another server."""
+        try:
+            answer = await self._http.get(f"{self.url.removesuffix('/v1')}/metrics")
+        except httpx2.HTTPError:
+            return {}
+        lines = re.findall(r"^vlmserve:(\w+)_total(?:\{[^}]*\})? (\S+)$", answer.text, re.MULTILINE)
+        return {name: float(value) for name, value in lines}
 
     async def _ask(self, messages: object, output_tokens: int) -> Answered:
         body = {

@@ -42,10 +42,12 @@ _WIDTH = 34
 
 
 class _Row(NamedTuple):
+    """more_is_better: None where servers are not compared."""
+
     title: str
     scale: float
     form: str
-    more_is_better: bool = False
+    more_is_better: bool | None = False
 
 
 _ROWS: Mapping[str, _Row] = {
@@ -54,6 +56,11 @@ _ROWS: Mapping[str, _Row] = {
     "ttft_seen_s": _Row("first token of a seen picture, s", 1, ".3f"),
     "tpot_s": _Row("each further token, ms", 1000, ".1f"),
     "tokens_per_s": _Row("tokens/s", 1, ".1f", more_is_better=True),
+    "batch": _Row("requests in a decode step", 1, ".1f", None),
+    "encoding": _Row("encoding, % of the time", 100, ".0f", None),
+    "prompts": _Row("prompts, %", 100, ".0f", None),
+    "decoding": _Row("decoding, %", 100, ".0f", None),
+    "neither": _Row("neither, %", 100, ".0f", None),
 }
 
 
@@ -224,6 +231,8 @@ def run_figures(done: Round, work: Workload) -> dict[str, Any]:
         "ttft_s": statistics.median(one.ttft_s for one in answers),
         "tokens_per_s": done.tokens_per_s,
     }
+    if done.work is not None:
+        figures |= {"batch": done.work.batch, **done.work.shares}
     parts = {"tpot_s": [one.per_token_s for one in answers if one.tokens > 1]}
     if 0 < work.pictures < work.requests:  # the first questions show pictures that are new
         parts["ttft_new_s"] = [one.ttft_s for one in answers if one.number < work.pictures]
@@ -248,7 +257,7 @@ def show_peers(labels: Sequence[str], works: Mapping[str, str], runs: Sequence[d
             if not any(values.values()):
                 continue
             medians = {label: Spread.of(each) if each else None for label, each in values.items()}
-            faster = {label: _ratios(mine[first], mine[label], key, row.more_is_better) for label in rest}
+            faster = {label: _ratios(mine[first], mine[label], key, row) for label in rest}
             summary[name][key] = {
                 part: {label: spread and asdict(spread) for label, spread in found.items()}
                 for part, found in (("medians", medians), ("ratios", faster))
@@ -259,12 +268,12 @@ def show_peers(labels: Sequence[str], works: Mapping[str, str], runs: Sequence[d
     return summary
 
 
-def _ratios(
-    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: str, more_is_better: bool
-) -> Spread | None:
+def _ratios(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], key: str, row: _Row) -> Spread | None:
     """Return how many times as fast we are, round by round, where both sides have the figure."""
+    if row.more_is_better is None:
+        return None
     pairs = [(a[key], b[key]) for a, b in zip(ours, theirs, strict=True) if key in a and key in b]
-    return Spread.of([a / b if more_is_better else b / a for a, b in pairs]) if pairs else None
+    return Spread.of([a / b if row.more_is_better else b / a for a, b in pairs]) if pairs else None
 
 
 def _print_row(title: str, cells: Sequence[str]) -> None:

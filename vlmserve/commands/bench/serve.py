@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,7 @@ def _medians(done: Round) -> dict[str, Any]:
         },
         "tokens_per_s": done.tokens_per_s,
         "pictures_per_s": len(done.answers) / done.wall_s,
+        "work": None if done.work is None else asdict(done.work),
     }
 
 
@@ -191,6 +193,8 @@ def _print_own(
             f"{name:28}{figures['ttft_s']:9.2f}{figures['per_token_s']:9.3f}{figures['tokens_per_s']:10.2f}"
             f"{figures['pictures_per_s']:12.3f}{peak / MIB:10.0f}{figures['tokens_per_s'] / reference:12.2f}x"
         )
+    for n, done in served.items():
+        print(f"{n} at a time: {done.work}")
     print("server memory, MiB: " + ", ".join(f"{name} {value / MIB:.0f}" for name, value in memory.items()))
     if baseline and len(served[max(served)].answers) == len(baseline[0].answers):
         pairs = zip(served[max(served)].answers, baseline[0].answers, strict=True)
@@ -222,6 +226,8 @@ def _measure_running(args: argparse.Namespace) -> list[dict[str, Any]]:
             done = client.run(questions, args.output_tokens, at_a_time=most, arrivals=arrivals)
             found.append({"round": name, **round_figures(done, args.images)})
             _print_round(found[-1], done.failures)
+            if done.work is not None:
+                print(f"  {done.work}")
     return found
 
 
@@ -248,6 +254,7 @@ def round_figures(done: Round, pictures: int) -> dict[str, Any]:
         "pictures_per_s": pictures * len(answers) / done.wall_s,
         "prompt_tokens_per_s": sum(one.prompt_tokens for one in answers) / done.wall_s,
         "output_tokens_per_s": done.tokens_per_s,
+        "work": None if done.work is None else asdict(done.work),
         **{name: _percentiles(seconds) for name, seconds in spans.items() if seconds},
     }
 
