@@ -81,6 +81,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         stack.callback(fetcher.close)
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
+        prompts.check(inputs.prompt_fields)
         if captioner is None and not command.base_urls:
             engine = command.settings.engine
             resolve_model(engine.model, engine.revision)  # before any file is made

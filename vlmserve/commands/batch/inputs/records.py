@@ -230,6 +230,16 @@ class Table:
         with contextlib.suppress(ArrowException, OSError), self._open() as table:
             yield table.metadata.num_rows
 
+    def names(self) -> Sequence[str] | None:
+        """Return the names of the columns; None if they cannot be read, or not twice."""
+        from pyarrow import ArrowException
+
+        if self.file.stream is not None:
+            return None
+        with contextlib.suppress(ArrowException, OSError, BadRequestError), self._open() as table:
+            return table.schema_arrow.names
+        return None
+
     @contextlib.contextmanager
     def _open(self) -> Iterator[ParquetFile]:
         from pyarrow.parquet import ParquetFile
