@@ -68,7 +68,7 @@ def chat_events(
 def _prepare(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> tuple[list[GenerateReqInput], AnswerWriter]:
-    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
+    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=served.name)
     find_file = served.files.for_owner(caller.owner)
     wanted = to_generate_request(chat, own_id, caller, formats=served.formats, find_file=find_file)
     writer = AnswerWriter(

@@ -114,7 +114,7 @@ def _prepare(
     if body.echo:
         echo = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts_of(body)]
     writer = CompletionWriter(
-        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=body.model),
+        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=served.name),
         tokenizer,
         prompts=len(wanted),
         n=wanted[0].n,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
+# parts of OpenAI's API that clients know, and that are not here
+_ABSENT = re.compile(
+    r"/v1/(embeddings|audio|images|moderations|rerank|assistants|threads|realtime|fine_tuning|vector_stores)\b"
+)
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -95,8 +100,15 @@ def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> No
         assert isinstance(error, HTTPException)
         message = f"there is nothing at {request.url.path} that takes {request.method}"
         if error.status_code == 404:
-            paths = [getattr(route, "path", "") for route in app.routes]
-            message += did_you_mean(request.url.path, paths, "; the API begins at /v1, and /docs shows it")
+            paths = [path for route in app.routes if (path := getattr(route, "path", ""))]
+            listed = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1/") and "{" not in path)
+            absent = _ABSENT.match(request.url.path)
+            served = f"; served are {listed}, and more that /docs shows"
+            message += (
+                f"; this version serves no {absent[1]}{served}"
+                if absent
+                else did_you_mean(request.url.path, paths, served)
+            )
         elif error.headers and "allow" in {name.lower() for name in error.headers}:
             message += f"; it takes {', '.join(error.headers.values())}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)

@@ -76,7 +76,7 @@ async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, calle
         "id": body.rid or name,
         "object": "scoring",
         "created": int(time.time()),
-        "model": body.model,
+        "model": served.name,
         "scores": [softmax(row) if body.apply_softmax else [math.exp(logprob) for logprob in row] for row in rows],
         "logprobs": [[finite(logprob) for logprob in row] for row in rows],
         "usage": {

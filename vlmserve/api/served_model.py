@@ -109,9 +109,9 @@ class ServedModel:
     settings: ServerSettings
     formats: AnswerFormats
 
-    def check_name(self, name: str) -> None:
-        """Raise BadRequestError (404) for a model that is not served here."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raise BadRequestError (404) for a model that is not served here. A request without a name means this one."""
+        if name and name != self.name:
             what = f"there is no model {shortened(name)!r} here, only {self.name}"
             raise BadRequestError(what, param="model", code="model_not_found", status=404)
 

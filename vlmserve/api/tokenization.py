@@ -72,7 +72,7 @@ class DetokenizedPrompt(TypedDict):
 async def tokenize(served: ServedModel, request: Request) -> Response:
     """Return the ids of a prompt. Media are loaded, since their size decides how many ids they are."""
     body = await read_body(request, TokenizeRequest, served.settings)
-    served.check_name(body.model or served.name)
+    served.check_name(body.model)
     caller = caller_of(request)
     if body.prompt is not None:
         prompt: TextPrompt | ChatPrompt = TextPrompt(text=body.prompt)
@@ -116,7 +116,7 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
 async def detokenize(served: ServedModel, request: Request) -> Response:
     """Return the text of ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest, served.settings)
-    served.check_name(body.model or served.name)
+    served.check_name(body.model)
     builder = served.manager.builder
 
     def answer() -> Response:

@@ -114,7 +114,7 @@ class ResponseStore(Database):
 _LIST_LIMIT = 100
 # what a response repeats of its request as it is
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "model", "previous_response_id"),
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("temperature", "top_p", "user"),
 )
 _P = ParamSpec("_P")
@@ -209,7 +209,7 @@ class ResponsesApi:
             check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
         except BadRequestError as error:
             raise conversation.named(error) from None
-        writer = ResponseWriter(_base(body, own_id))
+        writer = ResponseWriter(_base(body, own_id, self._served.name))
         async with aclosing(self._chunks(body, conversation, own_id, caller)) as chunks:
             first = await anext(chunks)
             yield [*writer.begin(), *_events_of(writer, first)]
@@ -256,7 +256,7 @@ def _events_of(writer: ResponseWriter, chunks: Iterable[dict[str, Any]]) -> list
     return [event for chunk in chunks for event in writer.take(chunk)]
 
 
-def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
+def _base(body: ResponsesRequest, own_id: str, model: str) -> dict[str, Any]:
     """Return the fields of a response that repeat its request."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     reasoning = body.reasoning
@@ -264,6 +264,7 @@ def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
     return {
         "id": own_id,
         "object": "response",
+        "model": model,
         "created_at": int(time.time()),
         "background": False,
         **{name: getattr(body, name) for name in _REPEATED},

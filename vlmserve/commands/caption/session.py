@@ -164,8 +164,9 @@ class _CaptionSession:
                 troubles.append(_trouble(error))
         with contextlib.suppress(OSError):
             shared.errors.write_anew(shared.journal.failures())
-        if how is not Ended.FINISHED:
-            self.notes.append("finished captions are on disk: the same command continues from here")
+        if how is not Ended.FINISHED and self.running is not None:
+            again = "once that is mended, the command" if how is Ended.STOPPED else "the same command"
+            self.notes.append(f"finished captions are on disk: {again} continues from here")
         told = shared.tally.summary(self.progress.seconds, self.notes, ended=how.value)
         text = shared.tally.describe(self.progress.seconds, ended=how.value)
         return CaptionEnd(
