@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -93,6 +93,19 @@ def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None 
     return JSONResponse(body, status_code=status, headers=extra)
 
 
+def _hint(path: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about a path that is not there. known: the paths that are."""
+    fixed = [one for one in dict.fromkeys(known) if one and "{" not in one]
+    ours = [one.removeprefix("/v1") for one in fixed if one.startswith("/v1/")]
+    others = [one for one in fixed if not one.startswith("/v1/")]
+    served = f"; served are {', '.join(f'/v1{one}' for one in ours)}, and more that /docs shows"
+    absent = _ABSENT.match(path)
+    if absent is not None:
+        return f"; this version serves no {absent[1]}{served}"
+    # "/v1" aside, which any two have in common
+    return did_you_mean(path.removeprefix("/v1"), ours, did_you_mean(path, others, served), prefix="/v1")
+
+
 def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
     """Answer every failure of `app` in OpenAI's form. retry_after_s: see `error_response`."""
 
@@ -100,15 +113,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> No
         assert isinstance(error, HTTPException)
         message = f"there is nothing at {request.url.path} that takes {request.method}"
         if error.status_code == 404:
-            paths = [path for route in app.routes if (path := getattr(route, "path", ""))]
-            listed = ", ".join(path for path in dict.fromkeys(paths) if path.startswith("/v1/") and "{" not in path)
-            absent = _ABSENT.match(request.url.path)
-            served = f"; served are {listed}, and more that /docs shows"
-            message += (
-                f"; this version serves no {absent[1]}{served}"
-                if absent
-                else did_you_mean(request.url.path, paths, served)
-            )
+            message += _hint(request.url.path, [getattr(route, "path", "") for route in app.routes])
         elif error.headers and "allow" in {name.lower() for name in error.headers}:
             message += f"; it takes {', '.join(error.headers.values())}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)
