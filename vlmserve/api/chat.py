@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -45,7 +44,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     if not chat.stream:
         answer = await while_connected(request.receive, whole_chat(served, chat, own_id, caller_of(request)))
         if chat.logprobs or "prompt_logprobs" in answer or chat.return_token_ids:  # they are many
-            return await asyncio.to_thread(JSONResponse, answer)
+            return await served.threads.run(JSONResponse, answer)
         return JSONResponse(answer)
     events = chat_events(served, chat, own_id, caller_of(request))
     return await EventStream.begin(request.receive, events)

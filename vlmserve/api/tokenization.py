@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Self
 
 from fastapi import Request
@@ -103,7 +102,7 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
         told = {"count": len(ids), "max_model_len": length, "tokens": ids}
         return JSONResponse(told | {"token_strs": texts if body.return_token_strs else None})
 
-    return await asyncio.to_thread(answer)
+    return await served.threads.run(answer)
 
 
 @operation(
@@ -124,4 +123,4 @@ async def detokenize(served: ServedModel, request: Request) -> Response:
             check_token("tokens", token, builder.limits.vocab_size)
         return JSONResponse({"prompt": builder.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    return await asyncio.to_thread(answer)
+    return await served.threads.run(answer)

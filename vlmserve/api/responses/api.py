@@ -188,7 +188,7 @@ class ResponsesApi:
     async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Write JSON in a thread, one at a time: with logprobs it is large."""
         async with self._writing:
-            return await asyncio.to_thread(write, *args, **kwargs)
+            return await self._served.threads.run(write, *args, **kwargs)
 
     async def _events(self, body: ResponsesRequest, own_id: str, caller: Caller) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._made(body, own_id, caller)) as made:
@@ -204,7 +204,7 @@ class ResponsesApi:
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             before = await self._store.threads.run(self._store.conversation, caller.owner, body.previous_response_id)
-        conversation = await asyncio.to_thread(to_conversation, before, given, body.instructions)
+        conversation = await self._served.threads.run(to_conversation, before, given, body.instructions)
         try:
             check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
         except BadRequestError as error:
@@ -227,7 +227,7 @@ class ResponsesApi:
         """Yield the chunks of the chat. `truncation: auto` leaves out the oldest turns until the rest fits."""
         whole, dropped = conversation, 0
         while True:
-            chat = await asyncio.to_thread(to_chat_request, body, conversation)
+            chat = await self._served.threads.run(to_chat_request, body, conversation)
             async with aclosing(chat_events(self._served, chat, own_id, caller)) as events:
                 try:
                     first = await anext(events)
