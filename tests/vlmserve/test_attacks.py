@@ -53,7 +53,9 @@ class Client:
         link = http.client.HTTPConnection("127.0.0.1", self.port, PATIENCE_S, (self.address, 0))
         with contextlib.closing(link):
             data = body if isinstance(body, bytes) else json.dumps(body)
-            link.request("GET" if body is None else "POST", path, None if body is None else data, {"Content-Type": kind})
+            link.request(
+                "GET" if body is None else "POST", path, None if body is None else data, {"Content-Type": kind}
+            )
             answer = link.getresponse()
             return answer.status, json.loads(answer.read())
 

@@ -110,7 +110,7 @@ class Intake:
         if spec is None:
             return
         assert self.grammars is not None, req.rid
-        future = self.grammars.get(spec)
+        future = self.grammars.get(spec, req.client)
         req.grammar_compiles = True
         self._compiling.append((req, future))
         future.add_done_callback(lambda _: self._wake_up.call())

@@ -71,7 +71,7 @@ class FakeGrammars:
         self.waiting: list[tuple[GrammarSpec, Future]] = []
         self.held = 0
 
-    def get(self, grammar: GrammarSpec) -> Future:
+    def get(self, grammar: GrammarSpec, client: str) -> Future:
         self.held += 1
         future: Future = Future()
         self.waiting.append((grammar, future))

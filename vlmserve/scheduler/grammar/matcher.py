@@ -20,8 +20,9 @@ _NOTHING_FITS = "it leaves no token that could come next"
 
 
 class Patience:
-    """How long others wait for the grammars of one client. After each that took too long it is a quarter, but a
-    sixteenth at the least; a minute after the last such grammar it is back. clock: in seconds."""
+    """Decides how much of a step's time limit the grammars of one client get. Each grammar that took too long leaves a
+    quarter, down to a sixteenth. A minute after the last one, the client has all of the limit again. clock: in
+    seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -103,7 +104,7 @@ class CompiledGrammar:
         """Tell the process which tokens have come, and ask for the masks of the next ones."""
         news = [(matcher.number, matcher.take_news()) for matcher in matchers]
         ended, self._ended = self._ended, []
-        share = max(matcher.patience.share for matcher in matchers)  # the others' requests are not to fail for one
+        share = max(matcher.patience.share for matcher in matchers)  # one client's past fails no other client's answers
         try:
             self._pipe.send((news, ended, share))
         except OSError:  # the process has ended, or the pipe is closed

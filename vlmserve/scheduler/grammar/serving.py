@@ -101,8 +101,9 @@ def _serve(pipe: Connection, compiler: Any, info: Any, settings: dict[str, Any])
 def _fill_masks(pipe: Connection, compiled: Any, words: int) -> None:
     """Answer for the steps of all answers with a grammar.
 
-    A step's message: for each row the number of its matcher and the tokens that came since; then the numbers of answers
-    that have ended, and the part of the usual limit that the step gets. Its answer: int32 [rows, 1 + words], 1 or 0 for whether the tokens fit, and the mask of the next.
+    A step's message: for each row the number of its matcher and the tokens that came since; the numbers of answers that
+    have ended; and the part of `MAX_STEP_S` that the step gets. Its answer: int32 [rows, 1 + words], 1 or 0 for whether
+    the tokens fit, and the mask of the next.
     """
     from xgrammar import GrammarMatcher
 
