@@ -11,6 +11,7 @@ from vlmserve.config.checks import SettingsError
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
 from vlmserve.config.settings import load_settings
 from vlmserve_common.errors import VlmserveError
+from vlmserve_common.installing import hf
 from vlmserve_common.process.stop_signals import sigterm_exits
 from vlmserve_common.version import __version__
 
@@ -46,9 +47,9 @@ _TOOLS = {
 # Ollama's commands, and what to use in their place
 _OLLAMAS = {
     "run": "vlmserve chat MODEL chats in the terminal, and vlmserve serve MODEL serves an API",
-    "pull": "vlmserve serve MODEL downloads MODEL when it first starts, and hf download MODEL does so ahead of time",
-    **dict.fromkeys(("list", "ls"), "hf cache ls lists the models that were downloaded"),
-    "rm": "hf cache rm model/MODEL deletes a model that was downloaded",
+    "pull": "vlmserve serve MODEL downloads MODEL when it first starts, and {hf} download MODEL does so ahead of time",
+    **dict.fromkeys(("list", "ls"), "{hf} cache ls lists the models that were downloaded"),
+    "rm": "{hf} cache rm model/MODEL deletes a model that was downloaded",
 }
 
 _EPILOG = """\
@@ -124,7 +125,7 @@ def _main(words: list[str]) -> int:
     if named and named[0] in tools:
         return _run_tool(tools[named[0]][1], named[1:])
     if words and words[0] in _OLLAMAS:
-        return _complain(f"there is no command {words[0]!r}: {_OLLAMAS[words[0]]}", USAGE_ERROR)
+        return _complain(f"there is no command {words[0]!r}: {_OLLAMAS[words[0]].format(hf=hf())}", USAGE_ERROR)
     parser = build_parser()
     args = parser.parse_args(["--help"] if words == ["help"] else words)
     if args.command is None:

@@ -9,6 +9,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.errors import CheckpointError, EngineError
+from vlmserve_common.installing import hf
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "default_model"
 """The small trained checkpoint that comes with the package."""
@@ -24,9 +25,9 @@ class NotDownloadedError(CheckpointError):
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The hub library's errors by their names, in words that say what to do.
 _REASONS = {
-    "RepositoryNotFoundError": "there is no such model, or it is private (`hf auth login`)",
+    "RepositoryNotFoundError": "there is no such model, or it is private (`{hf} auth login`)",
     "RevisionNotFoundError": "the model has no such branch, tag or commit (setting --revision)",
-    "GatedRepoError": "its terms are to be accepted on its page first (then `hf auth login`)",
+    "GatedRepoError": "its terms are to be accepted on its page first (then `{hf} auth login`)",
     "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and no copy is here",
     "ConnectError": "the hub cannot be reached ({first})",
@@ -74,7 +75,7 @@ def resolve_model(model: str, revision: str | None = None, *, download: bool = T
         if not download:
             raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None
         first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        reason = _REASONS.get(type(error).__name__, "{first}").format(first=first.removeprefix("Got: "))
+        reason = _REASONS.get(type(error).__name__, "{first}").format(first=first.removeprefix("Got: "), hf=hf())
         raise CheckpointError(
             f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
         ) from None

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from vlmserve.commands.doctor.finding import Finding, Probed, Status, run_probes
 from vlmserve.commands.doctor.machine import ask_nvidia, attention_findings, gpu_findings, machine_findings
-from vlmserve.commands.doctor.packages import extra_findings, needed_findings, pip_install, read_requirements
+from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL, NotDownloadedError, resolve_model
 from vlmserve_common.compute.memory import show_gib
 from vlmserve_common.errors import CheckpointError
+from vlmserve_common.installing import pip_install
 from vlmserve_common.version import __version__
 
 _PICTURES = ("PNG", "JPEG", "WEBP", "AVIF")

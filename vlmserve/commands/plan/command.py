@@ -16,6 +16,7 @@ from vlmserve.config.flags import CommandParser, above_zero, add_settings, posit
 from vlmserve.config.model_path import NotDownloadedError, resolve_model
 from vlmserve.config.settings import load_settings
 from vlmserve_common.errors import CheckpointError, EngineError
+from vlmserve_common.installing import hf
 
 _ABOUT = """\
 Tell whether a model fits and how fast it can be at the best, from its config.json alone: no weights and no GPU are
@@ -129,7 +130,7 @@ def _folder(model: str, made: Path) -> Path:
         for shape in SHAPES.values():
             if shape.hub_id == model:
                 return write_config(shape, made)
-        raise CheckpointError(f"{error}; its config.json is enough: hf download {model} config.json") from None
+        raise CheckpointError(f"{error}; its config.json is enough: {hf()} download {model} config.json") from None
 
 
 def _parser() -> argparse.ArgumentParser:

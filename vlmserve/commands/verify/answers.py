@@ -32,6 +32,7 @@ from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import install, pip_install
 
 Kind = Literal["text", "image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -290,8 +291,8 @@ def check_reference_can_run() -> None:
     for name in ("transformers", "torchvision"):
         if importlib.util.find_spec(name) is None:
             raise EngineError(
-                f"this compares with the processors and models of transformers, which need {name}: install it with "
-                "pip install 'vlmserve[verify]', or pip install --no-deps torchvision beside a torch of another build"
+                f"this compares with the processors and models of transformers, which need {name}: "
+                f"{install('verify')}; beside a torch of another build: {pip_install('--no-deps', 'torchvision')}"
             )
 
 
@@ -303,8 +304,8 @@ def check_reference_can_load(folder: Path) -> None:
         package = _READERS.get(method)
         if package is not None and importlib.util.find_spec(package) is None:
             raise EngineError(
-                f"{folder}: transformers reads checkpoints of quant_method {method!r} with {package}: install it with "
-                f"pip install {package.replace('_', '-')}"
+                f"{folder}: transformers reads checkpoints of quant_method {method!r} with {package}: "
+                f"{pip_install(package.replace('_', '-'))}"
             )
 
 

@@ -31,6 +31,14 @@ from vlmserve_common.version import __version__
 
 # Of logprobs. In 16 bits a logit around 20 is itself only exact to 1/16 (bfloat16) or 1/128 (float16).
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+_ABOUT = """\
+Compare our answers with those of transformers on the same checkpoint: greedy tokens, logprobs and prompt lengths. Exits
+with 1 when they differ.
+"""
+_EPILOG = """\
+In float32 every token must be equal. In 16 bits rounding decides where two tokens are about equally likely; an answer
+that parts from the reference's there is reported as a near tie and compared up to there.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,11 +82,7 @@ def run(
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="vlmserve verify",
-        description="Compare our answers with those of transformers on the same checkpoint: greedy tokens, logprobs "
-        "and prompt lengths. Exits with 1 when they differ.",
-        epilog="In float32 every token must be equal. In 16 bits rounding decides where two tokens are about equally "
-        "likely; an answer that parts from the reference's there is reported as a near tie and compared up to there.",
+        prog="vlmserve verify", usage="%(prog)s [MODEL] [options]", description=_ABOUT, epilog=_EPILOG
     )
     text = "checkpoint folder, or a Hugging Face hub id; left out: the small built-in model"
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=text)

@@ -22,6 +22,7 @@ from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import outline_model
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import hf
 
 _235B = SHAPES["235b-a22b"]
 _GIB = 2**30
@@ -266,5 +267,5 @@ def test_the_built_in_model_takes_the_defaults(capsys: pytest.CaptureFixture[str
 
 def test_how_to_get_the_config_of_a_model_of_the_hub_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "someone/Some-VL"]) == 1
-    assert "its config.json is enough: hf download someone/Some-VL config.json\n" in capsys.readouterr().err
+    assert f"its config.json is enough: {hf()} download someone/Some-VL config.json\n" in capsys.readouterr().err
     assert cli.main(["plan", "Qwen/Qwen3-VL-2B-Instruct", "--json"]) == 0, "the config of a published one is known"

@@ -40,6 +40,7 @@ from vlmserve.commands.verify.answers import (
 from vlmserve.engine import rank_processes
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import install, pip_install
 
 SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=1)
 # test_engine.py compares the engine itself with transformers, for each family
@@ -219,7 +220,7 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(EngineError):
         answers.check_reference_can_run()
     assert cli.main(["verify"]) == 1
-    assert "pip install 'vlmserve[verify]'" in capsys.readouterr().err
+    assert install("verify") in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -238,7 +239,10 @@ def test_it_says_what_transformers_lacks_for_a_quantised_checkpoint(
         answers.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else here(name)
     )
     assert cli.main(["verify", str(made)]) == 1
-    assert "'compressed-tensors' with compressed_tensors: install it with pip" in capsys.readouterr().err
+    assert (
+        f"'compressed-tensors' with compressed_tensors: {pip_install('compressed-tensors')}\n"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
