@@ -7,10 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from vlmserve.config.checks import SettingsError
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
 from vlmserve.config.settings import load_settings
-from vlmserve_common.errors import VlmserveError
+from vlmserve_common.errors import CheckpointError, SettingsError, VlmserveError
 from vlmserve_common.installing import hf
 from vlmserve_common.process.stop_signals import sigterm_exits
 from vlmserve_common.version import __version__
@@ -112,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status.
 
-    0: success, 1: a failure, 2: a wrong command line or setting, 130: Ctrl-C.
+    0: success, 1: a failure, 2: a wrong command line, setting or checkpoint, 130: Ctrl-C.
     """
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -161,7 +160,7 @@ def _serve(args: argparse.Namespace) -> int:
     except Exception as error:
         if settings.log_level == "debug" or not isinstance(error, (VlmserveError, OSError)):
             raise
-        return _complain(str(error), 1)
+        return _failed(error)
 
 
 def _run_tool(module: str, words: list[str]) -> int:
@@ -170,7 +169,13 @@ def _run_tool(module: str, words: list[str]) -> int:
             status: int = importlib.import_module(module).main(words)
             return status
     except (VlmserveError, OSError) as error:
-        return _complain(str(error), 1)
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """Complain of an error. What the user has to change is 2, so that nobody starts the same again; other failures are
+    1."""
+    return _complain(str(error), USAGE_ERROR if isinstance(error, SettingsError | CheckpointError) else 1)
 
 
 def _complain(message: str, status: int) -> int:

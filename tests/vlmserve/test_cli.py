@@ -15,7 +15,7 @@ from vlmserve import __version__, cli
 from vlmserve.api import launch
 from vlmserve.config.fields import flag
 from vlmserve.config.settings import ServerSettings, iter_settings
-from vlmserve_common.errors import CheckpointError
+from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
 
 _EXAMPLES = ("--page-size", "--disable-radix-cache", "--no-disable-radix-cache")  # of the text before the flags
 
@@ -66,16 +66,26 @@ def test_wrong_settings_end_with_2(
     assert launched == []
 
 
-@pytest.mark.parametrize("error", [CheckpointError("no config.json in /x"), OSError("port 1 is taken")])
-def test_a_failure_is_one_line_and_1_but_debug_shows_where_it_came_from(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (CheckpointError("no config.json in /x"), 2),
+        (SettingsError("--max-model-len is 9999"), 2),
+        (EngineError("a GPU is lost"), 1),
+        (OSError("port 1 is taken"), 1),
+    ],
+)
+def test_a_failure_is_one_line_and_2_where_the_user_has_to_change_something(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(settings: ServerSettings) -> int:
         raise error
 
     monkeypatch.setattr(launch, "launch_server", fail)
-    assert cli.main(["serve"]) == 1
-    assert capsys.readouterr().err == f"vlmserve: error: {error}\n"
+    monkeypatch.setitem(sys.modules, "vlmserve.commands.plan.command", SimpleNamespace(main=fail))
+    assert cli.main(["plan"]) == status
+    assert cli.main(["serve"]) == status
+    assert capsys.readouterr().err == 2 * f"vlmserve: error: {error}\n"
     with pytest.raises(type(error)):
         cli.main(["serve", "--log-level", "debug"])
 

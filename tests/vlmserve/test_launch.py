@@ -96,7 +96,7 @@ def test_what_is_cheap_to_check_is_checked_before_anything_starts(
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
-        assert cli.main(["serve", "--port", str(port), *words.format(folder=tmp_path).split()]) == 1
+        assert cli.main(["serve", "--port", str(port), *words.format(folder=tmp_path).split()]) == 2
     assert complaint.format(folder=tmp_path) in capsys.readouterr().err
 
 
