@@ -40,7 +40,7 @@ DEVICE ?= cuda
 .DEFAULT_GOAL := serve
 
 serve: setup
-	@$(BIN)/python -m vlmserve.cli serve $(ARGS)
+	@$(BIN)/python -m vlmserve serve $(ARGS)
 
 setup: $(VENV)/.ready-to-serve
 

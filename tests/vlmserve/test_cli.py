@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -118,6 +119,15 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "\n"
+
+
+@pytest.mark.parametrize(("command", "module"), [("serve", "difflib"), ("serve", "pydantic"), ("plan", "difflib")])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_word(command: str, module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    words = [sys.executable, "-m", "vlmserve", command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_tool_that_is_terminated_clears_away_what_it_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
