@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     # late, so that --help is quick
     from vlmserve.commands.plan.plan import Plan, make_plan
-    from vlmserve.commands.plan.published import SHAPES, write_config
+    from vlmserve.commands.plan.published import PUBLISHED, write_config
     from vlmserve.commands.plan.table import as_data, overview, show
 
     flags = {name: value for name, value in vars(args).items() if name in _SETTINGS}
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
             data, text = as_data(plan), overview(gpu, {args.model: plan}) if gpu.is_cpu else show(plan)
         else:
             plans: dict[str, Plan | EngineError] = {}
-            for shape in SHAPES.values():
+            for shape in PUBLISHED:
                 try:
                     plans[shape.hub_id] = plan_of(write_config(shape, folder))
                 except EngineError as error:
@@ -125,9 +125,9 @@ def _folder(model: str, made: Path) -> Path:
     try:
         return resolve_model(model, download=False)
     except NotDownloadedError as error:
-        from vlmserve.commands.plan.published import SHAPES, write_config
+        from vlmserve.commands.plan.published import PUBLISHED, write_config
 
-        for shape in SHAPES.values():
+        for shape in PUBLISHED:
             if shape.hub_id == model:
                 return write_config(shape, made)
         raise CheckpointError(f"{error}; its config.json is enough: {hf()} download {model} config.json") from None
