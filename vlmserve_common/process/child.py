@@ -240,6 +240,12 @@ def _run_child(
     os._exit(1)
 
 
+def keep_socket_in(folder: Path) -> None:
+    """Have multiprocessing make its socket there, not in a folder of its own, which a killed process leaves behind."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["tempdir"] = str(folder)
+
+
 def prepare_forks(modules: Sequence[str]) -> None:
     """Start the process, unless it runs, that children are forked of: it imports these modules, in its only thread, and
     ends with this process and the last of its children. Returns at once."""
@@ -247,7 +253,7 @@ def prepare_forks(modules: Sequence[str]) -> None:
         # multiprocessing puts the socket there, and knows no other way to be told where else.
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         if "tempdir" not in config:
-            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+            keep_socket_in(Path(tempfile.mkdtemp(prefix="pymp-", dir="/tmp")))
             atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
     # Otherwise it would end a moment after this process, and surprise the process that waits for this one.
     atexit.unregister(_stop_forks)
