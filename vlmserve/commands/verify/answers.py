@@ -222,7 +222,8 @@ _CHUNK = 32  # tokens: every case is cut, most of them inside a picture
 class RunSettings:
     """The settings of both sides. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
 
-    parallel: settings of this engine alone, how many processes share the model (tp_size ...).
+    parallel: settings of this engine alone, how many processes share the model (tp_size ...). chat_template: Jinja in
+    place of the checkpoint's.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -230,6 +231,7 @@ class RunSettings:
     max_tokens: int
     num_threads: int | None = None
     parallel: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
 
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
@@ -258,6 +260,7 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
         device=settings.device,
         num_threads=settings.num_threads,
         **settings.parallel,
+        chat_template=settings.chat_template,
         max_running_requests=len(cases),
         max_pixels="checkpoint",
         video_reference="transformers",
@@ -319,6 +322,7 @@ def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings
     logging.set_verbosity_error()  # it prints advice
     device = resolve_device(settings.device)
     processor: Any = AutoProcessor.from_pretrained(folder)
+    processor.chat_template = settings.chat_template or processor.chat_template
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
     model, own = loaded.to(device).eval(), loaded.generation_config
     # only the ends of answers: no sampling, no penalties

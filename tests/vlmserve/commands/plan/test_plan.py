@@ -289,5 +289,7 @@ def test_the_built_in_model_takes_the_defaults(capsys: pytest.CaptureFixture[str
 def test_how_to_get_the_config_of_a_model_of_the_hub_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "someone/Some-VL"]) == 2
     assert f"its config.json is enough: {hf()} download someone/Some-VL config.json\n" in capsys.readouterr().err
+    assert cli.main(["plan", "Qwen/Qwen3-VL-2B-Instruct", "--revision", "v9"]) == 2, "another one may differ"
+    assert "download Qwen/Qwen3-VL-2B-Instruct config.json --revision v9\n" in capsys.readouterr().err
     for name in ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3.5-9B"):
         assert cli.main(["plan", name, "--json"]) == 0, "the config of a published one is known"

@@ -116,6 +116,15 @@ def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_pat
     assert different(found) == {"image", "images, several turns", "video", "image and video"}
 
 
+def test_both_sides_take_another_template(folder: Path, tmp_path: Path) -> None:
+    figures, template = tmp_path / "figures.json", tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}<|im_start|>{{ message.role }}<|im_end|>{% endfor %}")
+    words = ["verify", str(folder), "--cases", "text", "--chat-template", str(template), "--json", str(figures), *FEW]
+    assert cli.main(words) == 0
+    findings = json.loads(figures.read_text())["findings"]
+    assert max(finding["prompt_tokens"] for finding in findings) < 32, "roles alone are shorter than the questions"
+
+
 def test_the_command_names_the_case_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
