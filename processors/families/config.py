@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from processors.embeds import EmbedsShape
 from processors.resize import RESAMPLING, PatchConfig
 from processors.video.options import VideoConfig
+from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.errors import CheckpointError
 
 # What transformers' Qwen2VLImageProcessor takes where a checkpoint is silent (mean and deviation are CLIP's).
@@ -105,25 +105,13 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
 
 
 def _read_settings(folder: Path, section: str, *names: str) -> tuple[Path, dict[str, Any]]:
-    nested = _read_json(folder / "processor_config.json").get(section)
+    nested = read_json(folder, "processor_config.json", required=False).get(section)
     if nested is not None:
         return folder / "processor_config.json", nested
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[-1])
     if not path.is_file():
         raise CheckpointError(f"{folder} has no preprocessor_config.json, which says how pictures are prepared")
-    return path, _read_json(path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
+    return path, read_json(folder, path.name)
 
 
 def _parse_patches(raw: Mapping[str, Any], hf_config: Mapping[str, Any]) -> PatchConfig:

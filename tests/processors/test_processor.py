@@ -166,8 +166,8 @@ def test_token_ids_come_from_the_config_or_are_the_published_ones(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "match"),
     [
-        ("{broken", "cannot be read"),
-        ("[]", "not a JSON object"),
+        ("{broken", "is not JSON"),
+        ("[]", "a JSON object is expected, not list"),
         ({"do_normalize": False}, "do_normalize false is not supported"),
         ({"do_resize": False}, "do_resize false"),
         ({"resample": 1}, "resample 1, supported are"),

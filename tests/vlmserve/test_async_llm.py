@@ -119,3 +119,15 @@ def test_one_message_and_one_picture_for_many(tmp_path: Path, monkeypatch: pytes
             asyncio.run(run(requests * 3))
     finally:
         engine.close()
+
+
+def test_messages_are_checked_as_by_the_server(engine: AsyncLLM) -> None:
+    prompt = ChatPrompt(messages=[{"role": "user", "content": "hi", "colour": "red"}])
+    request = GenerateReqInput(request_id="wrong", prompt=prompt)
+
+    async def scenario() -> None:
+        for outputs in (engine.generate(request), engine.generate_batch([request])):
+            with pytest.raises(BadRequestError, match=r"messages\[0\].colour"):
+                await anext(outputs)
+
+    asyncio.run(scenario())

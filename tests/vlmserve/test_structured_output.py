@@ -139,6 +139,12 @@ def test_keywords_of_a_loose_schema_are_left_out_with_a_warning(client):
     assert len(json.loads(text_of(answer))) == 2
     [warning] = answer.model_extra["warnings"]
     assert "uniqueItems at # has no effect" in warning
+    loose: dict[str, Any] = {"type": "json_schema", "json_schema": form}
+    asked: dict[str, Any] = {"prompt": ["a", "b"], "max_tokens": 9, "extra_body": {"response_format": loose}}
+    assert client.completions.create(model="tiny", **asked).model_extra["warnings"] == [warning]
+    chunks = list(client.completions.create(model="tiny", stream=True, **asked))
+    assert [chunk.model_extra.get("warnings") for chunk in chunks if chunk.model_extra] == [[warning]]
+    assert chunks[-1].model_extra["warnings"] == [warning]
     with pytest.raises(openai.BadRequestError, match="uniqueItems at # is not supported"):
         ask(client, response_format={"type": "json_schema", "json_schema": {**form, "strict": True}})
 

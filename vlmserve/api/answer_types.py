@@ -242,11 +242,12 @@ class TextChoice(TypedDict):
 
 
 class TextCompletion(_Head):
-    """The answers to all prompts."""
+    """The answers to all prompts. warnings: parts of the request without effect."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: Usage
+    warnings: NotRequired[list[str]]
 
 
 class TextChunkChoice(TypedDict):
@@ -260,8 +261,9 @@ class TextChunkChoice(TypedDict):
 
 
 class TextCompletionChunk(_Head):
-    """A part of streamed answers; the last one has the usage, if the request asks for it."""
+    """A part of streamed answers; the last one has the warnings, and the usage if the request asks for it."""
 
     object: Literal["text_completion"]
     choices: list[TextChunkChoice]
     usage: NotRequired[Usage | None]
+    warnings: NotRequired[list[str]]

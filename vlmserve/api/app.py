@@ -55,6 +55,7 @@ from vlmserve_common.version import __version__
 
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
 _LEAST_S = 1.0  # what each step of closing gets, however late it is
+_CONVERTING_THREADS = 2  # more share the interpreter
 _BATCH_THREADS = 4  # that read and write the files of batches
 
 
@@ -173,7 +174,11 @@ def build_app(
     manager.observe_tokens = metrics.observe_tokens
     operators = ControlApi(manager, control or no_engine, settings, model_name)
     formats = choose_formats(settings.tool_call_parser, settings.reasoning_parser, manager.builder.template.text)
-    served = ServedModel(name=model_name, manager=manager, files=files, settings=settings, formats=formats)
+    converting = Threads("conversions", _CONVERTING_THREADS)
+    stack.callback(converting.close)
+    served = ServedModel(
+        name=model_name, manager=manager, files=files, settings=settings, formats=formats, threads=converting
+    )
     add_operations(app, (_of_model(endpoint, served) for endpoint in _MODEL_ENDPOINTS))
     add_operations(app, endpoints_of(ServerApi(served, operators, metrics)))
     add_operations(app, endpoints_of(FilesApi(files, settings)))

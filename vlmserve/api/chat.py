@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -45,7 +44,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
     if not chat.stream:
         answer = await while_connected(request.receive, whole_chat(served, chat, own_id, caller_of(request)))
         if chat.logprobs or "prompt_logprobs" in answer or chat.return_token_ids:  # they are many
-            return await asyncio.to_thread(JSONResponse, answer)
+            return await served.threads.run(JSONResponse, answer)
         return JSONResponse(answer)
     events = chat_events(served, chat, own_id, caller_of(request))
     return await EventStream.begin(request.receive, events)
@@ -68,7 +67,7 @@ def chat_events(
 def _prepare(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> tuple[list[GenerateReqInput], AnswerWriter]:
-    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=chat.model)
+    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=served.name)
     find_file = served.files.for_owner(caller.owner)
     wanted = to_generate_request(chat, own_id, caller, formats=served.formats, find_file=find_file)
     writer = AnswerWriter(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
@@ -50,7 +49,7 @@ async def complete(served: ServedModel, request: Request) -> Response:
         return await EventStream.begin(request.receive, _events(served, body, own_id, caller_of(request)))
     answer = await while_connected(request.receive, whole_completion(served, body, own_id, caller_of(request)))
     if body.logprobs is not None or body.prompt_logprobs is not None or body.return_token_ids:  # they are many
-        return await asyncio.to_thread(JSONResponse, answer)
+        return await served.threads.run(JSONResponse, answer)
     return JSONResponse(answer)
 
 
@@ -114,7 +113,7 @@ def _prepare(
     if body.echo:
         echo = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts_of(body)]
     writer = CompletionWriter(
-        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=body.model),
+        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=served.name),
         tokenizer,
         prompts=len(wanted),
         n=wanted[0].n,

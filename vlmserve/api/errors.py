@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
+# parts of OpenAI's API that clients know, and that are not here
+_ABSENT = re.compile(
+    r"/v1/(embeddings|audio|images|moderations|rerank|assistants|threads|realtime|fine_tuning|vector_stores)\b"
+)
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -88,6 +93,19 @@ def error_response(error: Exception, *, retry_after_s: Callable[[], int] | None 
     return JSONResponse(body, status_code=status, headers=extra)
 
 
+def _hint(path: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about a path that is not there. known: the paths that are."""
+    fixed = [one for one in dict.fromkeys(known) if one and "{" not in one]
+    ours = [one.removeprefix("/v1") for one in fixed if one.startswith("/v1/")]
+    others = [one for one in fixed if not one.startswith("/v1/")]
+    served = f"; served are {', '.join(f'/v1{one}' for one in ours)}, and more that /docs shows"
+    absent = _ABSENT.match(path)
+    if absent is not None:
+        return f"; this version serves no {absent[1]}{served}"
+    # "/v1" aside, which any two have in common
+    return did_you_mean(path.removeprefix("/v1"), ours, did_you_mean(path, others, served), prefix="/v1")
+
+
 def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
     """Answer every failure of `app` in OpenAI's form. retry_after_s: see `error_response`."""
 
@@ -95,8 +113,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> No
         assert isinstance(error, HTTPException)
         message = f"there is nothing at {request.url.path} that takes {request.method}"
         if error.status_code == 404:
-            paths = [getattr(route, "path", "") for route in app.routes]
-            message += did_you_mean(request.url.path, paths, "; the API begins at /v1, and /docs shows it")
+            message += _hint(request.url.path, [getattr(route, "path", "") for route in app.routes])
         elif error.headers and "allow" in {name.lower() for name in error.headers}:
             message += f"; it takes {', '.join(error.headers.values())}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, headers=error.headers)

@@ -12,7 +12,7 @@ import selectors
 import time
 from collections.abc import Callable
 
-_AT_A_TIME = 64  # fewer make more turns, and each wakes threads and sends messages of its own
+_READY_AT_A_TIME = 64  # fewer make more turns, and each wakes threads and sends messages of its own
 _WINDOW_S = 30.0
 
 Ready = list[tuple[selectors.SelectorKey, int]]
@@ -52,11 +52,11 @@ class TurnSelector(selectors.DefaultSelector):
             ready = [(key, events) for key, events in self._left if known.get(key.fd) is key]
         else:
             ready = super().select(timeout)
-        self._left = ready[_AT_A_TIME:]
+        self._left = ready[_READY_AT_A_TIME:]
         woken = self._clock()
         due = woken if timeout is None else asked + timeout
         self._began = due if asked < due < woken else woken
-        return ready[:_AT_A_TIME] if self._left else ready
+        return ready[:_READY_AT_A_TIME] if self._left else ready
 
 
 class ApiEventLoop(asyncio.SelectorEventLoop):

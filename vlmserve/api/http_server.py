@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 # asyncio accepts as many connections as its backlog before it looks at any of them: thousands would take all
 # descriptors, and the limit on connections would come too late. The kernel's queue, which has the same name, is longer.
-_AT_A_TIME = 32
+_ACCEPTED_AT_A_TIME = 32
 _MAX_HEADER_BYTES = 64 * 1024
 # What is read of a connection in one turn of the loop. The parser calls back for each chunk and each request in it: for
 # chunks of 6 bytes 1,400 times, which takes 2 ms. Large bodies of a declared length make one call.
@@ -69,7 +69,7 @@ class HttpServer(uvicorn.Server):
             log_config=None,
             access_log=False,  # the frontend's own has durations and request ids
             lifespan="off",
-            backlog=_AT_A_TIME,
+            backlog=_ACCEPTED_AT_A_TIME,
             timeout_keep_alive=settings.keep_alive_timeout_s,  # type: ignore[arg-type]  # call_later takes it
             server_header=False,
             forwarded_allow_ips=settings.forwarded_allow_ips,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
 
 async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> Scores:
     """Return the body of the answer. name: an id that no other request has. Raises the errors of `errors`."""
-    wanted = await asyncio.to_thread(_requests, served, body, name, caller)  # of thousands of items
+    wanted = await served.threads.run(_requests, served, body, name, caller)  # of thousands of items
     outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
@@ -76,7 +75,7 @@ async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, calle
         "id": body.rid or name,
         "object": "scoring",
         "created": int(time.time()),
-        "model": body.model,
+        "model": served.name,
         "scores": [softmax(row) if body.apply_softmax else [math.exp(logprob) for logprob in row] for row in rows],
         "logprobs": [[finite(logprob) for logprob in row] for row in rows],
         "usage": {

@@ -28,6 +28,7 @@ from vlmserve.frontend.parsers.answer import AnswerFormats
 from vlmserve.frontend.requests import GenerateReqInput
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.process.threads import Threads
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
@@ -101,17 +102,18 @@ async def _disconnected(receive: Receive) -> None:
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     """The served model. name: its name for clients. files: the uploaded files that requests may name. formats: how it
-    writes calls and thoughts."""
+    writes calls and thoughts. threads: convert large requests, and write large answers."""
 
     name: str
     manager: TokenizerManager
     files: FileStore
     settings: ServerSettings
     formats: AnswerFormats
+    threads: Threads
 
-    def check_name(self, name: str) -> None:
-        """Raise BadRequestError (404) for a model that is not served here."""
-        if name != self.name:
+    def check_name(self, name: str | None) -> None:
+        """Raise BadRequestError (404) for a model that is not served here. A request without a name means this one."""
+        if name and name != self.name:
             what = f"there is no model {shortened(name)!r} here, only {self.name}"
             raise BadRequestError(what, param="model", code="model_not_found", status=404)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, Self
 
 from fastapi import Request
@@ -72,7 +71,7 @@ class DetokenizedPrompt(TypedDict):
 async def tokenize(served: ServedModel, request: Request) -> Response:
     """Return the ids of a prompt. Media are loaded, since their size decides how many ids they are."""
     body = await read_body(request, TokenizeRequest, served.settings)
-    served.check_name(body.model or served.name)
+    served.check_name(body.model)
     caller = caller_of(request)
     if body.prompt is not None:
         prompt: TextPrompt | ChatPrompt = TextPrompt(text=body.prompt)
@@ -103,7 +102,7 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
         told = {"count": len(ids), "max_model_len": length, "tokens": ids}
         return JSONResponse(told | {"token_strs": texts if body.return_token_strs else None})
 
-    return await asyncio.to_thread(answer)
+    return await served.threads.run(answer)
 
 
 @operation(
@@ -116,7 +115,7 @@ async def tokenize(served: ServedModel, request: Request) -> Response:
 async def detokenize(served: ServedModel, request: Request) -> Response:
     """Return the text of ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest, served.settings)
-    served.check_name(body.model or served.name)
+    served.check_name(body.model)
     builder = served.manager.builder
 
     def answer() -> Response:
@@ -124,4 +123,4 @@ async def detokenize(served: ServedModel, request: Request) -> Response:
             check_token("tokens", token, builder.limits.vocab_size)
         return JSONResponse({"prompt": builder.tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
-    return await asyncio.to_thread(answer)
+    return await served.threads.run(answer)

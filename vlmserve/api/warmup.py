@@ -48,8 +48,7 @@ class Warmup(TypedDict):
 async def warm_up(served: ServedModel, request: Request) -> Response:
     """Encode media ahead of time. The answer comes when everything is encoded. Raises the errors of `errors`."""
     body = await read_body(request, WarmupRequest, served.settings)
-    if body.model is not None:
-        served.check_name(body.model)
+    served.check_name(body.model)
     if body.pin and served.settings.engine.embedding_cache_dir is None:
         raise BadRequestError(
             "there is nothing to pin: the server keeps no embeddings on disk (setting --embedding-cache-dir)",

@@ -22,8 +22,11 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 MAX_TOKEN_IDS_LOGPROB = 1024
 MAX_LOGITS_PROCESSORS = 16
+SAMPLING_LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
+"""The fields of `SamplingParams` that are tuples, and that clients write as lists."""
 _UINT64 = (1 << 64) - 1
 
 
@@ -83,6 +86,7 @@ def verify_sampling_params(params: SamplingParams, *, vocab_size: int, least_tok
     for token, bias in params.logit_bias.items():
         check_token("logit_bias", token, vocab_size)
         check_range("logit_bias", bias, -100, 100)
+    check_most("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, " token ids")
     for token in params.stop_token_ids:
         check_token("stop_token_ids", token, vocab_size)
     if params.allowed_token_ids is not None:

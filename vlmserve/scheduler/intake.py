@@ -15,7 +15,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.messages import FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
-from vlmserve.scheduler.grammar.matcher import CompiledGrammar
+from vlmserve.scheduler.grammar.matcher import CompiledGrammar, Patience
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.outputs import error
 from vlmserve.scheduler.policy import SchedulePolicy
@@ -26,6 +26,8 @@ from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.wake_up import WakeUp
 
 log = logging.getLogger(__name__)
+
+_MOST_CLIENTS = 1024  # with grammars, before those that did no harm are forgotten
 
 
 @dataclass(eq=False, kw_only=True)
@@ -48,6 +50,7 @@ class Intake:
     clock: Callable[[], float]
     _fetches: list[Future[Any]] = field(default_factory=list, init=False)
     _compiling: list[tuple[Req, Future[CompiledGrammar]]] = field(default_factory=list, init=False)
+    _patience: dict[str, Patience] = field(default_factory=dict, init=False)  # with clients that have had grammars
     _wake_up: WakeUp = field(default_factory=WakeUp, init=False)  # called when a future is done
 
     def refusal(self, message: TokenizedGenerateReqInput, known: Container[str]) -> FinishReason | None:
@@ -107,7 +110,7 @@ class Intake:
         if spec is None:
             return
         assert self.grammars is not None, req.rid
-        future = self.grammars.get(spec)
+        future = self.grammars.get(spec, req.client)
         req.grammar_compiles = True
         self._compiling.append((req, future))
         future.add_done_callback(lambda _: self._wake_up.call())
@@ -123,7 +126,7 @@ class Intake:
             if req.is_finished or spec is None:
                 continue
             try:
-                req.grammar = future.result().matcher()
+                req.grammar = future.result().matcher(self._patience_with(req.client))
                 req.grammar_compiles = False
             except BadRequestError as refused:
                 param = spec.param
@@ -132,6 +135,11 @@ class Intake:
                 log.exception("the grammar of %s could not be compiled", req.rid)
                 failed.append((req, error(500, f"its grammar could not be compiled: {type(failure).__name__}")))
         return failed
+
+    def _patience_with(self, client: str) -> Patience:
+        if len(self._patience) >= _MOST_CLIENTS:  # matchers keep those that are in use
+            self._patience = {name: each for name, each in self._patience.items() if each.share < 1}
+        return self._patience.setdefault(client, Patience())
 
     def release(self, req: Req) -> None:
         """Release the grammar of a request that has ended."""

@@ -33,25 +33,26 @@ async def echo(body: dict[str, Any]) -> dict[str, Any]:
 class House:
     """A store, a journal, and runners over them. asked: the bodies that came to the endpoint."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.files = FileStore(folder, ServerSettings(engine=EngineArgs(model="m"), max_files=5))
+    def __init__(self, folder: Path, stack: ExitStack, max_files: int = 5) -> None:
+        self.files = FileStore(folder, ServerSettings(engine=EngineArgs(model="m"), max_files=max_files))
         stack.callback(self.files.close)
         self.journal = BatchJournal(folder)
         stack.callback(self.journal.close)
         self.threads = Threads("batch-files", 2)
         stack.callback(self.threads.close)
         self.asked: list[str] = []
+        self.owners: list[str] = []
         self.now = 1000.0
         self.room = True
         self.gone = False
 
-    def batch(self, *lines: str) -> Batch:
-        with self.files.begin("me") as upload:
+    def batch(self, *lines: str, id: str = "batch_1", owner: str = "me") -> Batch:
+        with self.files.begin(owner) as upload:
             upload.write("\n".join(lines).encode())
             record = upload.commit(filename="in.jsonl", purpose="batch")
         batch = Batch(
-            id="batch_1",
-            owner="me",
+            id=id,
+            owner=owner,
             client="c",
             tenant="mine",
             endpoint=URL,
@@ -66,7 +67,8 @@ class House:
 
     def runner(self, ask: Ask = echo, concurrency: int = 2, sleep: Sleep = asyncio.sleep) -> BatchRunner:
         async def endpoint(body: dict[str, Any], caller: Caller) -> dict[str, Any]:
-            assert (caller.owner, caller.tenant, caller.priority) == ("me", "mine", 2**31 - 1)
+            assert (caller.tenant, caller.priority) == ("mine", 2**31 - 1)
+            self.owners.append(caller.owner)
             self.asked.append(body["say"])
             return await ask(body)
 

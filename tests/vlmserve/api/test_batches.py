@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,21 @@ def test_a_cancelled_batch_keeps_what_was_answered(house: House) -> None:
     assert house.found().status == "cancelled"
     assert house.asked == ["a", "b"]
     assert [o["custom_id"] for o in house.written("output")] == ["a"]
+
+
+def test_owners_take_turns_however_many_batches_they_have(tmp_path: Path) -> None:
+    async def run(house: House) -> None:
+        runner = house.runner(concurrency=1)
+        batches = [house.batch(*map(line, "abcd"), id=f"batch_{number}") for number in range(3)]
+        for batch in (*batches, house.batch(*map(line, "efgh"), id="batch_3", owner="you")):
+            runner.run(batch)
+        await all_over(runner)
+
+    with ExitStack() as stack:
+        house = House(tmp_path, stack, max_files=8)
+        asyncio.run(run(house))
+    assert house.owners[:8].count("you") >= 3, "every second line, and not every fourth"
+    assert house.owners.count("you") == 4
 
 
 def test_slots_are_few_and_lines_wait_while_there_is_no_room(house: House) -> None:

@@ -136,6 +136,23 @@ def test_logprobs_are_of_all_tokens(ai, served):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_required_call_that_is_cut_leaves_no_text(ai, served, choice):
+    scheduler = served.scheduler
+    scheduler.say('<tool_call>\n{"name": "f", "arguments": {"x": 5}}\n</tool_call>')
+    ids = [scheduler.script(None, place) for place in range(100)]
+    for length in range(1, ids.index(scheduler.eos), 3):
+        fields: Any = {"tools": [TOOL], "tool_choice": choice, "max_tokens": length}
+        whole = ask(ai, **fields).choices[0]
+        message, _ = streamed(ai, **fields)
+        assert (whole.finish_reason, message["finish"]) == ("length", "length")
+        assert (whole.message.content or "", message["content"]) == ("", "")
+        given = scheduler.tokenizer.decode(ids[:length], skip_special_tokens=False).partition('"arguments": ')[2]
+        begun = [{"name": "f", "arguments": given[: len('{"x": 5}')]}] if given else []
+        assert [call.function.model_dump() for call in whole.message.tool_calls or ()] == begun
+        assert [{name: one[name] for name in ("name", "arguments")} for one in message["calls"]] == begun
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 def test_a_template_without_tools(serve, tmp_path, choice):
     folder = write_checkpoint_folder(tmp_path)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")

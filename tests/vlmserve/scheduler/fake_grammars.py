@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.vlmserve.scheduler import fake_worker as fake
 from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.scheduler.grammar.matcher import Patience
 from vlmserve_common.errors import BadRequestError
 
 BAD = "bad"
@@ -61,7 +62,7 @@ class _Compiled:
     def __init__(self, grammar: GrammarSpec) -> None:
         self._grammar = grammar
 
-    def matcher(self) -> FakeMatcher:
+    def matcher(self, _: Patience) -> FakeMatcher:
         return FakeMatcher(self._grammar)
 
 
@@ -70,7 +71,7 @@ class FakeGrammars:
         self.waiting: list[tuple[GrammarSpec, Future]] = []
         self.held = 0
 
-    def get(self, grammar: GrammarSpec) -> Future:
+    def get(self, grammar: GrammarSpec, client: str) -> Future:
         self.held += 1
         future: Future = Future()
         self.waiting.append((grammar, future))

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
@@ -129,6 +130,7 @@ class BatchRunner:
         self._clock = clock
         self._sleep = sleep
         self._slots = asyncio.Semaphore(settings.batch_concurrency)
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of owners who wait for slots
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, Batch] = {}  # of batches that have not ended in the journal
         self._waits: dict[str, tuple[str, str]] = {}  # why batches wait for room: code and message
@@ -258,15 +260,16 @@ class BatchRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 while (line := await self._threads.run(next, lines, None)) is not None:
-                    await self._room()
+                    await self._room(batch.owner)
                     task = group.create_task(self._answer_line(batch, line))
                     task.add_done_callback(lambda _: self._slots.release())
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
 
-    async def _room(self) -> None:
-        """Wait for a slot, and for room in the engine."""
-        await self._slots.acquire()
+    async def _room(self, owner: str) -> None:
+        """Wait for a slot, and for room in the engine. Owners take turns, however many batches they have."""
+        async with self._turns.setdefault(owner, asyncio.Lock()):
+            await self._slots.acquire()
         try:
             while not self._has_room():
                 await asyncio.sleep(_LOOK_S)

@@ -114,7 +114,7 @@ class ResponseStore(Database):
 _LIST_LIMIT = 100
 # what a response repeats of its request as it is
 _REPEATED = (
-    *("instructions", "max_output_tokens", "max_tool_calls", "model", "previous_response_id"),
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id"),
     *("temperature", "top_p", "user"),
 )
 _P = ParamSpec("_P")
@@ -188,7 +188,7 @@ class ResponsesApi:
     async def _written(self, write: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Write JSON in a thread, one at a time: with logprobs it is large."""
         async with self._writing:
-            return await asyncio.to_thread(write, *args, **kwargs)
+            return await self._served.threads.run(write, *args, **kwargs)
 
     async def _events(self, body: ResponsesRequest, own_id: str, caller: Caller) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._made(body, own_id, caller)) as made:
@@ -204,12 +204,12 @@ class ResponsesApi:
         before: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             before = await self._store.threads.run(self._store.conversation, caller.owner, body.previous_response_id)
-        conversation = await asyncio.to_thread(to_conversation, before, given, body.instructions)
+        conversation = await self._served.threads.run(to_conversation, before, given, body.instructions)
         try:
             check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
         except BadRequestError as error:
             raise conversation.named(error) from None
-        writer = ResponseWriter(_base(body, own_id))
+        writer = ResponseWriter(_base(body, own_id, self._served.name))
         async with aclosing(self._chunks(body, conversation, own_id, caller)) as chunks:
             first = await anext(chunks)
             yield [*writer.begin(), *_events_of(writer, first)]
@@ -227,7 +227,7 @@ class ResponsesApi:
         """Yield the chunks of the chat. `truncation: auto` leaves out the oldest turns until the rest fits."""
         whole, dropped = conversation, 0
         while True:
-            chat = await asyncio.to_thread(to_chat_request, body, conversation)
+            chat = await self._served.threads.run(to_chat_request, body, conversation)
             async with aclosing(chat_events(self._served, chat, own_id, caller)) as events:
                 try:
                     first = await anext(events)
@@ -256,7 +256,7 @@ def _events_of(writer: ResponseWriter, chunks: Iterable[dict[str, Any]]) -> list
     return [event for chunk in chunks for event in writer.take(chunk)]
 
 
-def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
+def _base(body: ResponsesRequest, own_id: str, model: str) -> dict[str, Any]:
     """Return the fields of a response that repeat its request."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     reasoning = body.reasoning
@@ -264,6 +264,7 @@ def _base(body: ResponsesRequest, own_id: str) -> dict[str, Any]:
     return {
         "id": own_id,
         "object": "response",
+        "model": model,
         "created_at": int(time.time()),
         "background": False,
         **{name: getattr(body, name) for name in _REPEATED},

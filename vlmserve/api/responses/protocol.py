@@ -88,7 +88,7 @@ Input = Annotated[
 class ResponsesRequest(NamedRequest):
     """POST /v1/responses: OpenAI's fields, then the extensions that chats have, too."""
 
-    model: str
+    model: str | None = None
     input: Input
 
     include: list[str] | None = None

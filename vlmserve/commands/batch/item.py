@@ -18,11 +18,13 @@ class ChatRequest:
     """A chat completion request with its files in it.
 
     messages: OpenAI's form; files are bytes in parts of Qwen's form ({"type": "image", "image": bytes}).
-    options: the body's other fields ("max_tokens", "n", "mm_processor_kwargs" ...), without "model" and "stream".
+    options: the body's other fields ("max_tokens", "n", "mm_processor_kwargs" ...), without "stream". model: the name
+    of the model that it wants; None for any.
     """
 
     messages: Sequence[Message]
     options: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from processors.inputs import Modality
 from vlmserve.commands.batch.item import ChatRequest, MediumItem
-from vlmserve.commands.caption.templates import TemplateProcess, compiled, render
+from vlmserve.commands.caption.templates import TemplateProcess
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
@@ -42,27 +40,32 @@ class Prompts:
     """Renders prompts. prompt, prefix, suffix: the user's Jinja2 templates. system: sent unchanged; None for none.
 
     An item's own prompt comes first, then prompt.txt in its folder (or the nearest one above it, up to the folder of
-    the command line), then `prompt`. The first two are rendered as a stranger's. SettingsError for a template with a
-    mistake. Close it after use.
+    the command line), then `prompt`. Close it after use.
     """
 
     def __init__(self, prompt: str, *, system: str | None = None, prefix: str = "", suffix: str = "") -> None:
         self._prompt = prompt
         self._prefix, self._suffix = prefix, suffix
         self._system = system
-        self._strangers = TemplateProcess()
+        self._templates = TemplateProcess()
         self._nearest_prompt = lru_cache(maxsize=4096)(_nearest_prompt)
-        for name, text in (("--prompt", prompt), ("--prefix", prefix), ("--suffix", suffix)):
+
+    def check(self, fields: Callable[[], Collection[str] | None] = lambda: None) -> None:
+        """Raise SettingsError for a template of the user with a mistake, or with a field that no item has.
+
+        fields: returns the names that items can have; None if only reading them tells. Call this in the main thread.
+        """
+        for name, text in (("--prompt", self._prompt), ("--prefix", self._prefix), ("--suffix", self._suffix)):
             try:
-                compiled(text)
-            except TemplateError as error:
-                raise SettingsError(f"{name} {text!r} is no Jinja2 template: {error}") from None
+                self._templates.check(text, fields() if "{" in text else None)
+            except BadRequestError as error:
+                raise SettingsError(f"{name}: {error.message}") from None
 
     def ask(self, item: MediumItem) -> RenderedPrompt:
         """Render the texts of an item, in one thread. Raises BadRequestError for a template that cannot be rendered."""
         own = item.prompt if item.prompt is not None else self._of_folder(item)
-        prompt = render(self._prompt, item.fields) if own is None else self._strangers.render(own, item.fields)
-        prefix, suffix = (render(text, item.fields) for text in (self._prefix, self._suffix))
+        texts = (self._prompt if own is None else own, self._prefix, self._suffix)
+        prompt, prefix, suffix = (self._templates.render(text, item.fields) for text in texts)
         if not prompt.strip():
             raise BadRequestError("the prompt is empty", code="invalid_prompt")
         return RenderedPrompt(prompt=prompt, prefix=prefix, suffix=suffix)
@@ -79,8 +82,8 @@ class Prompts:
         return ChatRequest(messages=[*system, {"role": "user", "content": content}], options=options)
 
     def close(self) -> None:
-        """End the process for strangers' templates, from any thread."""
-        self._strangers.close()
+        """End the process for templates, from any thread."""
+        self._templates.close()
 
     def _of_folder(self, item: MediumItem) -> str | None:
         if item.path is None:

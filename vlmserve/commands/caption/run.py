@@ -21,6 +21,7 @@ from vlmserve.commands.batch.item import ChatRequest, Failed, RequestItem, diges
 from vlmserve.commands.caption.feed import Feed, Shared
 from vlmserve.commands.caption.result import Captioned, CaptionTask, Result, Touched, like_another, make_record
 from vlmserve.commands.client.media import told_modality
+from vlmserve.config.plain_problems import shortened
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 logger = logging.getLogger(__name__)
@@ -236,6 +237,10 @@ class CaptionRun:
         data = modality = digest = None
         if isinstance(item, RequestItem):
             request = _read(item.read)
+            model = self._captioner.model
+            if request.model and request.model != model:
+                what = f"there is no model {shortened(request.model)!r} here, only {model}"
+                raise BadRequestError(what, param="model", code="model_not_found", status=404)
             options |= request.options
             request = replace(request, options=options)
             content = digest_of(request.messages)

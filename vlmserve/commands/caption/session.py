@@ -81,6 +81,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         stack.callback(fetcher.close)
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
+        prompts.check(inputs.prompt_fields)
         if captioner is None and not command.base_urls:
             engine = command.settings.engine
             resolve_model(engine.model, engine.revision)  # before any file is made
@@ -163,8 +164,9 @@ class _CaptionSession:
                 troubles.append(_trouble(error))
         with contextlib.suppress(OSError):
             shared.errors.write_anew(shared.journal.failures())
-        if how is not Ended.FINISHED:
-            self.notes.append("finished captions are on disk: the same command continues from here")
+        if how is not Ended.FINISHED and self.running is not None:
+            again = "once that is mended, the command" if how is Ended.STOPPED else "the same command"
+            self.notes.append(f"finished captions are on disk: {again} continues from here")
         told = shared.tally.summary(self.progress.seconds, self.notes, ended=how.value)
         text = shared.tally.describe(self.progress.seconds, ended=how.value)
         return CaptionEnd(

@@ -1,7 +1,7 @@
-"""Templates: Jinja2 text with an item's fields. Those of a data set are rendered in a process with limits.
+"""Templates: Jinja2 text with an item's fields, rendered in a process with limits.
 
-A stranger wrote them: a few characters can take gigabytes or hours, even to compile, and their text does not tell. So
-the kernel limits the process's memory and CPU time, as with media.
+A few characters can take gigabytes or hours, even to compile, and their text does not tell. A stranger may have written
+them, or their fields. So the kernel limits the process's memory and CPU time, as with media.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, UndefinedError
+from jinja2 import StrictUndefined, UndefinedError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlmserve_common.errors import BadRequestError, EngineError
@@ -23,6 +23,7 @@ from vlmserve_common.process.limits import ProcessLimits, allow_cpu_time, confin
 from vlmserve_common.process.stop_signals import stop_signals_held
 
 _ENVIRONMENT = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
+_IF_NOT_THERE = ("default", "d", "defined", "undefined")  # the filters and tests for a field that may not be there
 _MARKS = re.compile(r"\{[{%#]")
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 _MOST_CHARACTERS = 1 << 20
@@ -33,21 +34,37 @@ _RENDERED, _REFUSED = b"T", b"R"
 """The first byte of an answer: the text follows, or a sentence."""
 
 
-@lru_cache(maxsize=256)
-def compiled(text: str) -> Template:
-    """Return the template of a text. Raises jinja2.TemplateError for one with a mistake."""
-    return _ENVIRONMENT.from_string(text)
+_compiled = lru_cache(maxsize=256)(_ENVIRONMENT.from_string)
 
 
 def render(text: str, fields: Mapping[str, Any]) -> str:
     """Render a template in this process. Raises BadRequestError for a missing field, or a template with a mistake."""
     try:
-        return compiled(text).render(fields)
+        return _compiled(text).render(fields)
     except Exception as error:  # a template may do anything
         told = f"cannot be filled in: {type(error).__name__}: {error}"
         if isinstance(error, UndefinedError):
-            told = f"needs what is not there: {error.message}; its fields: {', '.join(sorted(fields)) or 'none'}"
+            told = f"needs what is not there: {error.message}; its fields: {_listed(fields)}"
         raise _refusal(text, told) from error
+
+
+def _check(text: str, known: Collection[str] | None) -> str:
+    """Compile a template, and look for its fields among the known ones. Raises BadRequestError."""
+    try:
+        _compiled(text)
+    except Exception as error:
+        raise _refusal(text, f"is no Jinja2 template: {type(error).__name__}: {error}") from error
+    tree = _ENVIRONMENT.parse(text)
+    asked = tree.find_all((nodes.Filter, nodes.Test))
+    spared = {one.node.name for one in asked if one.name in _IF_NOT_THERE and isinstance(one.node, nodes.Name)}
+    missing = meta.find_undeclared_variables(tree) - spared - _ENVIRONMENT.globals.keys() - set(known or ())
+    if missing and known is not None:
+        raise _refusal(text, f"needs what no item has: {_listed(missing)}; their fields: {_listed(known)}")
+    return ""
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
 
 
 def _refusal(text: str, told: str) -> BadRequestError:
@@ -56,9 +73,9 @@ def _refusal(text: str, told: str) -> BadRequestError:
 
 
 class TemplateProcess:
-    """Renders strangers' templates, in a process that starts with the first one. cpu_s: CPU time for each.
+    """Renders templates, in a process that starts with the first one. cpu_s: CPU time for each.
 
-    Each call comes from one thread, which outlives the process. `close` may come from any.
+    The thread of the first call outlives the process. `close` may come from any.
     """
 
     def __init__(self, *, cpu_s: float = 2.0) -> None:
@@ -72,6 +89,14 @@ class TemplateProcess:
         """Render a template. Raises BadRequestError, also for one that takes too much time or memory."""
         if not _MARKS.search(text):
             return _NEWLINE.sub("\n", text).removesuffix("\n")  # as Jinja does
+        return self._ask(text, fields)
+
+    def check(self, text: str, known: Collection[str] | None) -> None:
+        """Raise BadRequestError for a template with a mistake, or a field that is not known. None: any may be there."""
+        if _MARKS.search(text):
+            self._ask(text, None if known is None else sorted(known))
+
+    def _ask(self, text: str, fields: Mapping[str, Any] | list[str] | None) -> str:
         broken = f"takes more than {self._cpu_s:g} s of CPU time, or breaks the process that renders it"
         if self._deaths[text] >= _MOST_DEATHS:
             raise _refusal(text, broken)
@@ -136,14 +161,15 @@ def _run(parent: Parent, cpu_s: float) -> None:
             parent.send(_REFUSED + error.message.encode("utf-8", "surrogatepass"))
 
 
-def _within_limits(text: str, fields: Mapping[str, Any]) -> bytes:
+def _within_limits(text: str, fields: dict[str, Any] | list[str] | None) -> bytes:
+    """Render a template with fields, or check it with their names."""
     for _ in range(2):
         try:
-            rendered = render(text, fields)
+            rendered = render(text, fields) if isinstance(fields, dict) else _check(text, fields)
         except BadRequestError as error:
             if not isinstance(error.__cause__, MemoryError):
                 raise
-            compiled.cache_clear()  # the templates before may have taken the memory
+            _compiled.cache_clear()  # the templates before may have taken the memory
             continue
         if len(rendered) > _MOST_CHARACTERS:
             raise _refusal(text, f"becomes {len(rendered)} characters; the most are {_MOST_CHARACTERS}")

@@ -16,12 +16,12 @@ from typing import Unpack
 import torch
 
 from processors.fetch.limits import FetchSettings
-from vlmserve.commands.offline.inputs import EngineSettings, keywords_named, read_settings
+from vlmserve.commands.offline.inputs import EngineSettings, check_messages, keywords_named, read_settings
 from vlmserve.commands.offline.llm import build_offline_engine
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl, Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
-from vlmserve.frontend.request_builder import GenerateReqInput, RequestBuilder
+from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, RequestBuilder
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput, EngineUnavailableError, TokenizerManager
 from vlmserve.ipc.control_messages import (
@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 
 _STOP = object()
 _STATS_S = 1.0
+
+
+def _check(request: GenerateReqInput) -> None:
+    if isinstance(request.prompt, ChatPrompt):
+        check_messages(request.prompt.messages)
 
 
 class AsyncLLM:
@@ -117,16 +122,19 @@ class AsyncLLM:
         return self._engine.stage.media.describe_settings()
 
     async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
-        """Yield the outputs of a request; see `TokenizerManager.generate`."""
+        """Yield the outputs of a request; see `TokenizerManager.generate`. Messages are checked as by the server."""
         self._loop = asyncio.get_running_loop()
         with self._words():
+            _check(request)
             async with contextlib.aclosing(self._manager.generate(request)) as outputs:
                 async for output in outputs:
                     yield output
 
     async def generate_batch(self, requests: Sequence[GenerateReqInput]) -> AsyncGenerator[ChoiceOutput, None]:
-        """Yield the outputs of several requests as one; see `TokenizerManager.stream`."""
+        """Yield the outputs of several requests as one; see `TokenizerManager.stream`, and `generate`."""
         self._loop = asyncio.get_running_loop()
+        for request in requests:
+            _check(request)
         async with contextlib.aclosing(self._manager.stream(*requests)) as batches:
             async for items in batches:
                 for item in items:

@@ -28,6 +28,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts, map_parts
+from vlmserve.frontend.sampling import SAMPLING_LISTS
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
 from vlmserve.ipc.messages import GrammarSpec, LogitsProcessorCall, ReturnOptions, SamplingParams
@@ -321,7 +322,7 @@ def sampling_of(sampling: SamplingParams | None, options: Mapping[str, Any]) -> 
         given["grammar"] = grammar_of(forms)
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
-    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+    for name in SAMPLING_LISTS:
         if given.get(name) is not None:
             given[name] = tuple(given[name])
     whole = dataclasses.replace(sampling or SamplingParams(), **given)

@@ -59,6 +59,8 @@ class Writer:
         self._token_ids = token_ids
         self._completions = [0] * (prompts * n)
         self._prompts, self._cached = [0] * prompts, [0] * prompts
+        self._left = prompts * n  # choices that have not ended
+        self._warnings: dict[str, None] = {}
 
     def usage_event(self) -> bytes:
         """Return the event with the usage, which follows all choices if the request asks for it."""
@@ -67,9 +69,15 @@ class Writer:
         return sse_event(self._head.object(self.chunk_kind, choices=[], usage=self._usage(), **self._about()))
 
     def _about(self) -> dict[str, Any]:
-        return {}
+        return {"warnings": list(self._warnings)} if self._warnings else {}
+
+    def _about_at_end(self) -> dict[str, Any]:
+        """Count a choice as ended. Returns the remarks for its chunk, if it is the last one of the stream."""
+        self._left -= 1
+        return {} if self._left or self._include_usage else self._about()
 
     def _count(self, item: ChoiceOutput) -> None:
+        self._warnings |= dict.fromkeys(item.notes.warnings)
         prompt, choice = divmod(item.index, self._n)
         self._prompts[prompt] = item.output.prompt_tokens
         self._completions[item.index] = item.output.completion_tokens
@@ -121,7 +129,6 @@ class AnswerWriter(Writer):
         self._usage_details = usage_details
         self._reading = reading
         # what the outputs so far say of the whole request
-        self._left = n
         self._frames: list[tuple[bytes, bytes] | None] = [None] * n  # of choices that have begun
         self._texts: list[ChoiceText | None] = [None] * n
         self._notes = NO_NOTES
@@ -191,9 +198,7 @@ class AnswerWriter(Writer):
         if tokens or ids:  # their text is held back
             yield self._chunk(item.index, {"content": ""}, tokens=tokens, ids=ids)
         if output.finish_reason is not None:
-            self._left -= 1
-            about = {} if self._left or self._include_usage else self._about()
-            yield self._chunk(item.index, {}, finish=output.finish_reason, **about)
+            yield self._chunk(item.index, {}, finish=output.finish_reason, **self._about_at_end())
 
     def _text(self, index: int) -> ChoiceText:
         """Return the reader of a choice's text, made when the choice's first output has come."""
@@ -236,7 +241,7 @@ class AnswerWriter(Writer):
         fields: dict[str, Any] = {}
         if self._mm_report:
             fields = {"mm_report": report_json(self._media), "timings": self._timings and asdict(self._timings)}
-        warnings = [*self._notes.warnings, *(text.warning for text in self._texts if text and text.warning)]
+        warnings = [*self._warnings, *(text.warning for text in self._texts if text and text.warning)]
         warnings += [warning for medium in self._media for warning in medium.warnings()]
         return fields | ({"warnings": warnings} if warnings else {})
 

@@ -48,7 +48,7 @@ Prompt = Annotated[
 class CompletionRequest(SampledRequest):
     """POST /v1/completions: the fields of chats, where they make sense, and OpenAI's own."""
 
-    model: str
+    model: str | None = None
     prompt: Prompt
     best_of: int | None = None
     echo: bool | None = None
@@ -159,7 +159,7 @@ class CompletionWriter(Writer):
                 collected[item.index].append(item.output)
                 last[item.index] = item
         choices = [self._choice(index, collected) | prompt_ids(last[index]) for index in range(len(collected))]
-        return self._head.object("text_completion", choices=choices, usage=self._usage())
+        return self._head.object("text_completion", choices=choices, usage=self._usage(), **self._about())
 
     def events(self, items: Sequence[ChoiceOutput]) -> bytes:
         """Return the next chunks as events. They are empty while the text of the outputs is held back."""
@@ -195,7 +195,8 @@ class CompletionWriter(Writer):
             and not any(about.values())
         ):
             return b""
-        return self._chunk_of(self._as_choice(item.index, text, logprobs, output.finish_reason) | about)
+        choice = self._as_choice(item.index, text, logprobs, output.finish_reason) | about
+        return self._chunk_of(choice, **({} if output.finish_reason is None else self._about_at_end()))
 
     def _piece(
         self, index: int, output: TokenOutput, of_prompt: PromptLogprobs | None

@@ -14,13 +14,12 @@ from vlmserve.frontend.openai.protocol import ChatCompletionRequest, NamedReques
 from vlmserve.frontend.parsers.answer import NO_FORMATS, AnswerFormats
 from vlmserve.frontend.parsers.calls import Tool, ToolUse
 from vlmserve.frontend.requests import NOBODY, Caller, ChatPrompt, GenerateReqInput
-from vlmserve.frontend.sampling import MAX_LOGIT_BIAS, check_most
+from vlmserve.frontend.sampling import MAX_LOGIT_BIAS, SAMPLING_LISTS, check_most
 from vlmserve.frontend.structured_output import FORM_FIELDS, grammar_of
 from vlmserve.ipc.messages import LogitsProcessorCall, ReturnOptions, SamplingParams
 from vlmserve_common.errors import BadRequestError
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
-_LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -103,7 +102,7 @@ def sampling_of(request: ChatCompletionRequest | CompletionRequest) -> SamplingP
     limit = getattr(request, "max_completion_tokens", None)
     limit = request.max_tokens if limit is None else limit
     given: dict[str, Any] = {name: getattr(request, name, None) for name in _SAMPLING}
-    given |= {name: tuple(given[name]) for name in _LISTS if given[name] is not None}
+    given |= {name: tuple(given[name]) for name in SAMPLING_LISTS if given[name] is not None}
     if request.logit_bias is not None:
         given["logit_bias"] = _logit_bias(request.logit_bias)
     given["grammar"] = grammar_of({name: getattr(request, name) for name in FORM_FIELDS})

@@ -492,7 +492,7 @@ class SampledRequest(FormedRequest):
 class ScoreRequest(NamedRequest):
     """POST /v1/score: SGLang's fields, then ours. A query may be a conversation with media."""
 
-    model: str
+    model: str | None = None
     query: Query
     items: Items = None
     label_token_ids: TokenIds | None = None
@@ -507,7 +507,7 @@ class ScoreRequest(NamedRequest):
 class ChatCompletionRequest(SampledRequest):
     """POST /v1/chat/completions: OpenAI's fields, then the extensions of vLLM and SGLang."""
 
-    model: str
+    model: str | None = None
     messages: Messages
 
     logprobs: bool | None = None

@@ -108,7 +108,8 @@ class AnswerReading:
         thoughts."""
         parsers: list[Parser] = [ReasoningParser(opened=thinking)] if self.reasoning else []
         if self.calls is not None:
-            parsers.append(CallParser(self.calls.call_format, self.calls.tools))
+            calls = self.calls
+            parsers.append(CallParser(calls.call_format, calls.tools, only_calls=calls.required))
         return _Chain(parsers) if parsers else None
 
 

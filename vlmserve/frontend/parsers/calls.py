@@ -138,12 +138,14 @@ class CallFormat:
 class CallParser:
     """Splits text into text and calls. Blanks before a call, and behind the last, are no text.
 
-    tools: those that the request brought, whose schemas some formats need.
+    tools: those that the request brought, whose schemas some formats need. only_calls: a grammar holds the answer to
+    calls, so a text that is no call is the beginning of one, cut where the answer was. It is left out.
     """
 
-    def __init__(self, call_format: CallFormat, tools: Sequence[Tool]) -> None:
+    def __init__(self, call_format: CallFormat, tools: Sequence[Tool], *, only_calls: bool = False) -> None:
         self._format = call_format
         self._tools = tools
+        self._only_calls = only_calls
         self._opening = re.compile("|".join(map(re.escape, call_format.tags)))
         self._buffer = ""
         self._reader: CallReader | None = None
@@ -192,7 +194,7 @@ class CallParser:
         return True
 
     def _show(self, text: str, pieces: list[Piece]) -> None:
-        if text:
+        if text and not self._only_calls:
             pieces.append(Text(text))
             self._after_call = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -26,7 +26,8 @@ class _Entry:
 
 
 class GrammarQueue:
-    """Compiles grammars in threads of its own. One thread calls `get`, `release` and `close`.
+    """Compiles grammars in threads of its own. One thread calls `get`, `release` and `close`. Clients take turns, and
+    leave one of several threads to each other: some grammars take as long as they may.
 
     cache_bytes: most memory for the processes of grammars without requests, and for refused texts; the least recently
     used go first. A refused grammar is not tried again. most: processes at a time; more grammars wait. workers: threads
@@ -34,22 +35,29 @@ class GrammarQueue:
     """
 
     def __init__(
-        self, processes: GrammarProcesses, *, cache_bytes: int, most: int = MOST_PROCESSES, workers: int = 2
+        self, processes: GrammarProcesses, *, cache_bytes: int, most: int = MOST_PROCESSES, workers: int = 3
     ) -> None:
         self._processes = processes
         self._cache_bytes = cache_bytes
         self._most = most
         self._room = threading.Semaphore(most)
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
+        self._lock = threading.Lock()  # of the next two
+        self._waiting: OrderedDict[str, deque[tuple[GrammarSpec, Future[CompiledGrammar]]]] = OrderedDict()
+        self._compiling: Counter[str] = Counter()  # grammars of each client
+        self._most_each = max(1, workers - 1)
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
 
-    def get(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+    def get(self, spec: GrammarSpec, client: str = "") -> Future[CompiledGrammar]:
         """Return the future of a compiled grammar (or its BadRequestError), one for all requests with this grammar.
-        Call `release` for it."""
+        Call `release` for it. client: whose turn it takes to compile it."""
         entry = self._entries.get(spec)
         if entry is None or (entry.future.done() and _is_accident(entry.future)):
             holders = entry.holders if entry else 0  # who saw the accident releases, too
-            entry = self._entries[spec] = _Entry(self._threads.submit(self._compile, spec), holders)
+            entry = self._entries[spec] = _Entry(Future(), holders)
+            with self._lock:
+                self._waiting.setdefault(client, deque()).append((spec, entry.future))
+            self._threads.submit(self._compile_all)
         entry.holders += 1
         self._entries.move_to_end(spec)
         self._trim()
@@ -73,16 +81,39 @@ class GrammarQueue:
     def close(self) -> None:
         """End all processes, even in the middle of a grammar."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._waiting.clear()
         self._processes.close()
-        self._room.release(1 + len(self._entries))  # for threads that wait; 0 is refused
+        self._room.release(1 + self._most_each)  # for threads that wait
 
-    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        self._room.acquire()
-        try:
-            return self._processes.compile(spec, closed=self._room.release)
-        except BaseException:
+    def _compile_all(self) -> None:
+        """Compile waiting grammars until none is left for this thread: a client that has its share of threads leaves
+        its other grammars to them."""
+        while True:
+            self._room.acquire()
+            with self._lock:
+                client = next((one for one in self._waiting if self._compiling[one] < self._most_each), None)
+                if client is None:
+                    self._room.release()
+                    return
+                specs = self._waiting.pop(client)
+                spec, future = specs.popleft()
+                if specs:
+                    self._waiting[client] = specs  # behind the others
+                self._compiling[client] += 1
+            self._compile(spec, future)
+            with self._lock:
+                self._compiling -= Counter([client])  # those at 0 are forgotten
+
+    def _compile(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
+        if not future.set_running_or_notify_cancel():
             self._room.release()
-            raise
+            return
+        try:
+            future.set_result(self._processes.compile(spec, closed=self._room.release))
+        except BaseException as failure:
+            self._room.release()
+            future.set_exception(failure)
 
     def _trim(self) -> None:
         """Let grammars without requests go, the least recently used first, until there is room for all others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -12,17 +13,41 @@ _MOST_BLOCKED_S = 10.0
 """Wall-clock time that a grammar's process may take for a step. The kernel limits its CPU time to far less, so only a
 machine that is stuck comes to this."""
 
+_LEAST_SHARE, _FORGIVEN_S = 1 / 16, 60.0
+
 _TOO_SLOW = "finding its next tokens takes too long or too much memory: it repeats, or can be read, in too many ways"
 _NOTHING_FITS = "it leaves no token that could come next"
 
 
-class Matcher:
-    """One answer's way through its grammar. number: its name in the grammar's process. is_over: the token that ends the
-    answer has come."""
+class Patience:
+    """Decides how much of a step's time limit the grammars of one client get. Each grammar that took too long leaves a
+    quarter, down to a sixteenth. A minute after the last one, the client has all of the limit again. clock: in
+    seconds."""
 
-    def __init__(self, grammar: CompiledGrammar, number: int) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._share = 1.0
+        self._until = clock()
+
+    @property
+    def share(self) -> float:
+        """Return the part that is left of the time for a step."""
+        return self._share if self._clock() < self._until else 1.0
+
+    def lose(self) -> None:
+        """Note that a grammar took too long."""
+        self._share = max(self.share / 4, _LEAST_SHARE)
+        self._until = self._clock() + _FORGIVEN_S
+
+
+class Matcher:
+    """One answer's way through its grammar. number: its name in the grammar's process. patience: with its client.
+    is_over: the token that ends the answer has come."""
+
+    def __init__(self, grammar: CompiledGrammar, number: int, patience: Patience) -> None:
         self.grammar = grammar
         self.number = number
+        self.patience = patience
         self.is_over = False
         self.fits = True
         self._news: list[int] = []
@@ -66,10 +91,10 @@ class CompiledGrammar:
         self._made = 0
         self._ended: list[int] = []
 
-    def matcher(self) -> Matcher:
-        """Make the matcher of an answer that has no tokens yet."""
+    def matcher(self, patience: Patience) -> Matcher:
+        """Make the matcher of an answer that has no tokens yet. patience: with its client."""
         self._made += 1
-        return Matcher(self, self._made)
+        return Matcher(self, self._made, patience)
 
     def forget(self, number: int) -> None:
         """Forget a matcher. The process hears of it with the next step."""
@@ -79,8 +104,9 @@ class CompiledGrammar:
         """Tell the process which tokens have come, and ask for the masks of the next ones."""
         news = [(matcher.number, matcher.take_news()) for matcher in matchers]
         ended, self._ended = self._ended, []
+        share = max(matcher.patience.share for matcher in matchers)  # one client's past fails no other client's answers
         try:
-            self._pipe.send((news, ended))
+            self._pipe.send((news, ended, share))
         except OSError:  # the process has ended, or the pipe is closed
             self.close(_TOO_SLOW)
 
@@ -94,6 +120,8 @@ class CompiledGrammar:
             answer = np.frombuffer(self._pipe.recv_bytes(), dtype=np.int32).reshape(len(matchers), 1 + self.words)
         except (EOFError, OSError):
             self.close(_TOO_SLOW)
+            for patience in {matcher.patience for matcher in matchers}:
+                patience.lose()
             return None
         for matcher, fits in zip(matchers, answer[:, 0], strict=True):
             matcher.fits = bool(fits)

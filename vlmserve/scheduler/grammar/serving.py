@@ -101,21 +101,23 @@ def _serve(pipe: Connection, compiler: Any, info: Any, settings: dict[str, Any])
 def _fill_masks(pipe: Connection, compiled: Any, words: int) -> None:
     """Answer for the steps of all answers with a grammar.
 
-    A step's message: for each row the number of its matcher and the tokens that came since; then the numbers of answers
-    that have ended. Its answer: int32 [rows, 1 + words], 1 or 0 for whether the tokens fit, and the mask of the next.
+    A step's message: for each row the number of its matcher and the tokens that came since; the numbers of answers that
+    have ended; and the part of `MAX_STEP_S` that the step gets. Its answer: int32 [rows, 1 + words], 1 or 0 for whether
+    the tokens fit, and the mask of the next.
     """
     from xgrammar import GrammarMatcher
 
     matchers: dict[int, Any] = {}
     left_s = MAX_STEP_S
     while True:
-        rows, ended = pipe.recv()
+        rows, ended, share = pipe.recv()
         for number in ended:
             matchers.pop(number, None)
         answer = np.full((len(rows), 1 + words), -1, dtype=np.int32)
         masks = np.empty((1, words), dtype=np.int32)
         began = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, left_s)  # the kernel ends the process then, wherever it is
+        # The kernel ends the process then, wherever it is.
+        signal.setitimer(signal.ITIMER_PROF, min(left_s, MAX_STEP_S * share))
         for row, (number, tokens) in enumerate(rows):
             matcher = matchers.get(number) or matchers.setdefault(number, GrammarMatcher(compiled))
             if all(map(matcher.accept_token, tokens)):

@@ -385,7 +385,7 @@ def test_a_disk_that_fills_ends_a_run_that_goes_on_later(tmp_path):
     assert "vlmserve caption: error: " in logged
     assert "Traceback" not in logged
     assert "stopped" in told
-    assert "the same command continues from here" in told
+    assert "once that is mended, the command continues from here" in told
     again = start(*words, "--json")
     told, logged = again.communicate(timeout=PATIENCE_S)
     assert again.returncode == 0, logged

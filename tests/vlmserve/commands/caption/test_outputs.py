@@ -7,6 +7,8 @@ import fcntl
 import json
 import os
 import tarfile
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -328,6 +330,21 @@ def test_batch_lines_go_out_in_openai_form(tmp_path):
         assert (line["response"]["status_code"], line["error"]) == (200, None)
         assert line["response"]["body"]["choices"][0]["message"]["content"] == caption_of(content(1))
     assert by_id["plain"]["caption"] == caption_of(content(1))
+
+
+def test_a_line_that_wants_another_model_is_refused_as_by_the_server(tmp_path):
+    ask = ChatRequest(messages=[{"role": "user", "content": [{"type": "image", "image": content(1)}]}])
+    models = {"none": None, "empty": "", "right": FakeCaptioner.model, "wrong": "gpt-4o"}
+    found = [
+        RequestItem(id=name, signature=name, read=partial(replace, ask, model=model), is_batch=True)
+        for name, model in models.items()
+    ]
+    errors = tmp_path / "errors.jsonl"
+    tally = run_once(found, output_settings(tmp_path / "out.jsonl"), errors=errors)
+    assert (tally.done + tally.reused, tally.failed) == (3, 1)
+    [error] = lines(errors)
+    assert (error["id"], error["code"]) == ("wrong", "model_not_found")
+    assert error["message"] == "there is no model 'gpt-4o' here, only fake"
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out-%s.tar", "out-%05d-%05d.tar", "%05d/out.tar", "out-%05d.jsonl"])

@@ -66,9 +66,9 @@ def test_identical_pictures_are_captioned_once(tmp_path, out):
     assert again.asked == [], "nor by a later run"
 
 
-def test_the_same_picture_with_another_prompt_is_another_question(out):
+def test_the_same_picture_with_another_prompt_is_another_question(out, made):
     captioner = FakeCaptioner()
-    prompts = Prompts("Is it a {{ kind }}?")
+    prompts = made(Prompts("Is it a {{ kind }}?"))
     found = [item("a", PNG, kind="cat"), item("b", PNG, kind="dog"), item("c", PNG, kind="cat")]
     run_once(found, out, captioner=captioner, prompts=prompts)
     asked = sorted(request.messages[-1]["content"][1]["text"] for request in captioner.requests)
@@ -216,8 +216,8 @@ def test_options_knobs_and_seeds(out):
     assert again.requests[0].options["seed"] == picture.options["seed"], "whatever is in work beside it"
 
 
-def test_prefix_and_suffix_are_around_captions(tmp_path, out):
-    prompts = Prompts("What?", prefix="a {{ style }} of ", suffix=", 4k")
+def test_prefix_and_suffix_are_around_captions(tmp_path, out, made):
+    prompts = made(Prompts("What?", prefix="a {{ style }} of ", suffix=", 4k"))
     run_once([item("a", PNG, style="photo")], out, prompts=prompts)
     assert captions_in(tmp_path / "out.jsonl") == [("a", f"a photo of {caption_of(PNG)}, 4k")]
 
@@ -320,27 +320,75 @@ def medium(**fields) -> MediumItem:
     return MediumItem(id="a", signature="1", read=bytes, fields=fields)
 
 
-def test_fields_are_put_in():
+def test_fields_are_put_in(made):
     template = "Describe this {{ kind }}{% if tags %}, tagged {{ tags | join(', ') }}{% endif %}."
-    prompts = Prompts(template, prefix="{{ kind }}: ", suffix=" ({{ kind | upper }})")
+    prompts = made(Prompts(template, prefix="{{ kind }}: ", suffix=" ({{ kind | upper }})"))
     asked = prompts.ask(medium(kind="cat", tags=["soft", "grey"]))
     assert asked.prompt == "Describe this cat, tagged soft, grey."
     assert asked.whole("Sleeps.") == "cat: Sleeps. (CAT)"
     assert prompts.ask(medium(kind="dog", tags=[])).prompt == "Describe this dog."
 
 
-def test_what_is_not_there_is_told_with_what_is():
+def test_what_is_not_there_is_told_with_what_is(made):
     with pytest.raises(BadRequestError, match="the prompt is empty"):
-        Prompts("{{ text }}").ask(medium(text=" "))
+        made(Prompts("{{ text }}")).ask(medium(text=" "))
     with pytest.raises(BadRequestError, match=r"needs what is not there: 'colour' is undefined; its fields: id, kind"):
-        Prompts("A {{ colour }} {{ kind }}").ask(medium(kind="cat", id="a"))
+        made(Prompts("A {{ colour }} {{ kind }}")).ask(medium(kind="cat", id="a"))
 
 
 @pytest.mark.parametrize("name", ["prompt", "prefix", "suffix"])
-def test_no_template(name):
+def test_no_template(name, made):
     given = {"prompt": "x", "prefix": "", "suffix": "", name: "{% if %}"}
-    with pytest.raises(SettingsError, match=rf"--{name} '\{{% if %\}}' is no Jinja2 template"):
-        Prompts(given["prompt"], prefix=given["prefix"], suffix=given["suffix"])
+    with pytest.raises(SettingsError, match=rf"--{name}: the template '\{{% if %\}}' is no Jinja2 template"):
+        made(Prompts(given["prompt"], prefix=given["prefix"], suffix=given["suffix"])).check()
+
+
+@pytest.mark.parametrize("name", ["prompt", "prefix", "suffix"])
+def test_a_bomb_of_the_users_own_fails_the_items_alone(name, made):
+    prompts = made(Prompts(**{"prompt": "x", name: "{{ 'a' * 10**10 }}"}))
+    with pytest.raises(BadRequestError, match="takes more than 512 MiB of memory"):
+        prompts.ask(medium())
+
+
+def test_a_field_that_no_item_has_is_told_at_the_start(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "x.png").write_bytes(PNG)
+    (tmp_path / "list.txt").write_text("p/x.png\n")
+    (tmp_path / "rows.jsonl").write_text('{"image": "p/x.png"}\n')
+    parquet.write_table(pyarrow.table({"image": [PNG], "kind": ["cat"]}), tmp_path / "a.parquet")
+    names = "their fields: folder, id, name, stem"
+
+    def told(prompt: str, *words: str) -> str:
+        inputs = [str(tmp_path / word) for word in words]
+        command = read_command([*inputs, "--prompt", prompt, "--output", str(tmp_path / "o.jsonl"), "--restart"])
+        try:
+            tally = caption(command, io.BytesIO(), io.StringIO(), captioner=FakeCaptioner()).tally
+        except SettingsError as error:
+            return str(error)
+        return f"{tally.done} done, {tally.failed} failed"
+
+    for word in ("p", "p/x.png", "p/*.png", "list.txt"):
+        assert f"needs what no item has: kind; {names}" in told("A {{ kind }}, {{ name }}?", word)
+    for word in ("a.parquet", "*.parquet"):
+        assert "has: colour; their fields: folder, id, image, kind, name, stem" in told(
+            "A {{ colour }} {{ kind }}", word
+        )
+        assert told("A {{ kind }}", word) == "1 done, 0 failed"
+    assert told("A {{ kind }}", "a.parquet", "p") == "1 done, 1 failed", "one of them has it"
+    assert told("A {{ kind }}", "rows.jsonl") == "0 done, 1 failed", "another line may have it"
+    assert told("A {{ kind | default('pet') }} {% if age is defined %}{{ age }}{% endif %}", "p") == "1 done, 0 failed"
+
+
+@pytest.fixture
+def made(request):
+    """Prompts that are closed at the end of the test."""
+
+    def closed_later(prompts: Prompts) -> Prompts:
+        request.addfinalizer(prompts.close)
+        return prompts
+
+    return closed_later
 
 
 @pytest.fixture(scope="module")
@@ -414,7 +462,7 @@ def test_a_bomb_in_a_data_set_fails_its_rows_alone(tmp_path, errors):
     assert all("takes more than 512 MiB of memory" in line["message"] for line in lines(errors))
 
 
-def test_the_nearest_prompt_counts(tmp_path, request):
+def test_the_nearest_prompt_counts(tmp_path, made):
     prompts = Prompts("from the command line")
     deep = tmp_path / "root" / "a" / "b"
     deep.mkdir(parents=True)
@@ -424,8 +472,7 @@ def test_the_nearest_prompt_counts(tmp_path, request):
     (tmp_path / "root" / "prompt.txt").write_text("from the root\n")
     assert Prompts("from the command line").ask(picture).prompt == "from the root"
     (tmp_path / "root" / "a" / "prompt.txt").write_text("\ufefffrom a: {{ kind }}", encoding="utf-8")
-    nearer = Prompts("from the command line")
-    request.addfinalizer(nearer.close)
+    nearer = made(Prompts("from the command line"))
     assert nearer.ask(at(deep / "x.png", tmp_path / "root", fields={"kind": "cat"})).prompt == "from a: cat"
     assert nearer.ask(at(tmp_path / "root" / "y.png", tmp_path / "root")).prompt == "from the root"
     assert nearer.ask(at(deep / "x.png", tmp_path / "root", prompt="its own")).prompt == "its own"

@@ -11,7 +11,7 @@ import pytest
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
-from vlmserve.scheduler.grammar.matcher import masks_of
+from vlmserve.scheduler.grammar.matcher import Patience, masks_of
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import BadRequestError
 
@@ -41,7 +41,7 @@ def allowed(matcher) -> set[int]:
 
 def fits(compiled, text: str) -> bool:
     """Whether an answer can be this text."""
-    matcher = compiled.matcher()
+    matcher = compiled.matcher(Patience())
     for token in [*TOKENIZER.encode(text), END]:
         if token not in allowed(matcher):
             return False
@@ -118,10 +118,10 @@ def test_what_is_left_out_of_calls_is_refused_of_strict_ones_only(process):
 
 def test_special_tokens_are_no_text_and_an_answer_ends_where_it_may(process):
     compiled = process.compile(spec("regex", "(.|\n)*"))
-    matcher = compiled.matcher()
+    matcher = compiled.matcher(Patience())
     assert allowed(matcher) & TOKENIZER.special_ids == {END}
     compiled = process.compile(spec("regex", "ab?"))
-    matcher = compiled.matcher()
+    matcher = compiled.matcher(Patience())
     assert END not in allowed(matcher)
     for token in TOKENIZER.encode("a"):
         matcher.accept(token)
@@ -160,7 +160,7 @@ def test_what_explodes_late_ends_alone_and_is_compiled_again(process):
     )
     late = spec("ebnf", f'root ::= "{"x" * 100}" s0\n{rules}')
     bad, good = process.compile(late), process.compile(spec("regex", "a+"))
-    matchers = [bad.matcher(), good.matcher(), bad.matcher()]
+    matchers = [bad.matcher(Patience()), good.matcher(Patience()), bad.matcher(Patience())]
     for token in TOKENIZER.encode("x" * 100):
         for matcher in (matchers[0], matchers[2]):
             matcher.accept(token)
@@ -174,6 +174,35 @@ def test_what_explodes_late_ends_alone_and_is_compiled_again(process):
     assert "too many ways" in bad.failure
     assert fits(good, "aa")
     assert fits(process.compile(late), "x" * 100 + "a")
+
+
+def test_a_client_with_slow_grammars_gets_less_time_for_a_while(process):
+    """A step that others have to wait for is ended sooner, unless a client of another kind has the same grammar."""
+    now = 0.0
+    tired, fresh = (Patience(lambda: now) for _ in range(2))
+    for share in (1, 1 / 4, 1 / 16, 1 / 16):
+        assert tired.share == share
+        tired.lose()
+    words = "|".join("".join(chr(97 + (i * 7 + j * 3) % 26) for j in range(8)) + f"{i}" for i in range(300))
+    busy = spec("regex", f"(({words})|[a-z0-9]{{0,40}}){{300}}")
+
+    def lasts(patience: Patience) -> int:
+        """The answers for which a step finds the next tokens in time, of 1, 2, 4, ..."""
+        count = 1
+        while count < 2**14:
+            compiled = process.compile(busy)
+            matchers = [compiled.matcher(patience) for _ in range(count)]
+            masks_of(matchers)
+            if compiled.failure:
+                return count
+            compiled.close("done")
+            count *= 2
+        return count
+
+    assert lasts(tired) < lasts(fresh)
+    assert fresh.share == 1 / 4
+    now = 60.0
+    assert (tired.share, fresh.share) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -166,3 +166,27 @@ def test_what_nobody_waits_for_any_more_is_not_begun(grammars, compiler):
     compiler.may_go_on.release()
     assert compiled(grammars, compiler, "c").result()
     assert compiler.begun == ["a", "c"]
+
+
+def test_clients_take_turns_and_leave_a_thread_to_each_other(compiler):
+    grammars = GrammarQueue(compiler, cache_bytes=2100, workers=3)
+    begun = threading.Semaphore(0)
+    compile_now = compiler.compile
+
+    def told(spec, *, closed):
+        begun.release()
+        return compile_now(spec, closed=closed)
+
+    compiler.compile = told
+    try:
+        many = [grammars.get(spec(f"many {number}"), "one") for number in range(4)]
+        for _ in range(2):
+            assert begun.acquire(timeout=WAIT_S)
+        few = [grammars.get(spec(f"few {number}"), "other") for number in range(2)]
+        assert begun.acquire(timeout=WAIT_S)
+        assert set(compiler.begun) == {"many 0", "many 1", "few 0"}
+        compiler.may_go_on.release(10)
+        assert all(future.result(WAIT_S) for future in many + few)
+        assert set(compiler.begun[3:]) == {"many 2", "many 3", "few 1"}
+    finally:
+        grammars.close()

@@ -108,6 +108,9 @@ def path_in(address: str) -> str:
     return address.partition("::")[0].partition("://")[2] if scheme else address
 
 
+NAME_FIELDS = ("id", "name", "stem", "folder")
+
+
 def name_fields(id: str, path: str | None) -> dict[str, Any]:
     """Return the fields that every medium has for its prompt. path: None for one without a name."""
     fields: dict[str, Any] = {"id": id}

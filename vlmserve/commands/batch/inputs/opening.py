@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias
 
 from processors.fetch.fetching import BlockingFetcher
-from vlmserve.commands.batch.inputs.files import HTTP, Columns, ItemFile, MediaReader, Source, need, path_in, reason
+from vlmserve.commands.batch.inputs.files import (
+    HTTP,
+    NAME_FIELDS,
+    Columns,
+    ItemFile,
+    MediaReader,
+    Source,
+    need,
+    path_in,
+    reason,
+)
 from vlmserve.commands.batch.inputs.records import AddressList, JsonLines, Table
 from vlmserve.commands.batch.inputs.tars import Tar
 from vlmserve.commands.batch.inputs.trees import Files, LocalTree, TreeEntry
@@ -32,6 +42,7 @@ _FORMATS: dict[str, InputFormat] = {
 }
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MOST_NAMES = 1_000_000
+_ANY = ""  # among the names of fields: there may be others
 
 
 class Inputs:
@@ -49,6 +60,11 @@ class Inputs:
     def ignored(self) -> int:
         """The number of files in folders left out so far, since they are neither pictures nor videos."""
         return sum(source.ignored for source in self._sources if isinstance(source, Files))
+
+    def prompt_fields(self) -> frozenset[str] | None:
+        """Return the names of the fields that items can have for their prompts; None if only reading them tells."""
+        known = {name for source in self._sources for name in _prompt_fields(source)}
+        return None if _ANY in known else frozenset(known)
 
     def count(self) -> Iterator[int | None]:
         """Yield how many items are counted so far; None, as the last, if only reading everything would tell."""
@@ -117,6 +133,20 @@ class _Each:
         for name in self.names():
             if isinstance(name, str):
                 yield from self.open(name).count()
+
+
+def _prompt_fields(source: Source) -> Collection[str]:
+    """Return the names of the fields of a source. Of several files, the first tells."""
+    match source:
+        case _OneMedium() | Files() | AddressList():
+            return NAME_FIELDS
+        case Table():
+            names = source.names()
+            return (_ANY,) if names is None else (*NAME_FIELDS, *names)
+        case _Each():
+            name = next(iter(source.names()), None)
+            return _prompt_fields(source.open(name)) if isinstance(name, str) else (_ANY,)
+    return (_ANY,)
 
 
 @dataclass(frozen=True, kw_only=True)

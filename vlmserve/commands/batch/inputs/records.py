@@ -38,7 +38,7 @@ MOST_BYTES = 512 * 2**20
 """Longest line. A video of the default limit fits in base64."""
 
 _BATCH = {"method": "POST", "url": "/v1/chat/completions"}
-# A line cannot choose the model, nor how its answer is delivered.
+# A line does not choose how its answer is delivered.
 _NOT_OPTIONS = ("model", "messages", "stream", "stream_options")
 
 
@@ -81,7 +81,7 @@ def request_item(
         if problem is not None:
             raise problem
         read_file = functools.cache(lambda address, modality: contents[address, modality].read())
-        return ChatRequest(messages=with_addresses(messages, read_file), options=options)
+        return ChatRequest(messages=with_addresses(messages, read_file), options=options, model=body.get("model"))
 
     id = place if id in (None, "") else printable(str(id))
     return RequestItem(id=id, signature=digest.hexdigest(), size=size, read=read, is_batch=is_batch)
@@ -101,11 +101,10 @@ def _batch_body(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _checked(body: Mapping[str, Any]) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
-    sent = {"model": "", **body}
-    if sent.get("stream_options") is not None and not sent.get("stream"):
+    if body.get("stream_options") is not None and not body.get("stream"):
         raise BadRequestError("stream_options needs stream: true", param="stream_options", code="invalid_value")
-    checked(sent, ChatCompletionRequest)
-    return sent["messages"], {name: value for name, value in sent.items() if name not in _NOT_OPTIONS}
+    checked(dict(body), ChatCompletionRequest)
+    return body["messages"], {name: value for name, value in body.items() if name not in _NOT_OPTIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +228,16 @@ class Table:
             return
         with contextlib.suppress(ArrowException, OSError), self._open() as table:
             yield table.metadata.num_rows
+
+    def names(self) -> Sequence[str] | None:
+        """Return the names of the columns; None if they cannot be read, or not twice."""
+        from pyarrow import ArrowException
+
+        if self.file.stream is not None:
+            return None
+        with contextlib.suppress(ArrowException, OSError, BadRequestError), self._open() as table:
+            return table.schema_arrow.names
+        return None
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[ParquetFile]:
