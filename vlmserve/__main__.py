@@ -1,4 +1,4 @@
-"""Where the `vlmserve` command begins: `python -m vlmserve`, and the installed script."""
+"""The beginning of the `vlmserve` command: of `python -m vlmserve`, and of the installed script."""
 
 from __future__ import annotations
 
