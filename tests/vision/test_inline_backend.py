@@ -266,6 +266,8 @@ class Gate:
 class GatedLane:
     """A lane whose device is as slow as a test says. inside: whether something is being launched in it."""
 
+    beside = True
+
     def __init__(self) -> None:
         self.gates: list[Gate] = []
         self.handed_over: list[int] = []

@@ -32,7 +32,7 @@ from vlmserve.ipc.messages import (
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
-from vlmserve.scheduler.decode_gap import FlowLoad, GapRule
+from vlmserve.scheduler.decode_gap import GapRule
 from vlmserve.scheduler.drafts import NGramDrafter
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
@@ -231,7 +231,7 @@ class Scheduler:
             return None
         decoding, prompts, drain = self._decodable(), list[Req](), False
         if len(self.running_batch):
-            self._costs.set_gap(self._flow_loads())
+            self._costs.set_gap(self.waiting_queue.loads(self.running_batch.reqs, self._args.max_running_requests))
         forced = bool(decoding) and self.due.decode
         if not forced:
             retracted = self._retracted
@@ -253,7 +253,7 @@ class Scheduler:
         most = _PROMPT_STEPS if self._costs.patient else 1
         alternate = not mixed or (encodes and self.encoder.has_work and len(self.running_batch) > 0 and steps >= most)
         decode = bool(prompts) and alternate and not drain  # once drained, the place is taken first
-        no_slice = forced and self.due.sliced and self._has_ready_prompt()
+        no_slice = forced and self.due.sliced and self.waiting_queue.has_ready_prompt()
         self.due = Due(
             decode=decode,
             no_slice=no_slice,
@@ -269,14 +269,6 @@ class Scheduler:
         if not (decoding and encodes and self._costs.patient and self._costs.gap_s > 0):
             return False
         return self.encoder.takes_turns and self.encoder.has_work
-
-    def _flow_loads(self) -> list[FlowLoad]:
-        """Return the load of each flow with requests that decode."""
-        running = self.running_batch.reqs
-        flows = {req.flow: req.unattended for req in running}
-        full = len(running) >= self._args.max_running_requests
-        joining = self.waiting_queue.joining
-        return [FlowLoad(0 if full else joining(flow), unattended) for flow, unattended in flows.items()]
 
     def _decodable(self) -> list[Req]:
         """Return the requests that may get a token of the next step.
@@ -321,12 +313,6 @@ class Scheduler:
             drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()
             if drafts and self.kv.extend(req, len(drafts)):
                 req.drafts = drafts
-
-    def _has_ready_prompt(self) -> bool:
-        """Return True if a prompt may go on without the encoder, as far as is known."""
-        if self.waiting_queue.num_ready:
-            return True
-        return any(req.media.ready_until(req.kv_len) is None for req in self.waiting_queue.in_progress)
 
     def _make_batch(self, prompts: Sequence[Req], decoding: Sequence[Req]) -> ScheduleBatch:
         """Make a step of requests that have their slots. A prompt that it completes decodes from here on."""

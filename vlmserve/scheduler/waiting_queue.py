@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count
 
+from vlmserve.scheduler.decode_gap import FlowLoad
 from vlmserve.scheduler.policy import HEAD, Key, SchedulePolicy
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_life import ReqStatus
@@ -74,15 +75,19 @@ class WaitingQueue:
         yield from (req for flow in self._flows.values() for _, _, req in flow.waiting)
         yield from (req for blocked in self._blocked.values() for _, _, req in blocked)
 
-    @property
-    def num_ready(self) -> int:
-        """Return how many requests wait and are not blocked."""
-        return self._waiting
+    def loads(self, running: Sequence[Req], most: int) -> list[FlowLoad]:
+        """Return the load of each flow with requests that decode. most: places for running requests; if all are taken,
+        no request joins."""
+        flows = {req.flow: (self._flows[req.flow], req.unattended) for req in running}
+        full = len(running) >= most
+        return [
+            FlowLoad(0 if full else flow.encoding + len(flow.in_progress), unattended)
+            for flow, unattended in flows.values()
+        ]
 
-    def joining(self, flow: str) -> int:
-        """Return how many requests of a flow with requests wait for the encoder, or have their prompts in progress."""
-        found = self._flows[flow]
-        return found.encoding + len(found.in_progress)
+    def has_ready_prompt(self) -> bool:
+        """Return True if a prompt may go on without the encoder, as far as is known."""
+        return self._waiting > 0 or any(req.media.ready_until(req.kv_len) is None for req in self.in_progress)
 
     @property
     def in_progress(self) -> list[Req]:
