@@ -5,11 +5,13 @@
 // Many rows are multiplied by a slab of the panel while it is in the first-level cache, with its numbers unpacked. The
 // next slab is prefetched meanwhile. This changes no result.
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "activations.h"
 #include "amx.h"
+#include "bytes.h"
 #include "operators.h"
 #include "pool.h"
 #include "simd.h"
@@ -45,6 +47,8 @@ struct Product {
   bool y_bf16;                      // or y and residual are float32
   void* y;                          // [rows, outputs]
   int64_t y_stride;
+  const float* x_scales = nullptr;  // of x in whole numbers of 8 bits; see bytes.h
+  const int32_t* x_starts = nullptr;
 };
 
 // One pair of inputs of ROWS rows times that of BLOCKS blocks.
@@ -256,6 +260,40 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
   finish(p, row, int(rows), panel, SCALED ? total : part);
 }
 
+#if defined(HAS_BYTES)
+// Rows [row, row + rows) of x in whole numbers: few are multiplied by the panel as it is stored, more by a group of it
+// at a time that is written out before.
+void whole_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const uint8_t* weights, const f16* scales) {
+  constexpr int64_t GROUP = bytes::GROUP;
+  const bool few = rows <= TILE_ROWS;
+  const int64_t groups = bytes::groups_of(p.inner);
+  auto* memory = (float*)pool::scratch((rows + GROUP / 4) * PANEL * 4);
+  auto* sums = (f32x16(*)[PANEL_BLOCKS])memory;
+  auto* plain = (uint8_t*)(memory + rows * PANEL);
+  std::fill(memory, memory + rows * PANEL, 0.0f);
+  for (int64_t group = 0, k = 0; k < p.inner; ++group, k += GROUP) {
+    const uint8_t* w = weights + k * PANEL;
+    bytes::Group x{nullptr, nullptr, nullptr, p.inner, groups, std::min(GROUP, p.inner - k)};
+    for (int64_t chunk = 0; !few && chunk < x.inputs * PANEL; chunk += Int8Weights::CHUNK)
+      store(plain + chunk, Int8Weights::quads(w + chunk));
+    const uint8_t* next = few ? w + AHEAD : w + GROUP * PANEL;
+    for (int64_t done = 0, now; done < rows; done += now, next = nullptr) {
+      const int64_t left = rows - done, tiles = (left + TILE_ROWS - 1) / TILE_ROWS, first = row + done;
+      now = (left + tiles - 1) / tiles;
+      x.numbers = (const int8_t*)p.x + first * p.inner + k;
+      x.scales = p.x_scales + first * groups + group, x.starts = p.x_starts + first * groups + group;
+      with_constant<TILE_ROWS>(now, [&](auto m) {
+        few ? bytes::tile<Int8Weights, m>(x, w, next, sums + done)
+            : bytes::tile<bytes::Plain, m>(x, plain, next, sums + done);
+      });
+    }
+  }
+  for (int64_t m = 0; m < rows; ++m)
+    for (int n = 0; n < PANEL_BLOCKS; ++n) sums[m][n] *= load_halves(scales + n * BLOCK);
+  finish(p, row, int(rows), panel, sums);
+}
+#endif
+
 // Rows of a product that one of several weights multiplies, split by panels and these by chunks of rows.
 struct Share {
   const uint8_t* weights;
@@ -274,9 +312,14 @@ void run_task(const Product& p, const Share& share, int64_t task) {
   const int64_t rows = std::min(share.rows - skipped, chunk_rows);
   const uint8_t* weights = share.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
   auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
+  if (rows <= 0) return;
+#if defined(HAS_BYTES)
+  if constexpr (std::is_same_v<X, int8_t>) return whole_rows(p, row, rows, panel, weights, scales);
+  else
+#endif
   if (rows > TILE_ROWS)
     many_rows<Weights, X>(p, row, rows, panel, weights, scales);
-  else if (rows > 0)
+  else
     with_constant<TILE_ROWS>(rows, [&](auto m) { few_rows<Weights, m, X>(p, row, panel, weights, scales); });
 }
 
@@ -327,9 +370,27 @@ void multiply_quantised(Product& p, const Share* shares, int64_t count, bool shi
   multiply<Weights, X>(p, shares, count);
 }
 
+#if defined(HAS_BYTES)
+template <class X>
+void multiply_whole(Product& p, const Share* shares, int64_t count) {
+  const size_t scales = size_t(p.rows * bytes::groups_of(p.inner)), numbers = size_t(p.rows * p.inner);
+  std::unique_ptr<uint8_t[]> memory(new uint8_t[scales * 8 + numbers]);  // large, and all of it is written
+  auto *x_scales = (float*)memory.get();
+  auto* x_starts = (int32_t*)(x_scales + scales);
+  auto* rounded = (int8_t*)(x_starts + scales);
+  bytes::round_rows((const X*)p.x, p.rows, p.inner, p.row_stride, rounded, x_scales, x_starts);
+  p.x = rounded, p.x_scales = x_scales, p.x_starts = x_starts;
+  multiply<Int8Weights, int8_t>(p, shares, count);
+}
+#endif
+
 void multiply_by(int32_t kind, bool x_bf16, bool shifted, Product& p, const Share* shares, int64_t count) {
   if (kind == WEIGHT_F32) return multiply<F32Weights, float>(p, shares, count);
   if (kind == WEIGHT_BF16) return multiply<Bf16Weights, bf16>(p, shares, count);
+#if defined(HAS_BYTES)
+  if (kind == WEIGHT_W8A8)
+    return x_bf16 ? multiply_whole<bf16>(p, shares, count) : multiply_whole<float>(p, shares, count);
+#endif
   if (kind == WEIGHT_INT8)
     x_bf16 ? multiply_quantised<Int8Weights, bf16>(p, shares, count, shifted)
            : multiply_quantised<Int8Weights, float>(p, shares, count, shifted);
@@ -363,4 +424,16 @@ void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* 
     if (const int64_t rows = starts[i + 1] - starts[i])
       shares.push_back(share_of(p, p.weights + i * w.bytes, starts[i], rows, shares.empty() ? 0 : shares.back().end));
   multiply_by(w.kind, narrow, w.shifted, p, shares.data(), int64_t(shares.size()));
+}
+
+// Whether this process multiplies weights of kind WEIGHT_W8A8, and sooner than those of bfloat16: AMX is faster still.
+extern "C" int32_t vs_multiplies_bytes() {
+#if defined(HAS_AMX)
+  if (amx::usable()) return 0;
+#endif
+#if defined(HAS_BYTES)
+  return 1;
+#else
+  return 0;
+#endif
 }
