@@ -28,10 +28,13 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> np.ndarray:
     wide, total = x.float().numpy(), np.zeros((len(x), len(weight)), np.float32)
     for first in range(0, x.shape[1], GROUP):
         part = wide[:, first : first + GROUP]
+        far = np.where(np.abs(part) > 6 * np.abs(part).mean(1, keepdims=True), part, 0)
+        part = part - far
         scale = np.abs(part).max(1, keepdims=True) / np.float32(127)
         inverse = np.divide(np.float32(1), scale, where=scale > 0, out=np.zeros_like(scale))
         whole = np.rint(part * inverse).astype(np.int64)
         total = total + scale * (whole @ numbers[:, first : first + GROUP].T).astype(np.float32)
+        total = total + far @ numbers[:, first : first + GROUP].T.astype(np.float32)
     return total * made.scales.float().numpy().T
 
 
@@ -60,17 +63,22 @@ def test_what_follows_a_product_is_as_for_other_weights():
 def test_a_row_is_the_same_in_every_batch(rows):
     packed = pack_weight(random(200, 300, dtype=torch.bfloat16, seed=0), None, "w8a8")
     x = random(400, 300, dtype=torch.bfloat16, seed=1)
+    x[:, ::50] *= 20
     x[300:] *= 1000
     assert torch.equal(linear(x[:rows], packed), linear(x, packed)[:rows])
 
 
-def test_an_input_far_out_costs_accuracy_in_its_group_only():
-    x, weight = random(20, 1024, dtype=torch.float32, seed=0), random(64, 1024, dtype=torch.float32, seed=1)
-    x[:, 5] = 100
-    weight[:, 5] = 0
-    packed, truth = pack_weight(weight, None, "w8a8"), x.double() @ weight.double().t()
-    error = (linear(x, packed) - truth).norm() / truth.norm()
-    assert error < 0.12  # a scale for the whole row: 0.28
+@pytest.mark.parametrize("rows", [3, 50])
+def test_inputs_that_are_far_out_cost_others_no_accuracy(rows):
+    x, weight = random(rows, 1024, dtype=torch.float32, seed=0), random(64, 1024, dtype=torch.float32, seed=1)
+    channels = torch.arange(5, 1024, 70)
+    x[:, channels] *= 100
+    weight[:, channels] /= 100
+    made = quantize(weight, "w8a8").dequantize()
+    truth = x.double() @ made.double().t()
+    error = (linear(x, pack_weight(weight, None, "w8a8")) - truth).norm() / truth.norm()
+    assert error < 0.01  # with these in the groups: 0.2
+    np.testing.assert_allclose(linear(x, pack_weight(weight, None, "w8a8")), reference(x, weight), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -47,8 +47,10 @@ struct Product {
   bool y_bf16;                      // or y and residual are float32
   void* y;                          // [rows, outputs]
   int64_t y_stride;
-  const float* x_scales = nullptr;  // of x in whole numbers of 8 bits; see bytes.h
-  const int32_t* x_starts = nullptr;
+#if defined(HAS_BYTES)
+  const int8_t* x_numbers = nullptr;        // x in whole numbers, [rows, inner]; see bytes.h
+  const bytes::Group* x_groups = nullptr;
+#endif
 };
 
 // One pair of inputs of ROWS rows times that of BLOCKS blocks.
@@ -261,31 +263,32 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
 }
 
 #if defined(HAS_BYTES)
-// Rows [row, row + rows) of x in whole numbers: few are multiplied by the panel as it is stored, more by a group of it
-// at a time that is written out before.
+// Rows by whole numbers. Few are multiplied by the panel as it is stored, more by a group of it at a time, which is
+// written out before.
+template <class X, class Weights>
 void whole_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const uint8_t* weights, const f16* scales) {
   constexpr int64_t GROUP = bytes::GROUP;
-  const bool few = rows <= TILE_ROWS;
+  constexpr bool STORED = std::is_same_v<Weights, Int8Weights>;
   const int64_t groups = bytes::groups_of(p.inner);
   auto* memory = (float*)pool::scratch((rows + GROUP / 4) * PANEL * 4);
   auto* sums = (f32x16(*)[PANEL_BLOCKS])memory;
   auto* plain = (uint8_t*)(memory + rows * PANEL);
   std::fill(memory, memory + rows * PANEL, 0.0f);
   for (int64_t group = 0, k = 0; k < p.inner; ++group, k += GROUP) {
-    const uint8_t* w = weights + k * PANEL;
-    bytes::Group x{nullptr, nullptr, nullptr, p.inner, groups, std::min(GROUP, p.inner - k)};
-    for (int64_t chunk = 0; !few && chunk < x.inputs * PANEL; chunk += Int8Weights::CHUNK)
-      store(plain + chunk, Int8Weights::quads(w + chunk));
-    const uint8_t* next = few ? w + AHEAD : w + GROUP * PANEL;
+    const int64_t inputs = std::min(GROUP, p.inner - k);
+    const uint8_t *stored = weights + k * PANEL, *w = STORED ? stored : plain;
+    for (int64_t chunk = 0; !STORED && chunk < inputs * PANEL; chunk += Int8Weights::CHUNK)
+      store(plain + chunk, Int8Weights::quads(stored + chunk));
+    const uint8_t* next = stored + (STORED ? AHEAD : GROUP * PANEL);
     for (int64_t done = 0, now; done < rows; done += now, next = nullptr) {
       const int64_t left = rows - done, tiles = (left + TILE_ROWS - 1) / TILE_ROWS, first = row + done;
       now = (left + tiles - 1) / tiles;
-      x.numbers = (const int8_t*)p.x + first * p.inner + k;
-      x.scales = p.x_scales + first * groups + group, x.starts = p.x_starts + first * groups + group;
+      const bytes::Group* own = p.x_groups + first * groups + group;
       with_constant<TILE_ROWS>(now, [&](auto m) {
-        few ? bytes::tile<Int8Weights, m>(x, w, next, sums + done)
-            : bytes::tile<bytes::Plain, m>(x, plain, next, sums + done);
+        bytes::tile<Weights, m>(p.x_numbers + first * p.inner + k, p.inner, own, groups, inputs, w, next, sums + done);
       });
+      for (int64_t m = 0; m < now; ++m)
+        bytes::add_far<Weights>((const X*)p.x + (first + m) * p.row_stride + k, own[m * groups], w, sums[done + m]);
     }
   }
   for (int64_t m = 0; m < rows; ++m)
@@ -314,8 +317,9 @@ void run_task(const Product& p, const Share& share, int64_t task) {
   auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
   if (rows <= 0) return;
 #if defined(HAS_BYTES)
-  if constexpr (std::is_same_v<X, int8_t>) return whole_rows(p, row, rows, panel, weights, scales);
-  else
+  if (p.x_numbers)
+    return (rows > TILE_ROWS ? whole_rows<X, bytes::Plain> : whole_rows<X, Int8Weights>)(p, row, rows, panel, weights,
+                                                                                         scales);
 #endif
   if (rows > TILE_ROWS)
     many_rows<Weights, X>(p, row, rows, panel, weights, scales);
@@ -373,14 +377,13 @@ void multiply_quantised(Product& p, const Share* shares, int64_t count, bool shi
 #if defined(HAS_BYTES)
 template <class X>
 void multiply_whole(Product& p, const Share* shares, int64_t count) {
-  const size_t scales = size_t(p.rows * bytes::groups_of(p.inner)), numbers = size_t(p.rows * p.inner);
-  std::unique_ptr<uint8_t[]> memory(new uint8_t[scales * 8 + numbers]);  // large, and all of it is written
-  auto *x_scales = (float*)memory.get();
-  auto* x_starts = (int32_t*)(x_scales + scales);
-  auto* rounded = (int8_t*)(x_starts + scales);
-  bytes::round_rows((const X*)p.x, p.rows, p.inner, p.row_stride, rounded, x_scales, x_starts);
-  p.x = rounded, p.x_scales = x_scales, p.x_starts = x_starts;
-  multiply<Int8Weights, int8_t>(p, shares, count);
+  const size_t groups = size_t(p.rows * bytes::groups_of(p.inner));
+  // large, and all of it is written
+  std::unique_ptr<bytes::Group[]> own(new bytes::Group[groups]);
+  std::unique_ptr<int8_t[]> numbers(new int8_t[size_t(p.rows * p.inner)]);
+  bytes::round_rows((const X*)p.x, p.rows, p.inner, p.row_stride, numbers.get(), own.get());
+  p.x_numbers = numbers.get(), p.x_groups = own.get();
+  multiply<Int8Weights, X>(p, shares, count);
 }
 #endif
 
