@@ -40,16 +40,18 @@ DEVICE ?= cuda
 .DEFAULT_GOAL := serve
 
 serve: setup
-	@$(BIN)/python -m vlmserve.cli serve $(ARGS)
+	@$(BIN)/python -m vlmserve serve $(ARGS)
 
 setup: $(VENV)/.ready-to-serve
 
 setup-test: $(VENV)/.ready-to-test
 
+# TORCH_INDEX stands beside the usual index: its torch (2.13.0+cpu) goes before that of PyPI (2.13.0), while torch's own
+# needs (Jinja, fsspec), which constraints.txt pins, are in such an index in other versions.
 $(VENV)/.ready-to-serve: pyproject.toml constraints.txt
 	@PYTHON='$(PYTHON)' sh .ci/make-venv $(VENV)
 	@echo '1 of 2: PyTorch into $(VENV): 0.2 GB to download if it is for CPUs alone, 3 GB with CUDA; takes minutes'
-	@$(PIP) $(QUIET_UNLESS_WATCHED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) $(QUIET_UNLESS_WATCHED) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@echo '2 of 2: vlmserve and its libraries (transformers, Triton, PyAV ...): 0.4 GB to download; takes a minute or two'
 	@$(PIP) --quiet -e .
 	@touch $@

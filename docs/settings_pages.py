@@ -33,6 +33,7 @@ _OFFLINE = {field.name for field in dataclasses.fields(EngineArgs)} | {
     "max_images_per_request",
     "max_videos_per_request",
 }
+_NOTHING = "refused: there is nothing like it"
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}
 
 
@@ -87,7 +88,7 @@ def make_table() -> str:
         else:
             here = "taken, without effect" if ANY in alias.taken else f"only {words} is taken, without effect"
             here = "only the `--no-` form is taken, without effect" if alias.taken == ("false",) else here
-            here = here if alias.taken else "refused: there is nothing like it"
+            here = here if alias.taken else f"refused; {alias.advice}" if alias.advice else _NOTHING
             here = "a number up to 20 is taken, without effect" if name == "max_logprobs" else here
         rows.setdefault(here, []).append(_as_flag(name))
     lines = [f"| {', '.join(names)} | {here} |" for here, names in rows.items()]

@@ -32,3 +32,12 @@ def test_each_step_is_told_before_it_begins(tmp_path: Path) -> None:
     for line in (torch, ours, tests):
         assert "GB to download" in line
     assert [pip, pip_again, installed, *rest] == ["(pip)", "(pip)", "Installed.", "(pip)", "(pip)"]
+
+
+def test_the_index_of_torch_stands_beside_the_usual_one(tmp_path: Path) -> None:
+    """Alone, it would have to have the other pinned packages, too, that torch needs."""
+    words = ["make", "-C", str(ROOT), "-n", "setup", f"VENV={tmp_path / 'venv'}", "TORCH_INDEX=https://torch.example"]
+    without = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    told = subprocess.run(words, env=without, capture_output=True, text=True, check=True).stdout
+    assert " --extra-index-url https://torch.example torch\n" in told
+    assert " --index-url" not in told

@@ -53,7 +53,7 @@ def test_all_files_of_the_packages_are_in_it(tmp_path: Path) -> None:
     assert (about["Name"], about["Version"]) == ("vlmserve", "0.1.dev0"), "without git"
     assert (about["License-Expression"], about["License-File"]) == ("Apache-2.0", "LICENSE")
     assert f"{info}/licenses/LICENSE" in wheel.namelist()
-    assert "vlmserve = vlmserve.cli:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert "vlmserve = vlmserve.__main__:main" in wheel.read(f"{info}/entry_points.txt").decode()
 
 
 @pytest.mark.slow

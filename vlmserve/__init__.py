@@ -11,8 +11,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vlmserve_common.version import __version__
-
 if TYPE_CHECKING:
     from processors.fetch.limits import FetchSettings as FetchSettings
     from vlmserve.commands.client.boxes import Box as Box
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from vlmserve_common.errors import CheckpointError as CheckpointError
     from vlmserve_common.errors import EngineError as EngineError
     from vlmserve_common.errors import VlmserveError as VlmserveError
+    from vlmserve_common.version import __version__ as __version__
 
     SamplingParams = SamplingOverrides
 
@@ -66,11 +65,12 @@ _EXPORTS = {
     "vlmserve.frontend.tokenizer_manager": "ChoiceOutput EngineUnavailableError",
     "vlmserve.ipc.messages": "GrammarSpec LogitsProcessorCall ReturnOptions",
     "vlmserve_common.errors": "BadRequestError CheckpointError EngineError VlmserveError",
+    "vlmserve_common.version": "__version__",
 }
 _PLACES = {name: (module, name) for module, names in _EXPORTS.items() for name in names.split()}
 _PLACES["SamplingParams"] = ("vlmserve.frontend.sampling", "SamplingOverrides")  # the field's name for it
 
-__all__ = [*_PLACES, "__version__"]
+__all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:

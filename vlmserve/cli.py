@@ -7,10 +7,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from vlmserve.config.checks import SettingsError
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
 from vlmserve.config.settings import load_settings
-from vlmserve_common.errors import VlmserveError
+from vlmserve_common.errors import CheckpointError, SettingsError, VlmserveError
+from vlmserve_common.installing import hf
 from vlmserve_common.process.stop_signals import sigterm_exits
 from vlmserve_common.version import __version__
 
@@ -46,9 +46,9 @@ _TOOLS = {
 # Ollama's commands, and what to use in their place
 _OLLAMAS = {
     "run": "vlmserve chat MODEL chats in the terminal, and vlmserve serve MODEL serves an API",
-    "pull": "vlmserve serve MODEL downloads MODEL when it first starts, and hf download MODEL does so ahead of time",
-    **dict.fromkeys(("list", "ls"), "hf cache ls lists the models that were downloaded"),
-    "rm": "hf cache rm model/MODEL deletes a model that was downloaded",
+    "pull": "vlmserve serve MODEL downloads MODEL when it first starts, and {hf} download MODEL does so ahead of time",
+    **dict.fromkeys(("list", "ls"), "{hf} cache ls lists the models that were downloaded"),
+    "rm": "{hf} cache rm model/MODEL deletes a model that was downloaded",
 }
 
 _EPILOG = """\
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status.
 
-    0: success, 1: a failure, 2: a wrong command line or setting, 130: Ctrl-C.
+    0: success, 1: a failure, 2: a wrong command line, setting or checkpoint, 130: Ctrl-C.
     """
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -124,7 +124,7 @@ def _main(words: list[str]) -> int:
     if named and named[0] in tools:
         return _run_tool(tools[named[0]][1], named[1:])
     if words and words[0] in _OLLAMAS:
-        return _complain(f"there is no command {words[0]!r}: {_OLLAMAS[words[0]]}", USAGE_ERROR)
+        return _complain(f"there is no command {words[0]!r}: {_OLLAMAS[words[0]].format(hf=hf())}", USAGE_ERROR)
     parser = build_parser()
     args = parser.parse_args(["--help"] if words == ["help"] else words)
     if args.command is None:
@@ -160,7 +160,7 @@ def _serve(args: argparse.Namespace) -> int:
     except Exception as error:
         if settings.log_level == "debug" or not isinstance(error, (VlmserveError, OSError)):
             raise
-        return _complain(str(error), 1)
+        return _failed(error)
 
 
 def _run_tool(module: str, words: list[str]) -> int:
@@ -169,7 +169,13 @@ def _run_tool(module: str, words: list[str]) -> int:
             status: int = importlib.import_module(module).main(words)
             return status
     except (VlmserveError, OSError) as error:
-        return _complain(str(error), 1)
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """Complain of an error. What the user has to change is 2, so that nobody starts the same again; other failures are
+    1."""
+    return _complain(str(error), USAGE_ERROR if isinstance(error, SettingsError | CheckpointError) else 1)
 
 
 def _complain(message: str, status: int) -> int:

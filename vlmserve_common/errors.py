@@ -31,6 +31,11 @@ class CheckpointError(VlmserveError):
     """A checkpoint folder is unusable: a missing, extra or misshaped tensor, an unknown family, a broken file."""
 
 
+class SettingsError(VlmserveError):
+    """One or more settings are wrong. The message has one line for each, with the setting, its value and the allowed
+    values."""
+
+
 class EngineError(VlmserveError):
     """The engine failed on its own account (a worker died, an invariant broke); answered with 5xx."""
 

@@ -30,5 +30,5 @@ def configure_logging(level: str, process: str) -> None:
     )
     for handler in logging.getLogger().handlers:
         handler.addFilter(_NameRequest())
-    for chatty in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "asyncio", "PIL"):
+    for chatty in ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "filelock", "asyncio", "PIL", "torch"):
         logging.getLogger(chatty).setLevel(max(logging.WARNING, logging.getLogger().level))

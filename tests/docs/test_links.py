@@ -48,6 +48,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
+def test_the_models_page_comes_along_in_a_wheel_with_all_that_it_links_to() -> None:
+    page = ROOT / "assets" / "default-model" / "README.md"
+    assert [link for link in _links(page) if link.startswith("..")] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     assert set(_links(index)) >= {page.name for page in (ROOT / "docs").glob("*.md")} - {index.name}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,10 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
         ("-ngl", "-ngl is not supported; use --device"),
         ("-ngl 99", "-ngl is not supported; use --device"),
         ("--n-gpu-layers 99", "--n-gpu-layers is not supported; use --device"),
-        ("--mmproj mmproj.gguf", "--mmproj is not supported; use --model"),
+        (
+            "--mmproj mmproj.gguf",
+            "--mmproj is not supported; leave it out, for MODEL's folder has the vision tower, too",
+        ),
         ("-t 8", "-t is not supported; use --num-threads"),
         ("-ctk q8_0", "-ctk is not supported; use --kv-cache-dtype"),
         ("--max-num-batched-tokens 24", "(here --chunked-prefill-size) is 24; it must be -1 (whole prompts), or a"),
@@ -112,6 +116,19 @@ def test_what_is_not_there_is_answered(words: str, answer: str, capsys: pytest.C
     text = _refused(f"serve {words}", capsys)
     assert answer in text
     assert "Traceback" not in text
+
+
+def test_all_of_them_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "serve -m model.gguf --mmproj mmproj.gguf -ngl 99 -c 4096 -n 10 --temp 0 --page-size 0"
+    usage, *lines = _refused(words, capsys).splitlines()
+    assert usage == "usage: vlmserve serve [MODEL] [options]"
+    assert [line.partition(" is not supported; ")[0] for line in lines] == [
+        f"vlmserve serve: error: {word}" for word in ("-m", "--mmproj", "-ngl", "-c", "-n", "--temp")
+    ]
+
+
+def test_no_guess_is_a_flag_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "there is no --thread; did you mean --num-threads?" in _refused("serve --thread 2", capsys)
 
 
 def test_attention_by_the_words_of_others() -> None:
@@ -129,11 +146,14 @@ def test_attention_by_the_words_of_others() -> None:
         ("", "name a command; vlmserve --help lists them"),
         ("bench", "name a benchmark: serve, peers, caption, processors"),
         ("serve --xyzzy", "there is no --xyzzy\n"),
-        ("serve m n", "there is no place for 'n'"),
+        ("serve m n", "[MODEL] [options]\nvlmserve serve: error: there is no place for 'n'"),
+        ("cache ls d --nope", "usage: vlmserve cache ls [DIR] [options]\nvlmserve cache ls: error: there is no --nope"),
+        ("warmup a.png --nope", "usage: vlmserve warmup [MODEL] INPUT... [options]\nvlmserve warmup: error: there is"),
+        ("verify --nope", "usage: vlmserve verify [MODEL] [options]\nvlmserve verify: error: there is no --nope"),
         ("serv", "'serv' is none of serve, bench, "),
         ("bench srve", "did you mean serve?"),
         ("run qwen3-vl:2b", "there is no command 'run': vlmserve chat MODEL chats in the terminal"),
-        ("pull qwen3-vl:2b", "hf download MODEL does so ahead of time"),
+        ("pull qwen3-vl:2b", f"and {Path(sys.executable).with_name('hf')} download MODEL does so ahead of time"),
         ("bench vision --round 1", "did you mean --rounds?"),
         ("cache lst", "'lst' is none of ls, stats, verify, prune; did you mean ls?"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from vlmserve import __version__, cli
 from vlmserve.api import launch
 from vlmserve.config.fields import flag
 from vlmserve.config.settings import ServerSettings, iter_settings
-from vlmserve_common.errors import CheckpointError
+from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
 
 _EXAMPLES = ("--page-size", "--disable-radix-cache", "--no-disable-radix-cache")  # of the text before the flags
 
@@ -66,16 +67,26 @@ def test_wrong_settings_end_with_2(
     assert launched == []
 
 
-@pytest.mark.parametrize("error", [CheckpointError("no config.json in /x"), OSError("port 1 is taken")])
-def test_a_failure_is_one_line_and_1_but_debug_shows_where_it_came_from(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (CheckpointError("no config.json in /x"), 2),
+        (SettingsError("--max-model-len is 9999"), 2),
+        (EngineError("a GPU is lost"), 1),
+        (OSError("port 1 is taken"), 1),
+    ],
+)
+def test_a_failure_is_one_line_and_2_where_the_user_has_to_change_something(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(settings: ServerSettings) -> int:
         raise error
 
     monkeypatch.setattr(launch, "launch_server", fail)
-    assert cli.main(["serve"]) == 1
-    assert capsys.readouterr().err == f"vlmserve: error: {error}\n"
+    monkeypatch.setitem(sys.modules, "vlmserve.commands.plan.command", SimpleNamespace(main=fail))
+    assert cli.main(["plan"]) == status
+    assert cli.main(["serve"]) == status
+    assert capsys.readouterr().err == 2 * f"vlmserve: error: {error}\n"
     with pytest.raises(type(error)):
         cli.main(["serve", "--log-level", "debug"])
 
@@ -108,6 +119,15 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == "\n"
+
+
+@pytest.mark.parametrize(("command", "module"), [("serve", "difflib"), ("serve", "pydantic"), ("plan", "difflib")])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_word(command: str, module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    words = [sys.executable, "-m", "vlmserve", command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_a_tool_that_is_terminated_clears_away_what_it_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:
 
 @pytest.mark.parametrize("make", [LLM, AsyncLLM])
 def test_what_the_engine_refuses_is_named_as_it_was_given(make: Any) -> None:
-    with pytest.raises(EngineError, match=r"^max_model_len is 9999; the model was made for 4096 tokens$"):
+    with pytest.raises(SettingsError, match=r"^max_model_len is 9999; the model was made for 4096 tokens$"):
         make(max_model_len=9999)
 
 

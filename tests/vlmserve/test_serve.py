@@ -91,7 +91,7 @@ def test_a_checkpoint_that_cannot_be_served_is_one_line(tmp_path: Path, content:
         copy_default_model(folder)  # nothing else is wrong with it
         (folder / "config.json").write_text(content)
     server = serve(tmp_path / "run", model=folder)
-    assert server.wait() == 1
+    assert server.wait() == 2
     assert complaint in server.log[-1]
     assert server.log[-1].startswith("vlmserve: error: ")
     assert "Traceback" not in "".join(server.log)

@@ -135,6 +135,15 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
         ({"max_pixels": 1.5}, "--max-pixels is 1.5; it must be"),
         ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),
         ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
+        (
+            {"max_time_between_tokens_s": 0},
+            "--max-time-between-tokens-s is 0.0; it must be above 0 and at most 2000000",
+        ),
+        ({"max_time_between_tokens_s": -1}, "--max-time-between-tokens-s is -1.0; it must be above 0"),
+        (
+            {"max_time_between_tokens_s": 5, "request_timeout_s": 3},
+            "--max-time-between-tokens-s is 5.0; it must be at most --request-timeout-s, which is 3",
+        ),
         ({"encoder_timeout_s": 0.0}, "--encoder-timeout-s is 0.0; it must be above 0 and at most 2000000, or left out"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
 from vlmserve_common.process.child import ChildProcess, Parent
 
 
@@ -52,6 +53,22 @@ def test_a_child_is_ended(tmp_path, main, stopped, killed, caplog):
     assert ("the child does not stop: killing it" in caplog.text) == killed
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def refuse(parent: Parent, error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(CheckpointError("no weights"), SettingsError), (EngineError("no GPU"), EngineError), (OSError("x"), EngineError)],
+)
+def test_what_the_user_has_to_change_is_told_from_other_failures(error: Exception, raised: type[Exception]) -> None:
+    child = ChildProcess("c", refuse, (error,), title="the child", log_level="info", stop_patience_s=1.0)
+    with pytest.raises(raised, match=str(error)) as caught:
+        child.take_report()
+    assert type(caught.value) is raised
+    child.stop()
 
 
 def test_a_child_that_was_still_starting_is_ended_without_a_word(tmp_path, caplog):

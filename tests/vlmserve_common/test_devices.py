@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vlmserve_common.compute.devices import check_dtype, resolve_device
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, SettingsError
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_gpu_can_be_made_the_current_one(gpus: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_is_not_there(gpus: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match=r"^--device is 'cuda:2', but there are 2 GPUs, counted from cuda:0$"):
+    with pytest.raises(SettingsError, match=r"^--device is 'cuda:2', but there are 2 GPUs, counted from cuda:0$"):
         resolve_device("cuda:2")
     gpus.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EngineError, match=r"^--encoder-devices is 'cuda', but PyTorch finds no GPU .*, or use cpu$"):
@@ -55,7 +55,7 @@ def test_a_build_without_cuda(gpus: pytest.MonkeyPatch) -> None:
     gpus.setattr(torch.backends.cuda, "is_built", lambda: False)
     gpus.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
-        EngineError, match=r"^--device is 'cuda', but the PyTorch .* is built without CUDA; .*, or use cpu$"
+        SettingsError, match=r"^--device is 'cuda', but the PyTorch .* is built without CUDA; .*, or use cpu$"
     ):
         resolve_device("cuda")
 

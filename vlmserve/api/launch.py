@@ -49,7 +49,7 @@ from vlmserve.ipc.child import (
 from vlmserve.ipc.messages import TokenizerManagerInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve_common.logs import configure_logging
-from vlmserve_common.process.child import ChildProcess
+from vlmserve_common.process.child import ChildProcess, keep_socket_in
 from vlmserve_common.process.limits import raise_open_files
 from vlmserve_common.process.stop_signals import (
     STOP_SIGNALS,
@@ -85,6 +85,7 @@ class Child:
 def make_directories(settings: ServerSettings, stack: ExitStack) -> tuple[Channels, StartSettings]:
     """Make the private directories, which `stack` removes; return the channels and start settings in them."""
     runtime_dir = stack.enter_context(PrivateDirectory(socket_base())).path
+    keep_socket_in(runtime_dir)
     shared_dir = stack.enter_context(PrivateDirectory(shared_memory_base())).path
     start = StartSettings(
         shared_dir=shared_dir,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlmserve.config.checks import SettingsError
 from vlmserve.frontend.request_stats import RequestStats, Timings
+from vlmserve_common.installing import install
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def check_extra() -> None:
     """Raise SettingsError if OpenTelemetry is not installed."""
     for package in ("opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter", "opentelemetry.exporter.otlp"):
         if find_spec(package) is None:
-            raise SettingsError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'vlmserve[otel]'")
+            raise SettingsError(f"--otlp-traces-endpoint needs OpenTelemetry: {install('otel')}")
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:

@@ -164,15 +164,16 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="print JSON")
     parser = CommandParser(
         prog="vlmserve cache",
+        usage="%(prog)s COMMAND [DIR] [options]",
         description="Look at the embedding cache on disk and clear it. Servers may use it at the same time.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, prog=parser.prog)
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
+        usage = "%(prog)s [DIR] [options]"
         return commands.add_parser(
-            name, parents=[common], help=about, description=f"{about.capitalize()}.", allow_abbrev=False
+            name, parents=[common], help=about, description=f"{about.capitalize()}.", usage=usage
         )
 
     listing = add("ls", "list entries, the last used first")

@@ -20,7 +20,7 @@ class Alias:
 
     sets: our settings. The first one gets the value, unless `convert` returns our settings and their values.
     switch: the setting has no value on the command line (--x, --no-x). taken: values that change nothing here; ANY
-    stands for all. instead: our settings that an error points to.
+    stands for all. instead: our settings that an error points to. advice: what an error says in place of them.
     """
 
     sets: tuple[str, ...] = ()
@@ -28,6 +28,7 @@ class Alias:
     switch: bool = False
     taken: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()
+    advice: str = ""
 
 
 def _mapping(value: Any, example: str) -> Mapping[str, Any]:
@@ -157,16 +158,23 @@ _INSTEAD = {
     "compilation_config O": "disable_cuda_graph cuda_graph_bs",
     "speculative_config speculative_draft_model_path": "speculative_algorithm",
     # llama.cpp's
-    "m hf hf_repo mmproj mm": "model",
+    "m hf hf_repo": "model",
     "a alias": "served_model_name",
     "c ctx_size": "max_model_len",
     "ngl gpu_layers n_gpu_layers mg main_gpu": "device",
     "ts tensor_split sm split_mode": "tp_size",
-    "t threads": "num_threads",
+    "t threads tb threads_batch": "num_threads",
     "np parallel": "max_running_requests",
     "b batch_size ub ubatch_size": "chunked_prefill_size",
     "ctk cache_type_k ctv cache_type_v": "kv_cache_dtype",
     "fa flash_attn": "attention_backend",
+}
+_ADVICE = {
+    "mmproj mm mmproj_url mmu": "leave it out, for MODEL's folder has the vision tower, too",
+    "n predict n_predict": "leave it out: requests have max_tokens",
+    "temp temperature top_k top_p min_p repeat_penalty": "leave it out: requests have it, and MODEL's "
+    "generation_config.json has the defaults",
+    "offline": "set the variable HF_HUB_OFFLINE=1",
 }
 _REFUSED = (
     "download_dir tokenizer tokenizer_path ssl_keyfile ssl_certfile root_path fastapi_root_path "
@@ -190,6 +198,7 @@ ALIASES: Mapping[str, Alias] = {
     **{name: Alias(switch=True, taken=("false",)) for name in _OFF_ONLY.split()},
     **{name: Alias() for name in _REFUSED.split()},
     **{name: Alias(instead=tuple(ours.split())) for names, ours in _INSTEAD.items() for name in names.split()},
+    **{name: Alias(advice=advice) for names, advice in _ADVICE.items() for name in names.split()},
     **{
         name: Alias(switch=True, taken=("false",), instead=(ours,))
         for names, ours in _INSTEAD_OF_SWITCHES.items()
@@ -234,8 +243,9 @@ def our_settings(alias: Alias, value: Any, place: str) -> Mapping[str, Any]:
         return {alias.sets[0]: value}
     if ANY in alias.taken or str(value).lower() in alias.taken:
         return {}
-    if alias.instead:
-        raise SettingsError(f"{place} is not supported; use {' or '.join(map(flag, alias.instead))}")
+    if alias.instead or alias.advice:
+        advice = alias.advice or f"use {' or '.join(map(flag, alias.instead))}"
+        raise SettingsError(f"{place} is not supported; {advice}")
     if alias.switch or not alias.taken:
         raise SettingsError(f"{place} is not supported")
     raise SettingsError(f"{place} is {value!r}; only {', '.join(alias.taken)} is supported")

@@ -11,13 +11,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag, problem, range_problems
-from vlmserve_common.errors import VlmserveError
-
-
-class SettingsError(VlmserveError):
-    """One or more settings are wrong. The message has one line for each, with the setting, its value and the allowed
-    values."""
-
+from vlmserve_common.errors import SettingsError
 
 _TAKEN_AS: Mapping[type, type] = {int: numbers.Integral, float: numbers.Real}
 _IN_WORDS = {

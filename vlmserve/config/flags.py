@@ -17,6 +17,7 @@ from vlmserve.config.settings import ENV_PREFIX, Setting, iter_settings
 
 GIVEN_AS = "given_as"
 """The place in a namespace of other engines' flags: our setting -> the flag that set it."""
+_PROBLEMS = "problems_of_aliases"
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -43,13 +44,31 @@ class CommandParser(argparse.ArgumentParser):
         """Parse a command line as `parse_args` does, with flags anywhere between the words."""
         return self._nothing_left(*self.parse_known_intermixed_args(args, namespace))
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse a command line; end the process with status 2 for flags of other engines that have no meaning here."""
+        found, left = super().parse_known_args(args, namespace)
+        if problems := vars(found).pop(_PROBLEMS, None):
+            self._complain(problems)
+        return found, left
+
     def _nothing_left(self, found: argparse.Namespace, left: Sequence[str]) -> argparse.Namespace:
         if left:
+            parsers = list(_parsers(self, found))
             names = [word.partition("=")[0] for word in left if word.startswith("-")]
-            known = list(_option_strings(self, found))
+            known = [
+                word
+                for parser in parsers
+                for word, action in parser._option_string_actions.items()
+                if not (isinstance(action, _AliasFlag) and action.refused)
+            ]
             unknown = [f"there is no {name}{did_you_mean(name, known)}" for name in names]
-            self.error("; ".join(unknown or [f"there is no place for {' '.join(left)!r}"]))
+            parsers[-1]._complain(unknown or [f"there is no place for {' '.join(left)!r}"])
         return found
+
+    def _complain(self, problems: Sequence[str]) -> typing.NoReturn:
+        self.error(f"\n{self.prog}: error: ".join(problems))
 
     def _check_value(self, action: argparse.Action, value: typing.Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -68,10 +87,11 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class _AliasFlag(argparse.Action):
-    """A flag of another engine. It sets our setting, or ends the process with an error."""
+    """A flag of another engine. It sets our setting, or notes why not, so that all such flags are told at once."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, *, alias: Alias, value: bool | None = None) -> None:
-        nargs = 0 if alias.switch else "?" if alias.instead else None
+        self.refused = bool(alias.instead or alias.advice)
+        nargs = 0 if alias.switch else "?" if self.refused else None
         super().__init__(option_strings, argparse.SUPPRESS, nargs=nargs, help=argparse.SUPPRESS)
         self._alias = alias
         self._switched = value
@@ -87,7 +107,8 @@ class _AliasFlag(argparse.Action):
         try:
             ours = our_settings(self._alias, self._switched if self._alias.switch else values, place)
         except SettingsError as error:
-            parser.error(str(error))
+            vars(namespace).setdefault(_PROBLEMS, []).append(str(error))
+            return
         given_as = vars(namespace).setdefault(GIVEN_AS, {})
         for name, value in ours.items():
             setattr(namespace, name, value)
@@ -132,7 +153,7 @@ def add_settings(
         if help_all and not setting.common:
             hidden[action], action.help = str(action.help), argparse.SUPPRESS
     for name, alias in ALIASES.items():
-        if names is None or set(alias.sets) <= set(names):
+        if names is None or (set(alias.sets) <= set(names) and not alias.advice):
             _add_alias(parser, name, alias)
 
 
@@ -169,14 +190,14 @@ def _add_alias(parser: argparse.ArgumentParser, name: str, alias: Alias) -> None
         parser.add_argument(flag(f"no_{name}"), action=_AliasFlag, alias=alias, value=False)
 
 
-def _option_strings(parser: argparse.ArgumentParser, found: argparse.Namespace) -> Iterator[str]:
-    """Yield the flags of a parser, and of the parsers of named commands."""
-    yield from parser._option_string_actions
+def _parsers(parser: CommandParser, found: argparse.Namespace) -> Iterator[CommandParser]:
+    """Yield a parser, and the parsers of the commands that are named, the last one last."""
+    yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             chosen = action.choices.get(getattr(found, action.dest, ""))
             if chosen is not None:
-                yield from _option_strings(chosen, found)
+                yield from _parsers(chosen, found)
 
 
 def _metavar(type_: typing.Any) -> str:

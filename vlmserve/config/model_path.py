@@ -8,7 +8,8 @@ from pathlib import Path
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
-from vlmserve_common.errors import CheckpointError, EngineError
+from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
+from vlmserve_common.installing import hf
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "default_model"
 """The small trained checkpoint that comes with the package."""
@@ -22,13 +23,15 @@ class NotDownloadedError(CheckpointError):
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# The hub library's errors by their names, in words that say what to do.
-_REASONS = {
-    "RepositoryNotFoundError": "there is no such model, or it is private (`hf auth login`)",
+# The hub library's errors by their names, in words that say what to do. The first ones are the user's to mend.
+_USERS = {
+    "RepositoryNotFoundError": "there is no such model, or it is private (`{hf} auth login`)",
     "RevisionNotFoundError": "the model has no such branch, tag or commit (setting --revision)",
-    "GatedRepoError": "its terms are to be accepted on its page first (then `hf auth login`)",
-    "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
+    "GatedRepoError": "its terms are to be accepted on its page first (then `{hf} auth login`)",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and no copy is here",
+}
+_REASONS = _USERS | {
+    "LocalEntryNotFoundError": "the hub does not answer, and no copy is here ({first})",
     "ConnectError": "the hub cannot be reached ({first})",
     "ConnectTimeout": "the hub cannot be reached ({first})",
 }
@@ -62,11 +65,12 @@ def resolve_model(model: str, revision: str | None = None, *, download: bool = T
     """Return the folder of a checkpoint: `model` itself, or the downloaded `model` of the Hugging Face hub.
 
     revision: a branch, tag or commit of the hub's; folders have none. "": the default model. download: False raises
-    NotDownloadedError instead of downloading. Raises CheckpointError, with the reason, if there is no such checkpoint.
+    NotDownloadedError instead of downloading. Raises CheckpointError, with the reason, if there is no such checkpoint,
+    and EngineError if the hub does not answer.
     """
     if (folder := local_folder(model)) is not None:
         return folder
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
 
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=_FILES, local_files_only=not download))
@@ -74,19 +78,20 @@ def resolve_model(model: str, revision: str | None = None, *, download: bool = T
         if not download:
             raise NotDownloadedError(f"{model!r} is no folder, and not downloaded from the Hugging Face hub") from None
         first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        reason = _REASONS.get(type(error).__name__, "{first}").format(first=first.removeprefix("Got: "))
-        raise CheckpointError(
+        name = "OfflineModeIsEnabled" if constants.HF_HUB_OFFLINE else type(error).__name__
+        reason = _REASONS.get(name, "{first}").format(first=first.removeprefix("Got: "), hf=hf())
+        raise (CheckpointError if name in _USERS else EngineError)(
             f"{model!r} is not a folder, and cannot be had from the Hugging Face hub: {reason}"
         ) from None
 
 
 def check_model(folder: Path, max_model_len: int | None) -> None:
-    """Check what needs config.json alone: the family, and --max-model-len. Raises CheckpointError or EngineError."""
+    """Check what needs config.json alone: the family, and --max-model-len. Raises CheckpointError or SettingsError."""
     config = Fields(read_hf_config(folder), f"{folder}: config.json")
     if max_model_len is not None:
         most = text_fields(config).positive("max_position_embeddings")
         if max_model_len > most:
-            raise EngineError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
+            raise SettingsError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
 
 
 def checked_model(args: EngineArgs) -> Path:

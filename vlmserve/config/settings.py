@@ -27,6 +27,7 @@ from vlmserve.config.fields import (
     SECONDS,
     Allowed,
     flag,
+    problem,
     range_problems,
     settings_of,
 )
@@ -310,6 +311,9 @@ def load_settings(
     engine = EngineArgs(**{name: getattr(read, name) for name in of_engine})
     whole = ServerSettings(engine=engine, **{name: getattr(read, name) for name in settings.keys() - of_engine})
     problems = engine_problems(engine) + range_problems(whole)
+    if 0 < whole.request_timeout_s < engine.max_time_between_tokens_s != EngineArgs.max_time_between_tokens_s:
+        allowed = f"at most --request-timeout-s, which is {whole.request_timeout_s:g}"
+        problems.append(problem(engine, "max_time_between_tokens_s", allowed))
     if problems:
         raise SettingsError("\n".join(problems))
     return whole
@@ -387,14 +391,14 @@ def _where_and_why(error: Exception) -> str:
 
 def _explain(error: ValidationError, known: Collection[str], places: Mapping[str, str]) -> Iterator[str]:
     """Yield one line for each problem: the place of the value, the value, and the allowed values."""
-    for problem in error.errors(include_url=False):
-        name = str(problem["loc"][0])
+    for one in error.errors(include_url=False):
+        name = str(one["loc"][0])
         place = places.get(name, name)
-        if problem["type"] == "extra_forbidden":
+        if one["type"] == "extra_forbidden":
             yield f"{place}: no such setting{did_you_mean(name, known, '; `vlmserve serve --help-all` lists all')}"
             continue
-        if len(problem["loc"]) > 1 and problem["loc"][1] != "int":  # of a number or a word, once is enough
+        if len(one["loc"]) > 1 and one["loc"][1] != "int":  # of a number or a word, once is enough
             continue
-        yield sentence(problem, place)
-        if place == f"{ENV_PREFIX}PORT" and str(problem["input"]).startswith("tcp://"):
+        yield sentence(one, place)
+        if place == f"{ENV_PREFIX}PORT" and str(one["input"]).startswith("tcp://"):
             yield "Kubernetes sets that for a service of this name; enableServiceLinks: false in the pod stops it"

@@ -102,7 +102,7 @@ def load_chat_template(folder: Path, given: str | None = None) -> ChatTemplate:
     config = read_json(folder, "tokenizer_config.json", required=False)
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
     if given is not None:
-        return ChatTemplate(_given_source(given), special_tokens=tokens)
+        return ChatTemplate(given_source(given), special_tokens=tokens)
     path = folder / "chat_template.jinja"
     if path.is_file():
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=tokens)
@@ -118,8 +118,8 @@ def load_chat_template(folder: Path, given: str | None = None) -> ChatTemplate:
     )
 
 
-def _given_source(given: str) -> str:
-    """Return the Jinja of --chat-template: the setting itself, or a file's."""
+def given_source(given: str) -> str:
+    """Return the Jinja of --chat-template: the setting itself, or a file's. Raises CheckpointError."""
     if "{" in given:
         return given
     try:

@@ -16,13 +16,9 @@ _LEAST_GAP_S = 0.002
 
 
 class FlowLoad(NamedTuple):
-    """The requests of a flow. running: answers that decode. joining: requests whose pictures or prompts are being
-    computed, or wait for that.
+    """A flow with answers that decode. joining: its requests whose pictures or prompts are being computed, or wait for
+    that. unattended: nobody reads its answers before they are whole."""
 
-    unattended: nobody reads its answers before they are whole.
-    """
-
-    running: int
     joining: int
     unattended: bool = False
 

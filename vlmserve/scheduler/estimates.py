@@ -79,8 +79,9 @@ class StepCosts:
         if decoding and not self.patient:
             return _MARGIN * self.gap_s
         # a newcomer waits for one slice: about as long as its own step takes
-        most = self._max_step_s
-        usual_s = most if self._decode_s is None else min(max(self._decode_s, _MIN_IDLE_SLICE_S), most)
+        usual_s = self._max_step_s
+        if self._decode_s is not None and not (decoding and math.isinf(self.gap_s)):
+            usual_s = min(max(self._decode_s, _MIN_IDLE_SLICE_S), usual_s)
         if decoding:
             usual_s = min(usual_s, max(self.gap_s, 0.0))
             self.gap_s -= usual_s

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -275,10 +274,9 @@ class Scheduler:
         """Return the load of each flow with requests that decode."""
         running = self.running_batch.reqs
         flows = {req.flow: req.unattended for req in running}
-        count = Counter(req.flow for req in running)
         full = len(running) >= self._args.max_running_requests
         joining = self.waiting_queue.joining
-        return [FlowLoad(count[flow], 0 if full else joining(flow), alone) for flow, alone in flows.items()]
+        return [FlowLoad(0 if full else joining(flow), unattended) for flow, unattended in flows.items()]
 
     def _decodable(self) -> list[Req]:
         """Return the requests that may get a token of the next step.
@@ -359,7 +357,8 @@ class Scheduler:
 
     def encoded(self, seconds: float) -> None:
         """Note that a slice of encoding took so long."""
-        self._costs.encoded(seconds)
+        if not self.is_idle():  # otherwise it encoded ahead of time
+            self._costs.encoded(seconds)
         self.meter.encoded(seconds)
 
     def rest(self, *, held_bytes: int) -> bool:

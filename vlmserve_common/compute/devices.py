@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, SettingsError
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +15,8 @@ _LEAST_BFLOAT16 = (8, 0)
 
 
 def resolve_device(name: str, setting: str = "--device") -> torch.device:
-    """Turn auto, cpu, cuda or cuda:N into a torch device. setting: its name, for errors. EngineError if it cannot be
-    used.
+    """Turn auto, cpu, cuda or cuda:N into a torch device. setting: its name, for errors. SettingsError or
+    EngineError if it cannot be used.
 
     cuda is the process's current GPU: by default the first. auto takes the CPU, with a log line, if there is a GPU that
     PyTorch cannot use.
@@ -44,7 +44,9 @@ def resolve_device(name: str, setting: str = "--device") -> torch.device:
     else:
         # with its number, which is what tensors there name, and what `torch.cuda.set_device` wants
         return device if device.index is not None else torch.device("cuda", _current())
-    raise EngineError(f"{setting} is {name!r}, but {why}{'' if count else ', or use cpu'}")
+    # a driver may come later, another setting does not
+    wrong = SettingsError if count or not torch.backends.cuda.is_built() else EngineError
+    raise wrong(f"{setting} is {name!r}, but {why}{'' if count else ', or use cpu'}")
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

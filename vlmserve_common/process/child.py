@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from vlmserve_common.errors import EngineError, VlmserveError
+from vlmserve_common.errors import CheckpointError, EngineError, SettingsError, VlmserveError
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.stop_signals import ignore_stop_signals, stop_signals_held
 
@@ -114,15 +114,15 @@ class ChildProcess:
         return f"{self.title} ended with status {code}"
 
     def take_report(self) -> dict[str, Any]:
-        """What the child says of itself, once it is ready; blocks until then. EngineError with its own message if it
-        cannot start."""
+        """What the child says of itself, once it is ready; blocks until then. EngineError or SettingsError
+        with its own message if it cannot start."""
         try:
             report = json.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             hint = ", as the kernel does when memory runs out" if self.was_killed else ""
             raise EngineError(f"{self.how_it_died()} while starting{hint}") from None
         if "error" in report:
-            raise EngineError(report["error"])
+            raise (SettingsError if report["for_user"] else EngineError)(report["error"])
         self._was_ready = True
         return report["ready"]
 
@@ -176,9 +176,9 @@ class Parent:
         """Report readiness, once; info must fit into JSON."""
         self._report({"ready": dict(info)})
 
-    def failed(self, message: str) -> None:
-        """Report why there will be no readiness."""
-        self._report({"error": message})
+    def failed(self, message: str, *, for_user: bool = False) -> None:
+        """Report why there will be no readiness. for_user: the user has to change a setting or the checkpoint."""
+        self._report({"error": message, "for_user": for_user})
 
     def receive(self, timeout_s: float | None = None) -> bytes:
         """The next message; blocks. Raises queue.Empty if none comes in time."""
@@ -224,19 +224,26 @@ def _run_child(
     configure_logging(log_level, name)
     try:
         main(parent, *args)
-        message = "returned"
+        message, for_user = "returned", False
     except Exception as error:
+        for_user = isinstance(error, SettingsError | CheckpointError)
         expected = isinstance(error, VlmserveError) and not parent.was_told
         message = str(error) if expected else f"{type(error).__name__}: {error}"
         if not expected or log_level == "debug":
             logger.exception("%s failed", name)
     if not parent.was_told:
-        parent.failed(message if message != "returned" else f"{name} stopped early")
+        parent.failed(message if message != "returned" else f"{name} stopped early", for_user=for_user)
     else:
         logger.error("%s stopped: %s", name, message)
     # Not sys.exit: threads of a broken engine must not keep the process, and with it the server, half alive.
     sys.stderr.flush()
     os._exit(1)
+
+
+def keep_socket_in(folder: Path) -> None:
+    """Have multiprocessing make its socket there, not in a folder of its own, which a killed process leaves behind."""
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["tempdir"] = str(folder)
 
 
 def prepare_forks(modules: Sequence[str]) -> None:
@@ -246,7 +253,7 @@ def prepare_forks(modules: Sequence[str]) -> None:
         # multiprocessing puts the socket there, and knows no other way to be told where else.
         config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
         if "tempdir" not in config:
-            config["tempdir"] = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+            keep_socket_in(Path(tempfile.mkdtemp(prefix="pymp-", dir="/tmp")))
             atexit.register(shutil.rmtree, config["tempdir"], ignore_errors=True)
     # Otherwise it would end a moment after this process, and surprise the process that waits for this one.
     atexit.unregister(_stop_forks)

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, SettingsError
 from vlmserve_common.process.child import ChildProcess
 from vlmserve_common.process.stop_signals import stop_signals_held
 from vlmserve_common.transport.shm import SharedArrays
@@ -160,7 +160,7 @@ class ProcessKeeper:
             raise EngineError(f"nobody uses {plan.title} any more")
         except (EOFError, OSError):
             return f"{plan.title} was stopped" if self._closing.is_set() else child.how_it_died()
-        except EngineError as error:
+        except (EngineError, SettingsError) as error:
             self._in_order = isinstance(error, EndedInOrderError)
             return str(error)
         except Exception as error:

@@ -11,7 +11,7 @@ from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import model_loading
 from vlmserve.memory import sizing
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, SettingsError
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def test_weights_that_do_not_fit_are_not_loaded(free: pytest.MonkeyPatch) -> Non
     free.setattr(sizing, "free_memory", lambda device: (GIB, GIB))
     with pytest.raises(EngineError, match=r"max_total_tokens is 1000000000, a KV cache of 1431 GiB"):
         LLM(max_total_tokens=10**9)
-    with pytest.raises(EngineError, match=r"max_model_len is 9999; the model was made for 4096 tokens"):
+    with pytest.raises(SettingsError, match=r"max_model_len is 9999; the model was made for 4096 tokens"):
         LLM(max_model_len=9999)
     assert loaded == []
 

@@ -16,7 +16,7 @@ STEP_S = COSTS.step_s + COSTS.decode_row_s
 COST = st.builds(
     GapCosts, decode_s=st.floats(0.001, 1.0), join_s=st.floats(0.0, 60.0), answer_tokens=st.floats(1.0, 2000.0)
 )
-LOAD = st.builds(FlowLoad, running=st.integers(1, 64), joining=st.integers(0, 64), unattended=st.booleans())
+LOAD = st.builds(FlowLoad, joining=st.integers(0, 64), unattended=st.booleans())
 
 
 @given(st.lists(LOAD, min_size=1, max_size=5), COST, st.floats(1.1, 4.0))
@@ -32,16 +32,16 @@ def test_no_answer_waits_longer_than_its_flow_gains_by(loads, costs, slowdown):
         assert not patient
         assert gap_s == pytest.approx(max(protected_s, 0.002))
     # more requests of flows that are there already change nothing for others
-    more = [load._replace(joining=load.joining * 2, running=load.running * 2) for load in loads]
+    more = [load._replace(joining=load.joining * 2) for load in loads]
     assert rule.gap(more, costs) == (gap_s, patient)
 
 
 def test_a_long_clip_keeps_no_answer_waiting_that_ends_before_it():
     rule = GapRule(slowdown=2.0, ceiling_s=CEILING)
     costs = GapCosts(decode_s=0.04, join_s=2.6, answer_tokens=64)
-    assert rule.gap([FlowLoad(3, 1)], costs) == (pytest.approx(CEILING - 0.04), True)
-    assert rule.gap([FlowLoad(3, 1)], costs._replace(join_s=30.0)) == (pytest.approx(0.04), False)
-    assert GapRule(slowdown=0.0, ceiling_s=CEILING).gap([FlowLoad(3, 0)], costs) == (math.inf, True)
+    assert rule.gap([FlowLoad(1)], costs) == (pytest.approx(CEILING - 0.04), True)
+    assert rule.gap([FlowLoad(1)], costs._replace(join_s=30.0)) == (pytest.approx(0.04), False)
+    assert GapRule(slowdown=0.0, ceiling_s=CEILING).gap([FlowLoad(0)], costs) == (math.inf, True)
 
 
 @pytest.mark.parametrize(("clients", "in_flight"), [(1, 16), (4, 4), pytest.param(1, 64, marks=pytest.mark.slow)])
@@ -69,5 +69,5 @@ def test_answers_of_a_batch_leave_the_time_to_its_pictures():
     """Nobody reads them before they are whole, so they do not count as answers to be protected."""
     rule = GapRule(slowdown=2.0, ceiling_s=CEILING)
     costs = GapCosts(decode_s=0.04, join_s=2.6, answer_tokens=64)
-    assert rule.gap([FlowLoad(3, 0, unattended=True), FlowLoad(1, 2)], costs)[1]
-    assert not rule.gap([FlowLoad(3, 0, unattended=True), FlowLoad(1, 0)], costs)[1]
+    assert rule.gap([FlowLoad(0, unattended=True), FlowLoad(2)], costs)[1]
+    assert not rule.gap([FlowLoad(0, unattended=True), FlowLoad(0)], costs)[1]

@@ -144,7 +144,8 @@ def bench_parser(
 
     rounds: the default of --rounds; None: there is no such flag. parts: the choices of --parts, all by default.
     """
-    parser = CommandParser(prog=f"vlmserve bench {name}", description=about, formatter_class=_Formatter, **more)
+    more = {"usage": "%(prog)s [options]", "formatter_class": _Formatter, **more}
+    parser = CommandParser(prog=f"vlmserve bench {name}", description=about, **more)
     if parts:
         text = "what to measure"
         parser.add_argument("--parts", nargs="+", choices=list(parts), default=list(parts), help=text)

@@ -106,6 +106,7 @@ class LoadClient:
         self._http = httpx2.AsyncClient(timeout=timeout_s, limits=limits, trust_env=proxies)
         self._client = ChatClient(url, api_key=api_key, http=self._http)
         self.url = self._client.url
+        self._key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._logprobs = logprobs
         self.ignore_eos = True
         try:
@@ -161,7 +162,7 @@ class LoadClient:
     async def _metrics(self) -> dict[str, float]:
         """Return the counters of `vlmserve` on /metrics by name; none of another server."""
         try:
-            answer = await self._http.get(f"{self.url.removesuffix('/v1')}/metrics")
+            answer = await self._http.get(f"{self.url.removesuffix('/v1')}/metrics", headers=self._key)
         except httpx2.HTTPError:
             return {}
         lines = re.findall(r"^vlmserve:(\w+)_total(?:\{[^}]*\})? (\S+)$", answer.text, re.MULTILINE)

@@ -19,7 +19,7 @@ from typing import Self
 
 from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.config.settings import ENV_PREFIX
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, SettingsError
 from vlmserve_common.process.child import die_with_parent
 
 
@@ -29,7 +29,7 @@ class OwnServer:
     A context manager. Make it in a thread that outlives it: the server ends with that thread, even if this process is
     killed. words: the command line, which may have a MODEL. environment: variables beside those of this process.
     startup_timeout_s: a limit beside the server's own. command: the module and first words, before `words`. Raises
-    EngineError if the server does not start.
+    EngineError if the server does not start, or SettingsError if it refuses its settings.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OwnServer:
             while not port_file.exists():
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     what = f"the server did not start (its last lines say why): vlmserve serve {' '.join(words)}"
-                    raise EngineError(what)
+                    raise (SettingsError if self._process.poll() == 2 else EngineError)(what)
                 time.sleep(0.1)  # it is another process
         except BaseException:
             self.close()

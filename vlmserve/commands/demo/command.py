@@ -24,6 +24,7 @@ from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME
 from vlmserve.config.settings import ENV_PREFIX
 from vlmserve_common.errors import EngineError, VlmserveError
+from vlmserve_common.installing import install
 from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _read(argv)
     if importlib.util.find_spec("gradio") is None:
-        raise DemoError("the demo needs Gradio: pip install 'vlmserve[demo]'")
+        raise DemoError(f"the demo needs Gradio: {install('demo')}")
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:

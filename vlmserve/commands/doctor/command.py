@@ -14,11 +14,12 @@ from pathlib import Path
 
 from vlmserve.commands.doctor.finding import Finding, Probed, Status, run_probes
 from vlmserve.commands.doctor.machine import ask_nvidia, attention_findings, gpu_findings, machine_findings
-from vlmserve.commands.doctor.packages import extra_findings, needed_findings, pip_install, read_requirements
+from vlmserve.commands.doctor.packages import extra_findings, needed_findings, read_requirements
 from vlmserve.config.flags import CommandParser
 from vlmserve.config.model_path import DEFAULT_MODEL, NotDownloadedError, resolve_model
 from vlmserve_common.compute.memory import show_gib
 from vlmserve_common.errors import CheckpointError
+from vlmserve_common.installing import pip_install
 from vlmserve_common.version import __version__
 
 _PICTURES = ("PNG", "JPEG", "WEBP", "AVIF")
@@ -56,10 +57,10 @@ def _unread(name: str, found: Probed, package: str, *, optional: bool = False) -
 _SUMS = "SHA256SUMS"
 
 
-def model_folder(model: str) -> Path | Finding:
+def model_folder(model: str, revision: str | None = None) -> Path | Finding:
     """Return the folder of a checkpoint on this machine. Nothing is downloaded for it."""
     try:
-        return resolve_model(model, download=False)
+        return resolve_model(model, revision, download=False)
     except NotDownloadedError as error:
         fetch = f"vlmserve serve {model} fetches it, if the hub has it"
         return Finding(model, str(error), Status.NOTE, fetch)
@@ -124,11 +125,12 @@ _COLOURS = {Status.OK: "32", Status.NOTE: "33", Status.PROBLEM: "31"}
 
 def main(argv: Sequence[str]) -> int:
     """Print the findings, and return 1 if there is a problem."""
-    parser = CommandParser(prog="vlmserve doctor", usage="%(prog)s [MODEL] [--json]", description=_ABOUT)
+    parser = CommandParser(prog="vlmserve doctor", usage="%(prog)s [MODEL] [options]", description=_ABOUT)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a checkpoint folder, or a Hugging Face hub id")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    report = examine(args.model)
+    report = examine(args.model, args.revision)
     counts = {status: sum(one.status is status for found in report.values() for one in found) for status in Status}
     if args.json:
         findings = [{"section": section, **asdict(one)} for section, found in report.items() for one in found]
@@ -140,10 +142,10 @@ def main(argv: Sequence[str]) -> int:
     return int(counts[Status.PROBLEM] > 0)
 
 
-def examine(model: str | None) -> dict[str, list[Finding]]:
+def examine(model: str | None, revision: str | None = None) -> dict[str, list[Finding]]:
     """Return all findings by section. Two child processes import the libraries; this one imports none."""
     needed, extras = read_requirements()
-    folder = None if model is None else model_folder(model)
+    folder = None if model is None else model_folder(model, revision)
     modules = [one.module for one in needed if one.installed is not None and one.module not in (None, "torch")]
     folders = [DEFAULT_MODEL, *([folder] if isinstance(folder, Path) else [])]
     slow = ["torch", *(f"model:{each}" for each in folders), "attention"]

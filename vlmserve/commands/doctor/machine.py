@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmserve.commands.doctor.finding import Finding, Probed, Status
-from vlmserve.commands.doctor.packages import pip_install
 from vlmserve.ipc.private_dir import shared_memory_base
 from vlmserve_common.compute.cpus import available_cpus, cpu_name
 from vlmserve_common.compute.memory import available_host_memory, show_gib, total_host_memory
+from vlmserve_common.installing import pip_install
 from vlmserve_common.kernels.build import CannotBuild, best_level, better_level, cache_folder, compiler, cpu_words, find
 
 # The instructions that matter to matrix products, by the kernel's names.

@@ -5,18 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import re
-import shlex
-import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vlmserve.commands.doctor.finding import Finding, Probed, Status
+from vlmserve_common.installing import NAME, ROOT, checkout_project, install, pip_install
 
-NAME = "vlmserve"
-ROOT = Path(__file__).resolve().parents[3]
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*([^;]*)")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _MODULES = {"pillow": "PIL", "pyyaml": "yaml", "pyzmq": "zmq"}
@@ -56,7 +51,7 @@ def read_requirements(folder: Path = ROOT) -> tuple[list[Requirement], dict[str,
 
     The installed metadata of a checkout may be old: they are those of the day when it was installed.
     """
-    project = _project(folder)
+    project = checkout_project(folder)
     if project is not None:
         needed, extras = project["dependencies"], project["optional-dependencies"]
     else:
@@ -96,31 +91,6 @@ def extra_findings(extras: Mapping[str, Sequence[Requirement]]) -> Iterator[Find
             yield Finding(extra, lacking, Status.NOTE, install(extra), data)
         else:
             yield Finding(extra, ", ".join(f"{name} {version}" for name, version in data.items()), data=data)
-
-
-def install(extra: str | None = None) -> str:
-    """Return the command that installs vlmserve, with an extra or without, into this Python."""
-    brackets = f"[{extra}]" if extra else ""
-    if _project(ROOT) is None:
-        return pip_install(NAME + brackets)
-    return pip_install("-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{brackets}")
-
-
-def pip_install(*words: str) -> str:
-    """Return a command for a shell. uv makes environments without pip: there it is one of uv."""
-    if importlib.util.find_spec("pip") is None:
-        words = tuple("--reinstall" if word == "--force-reinstall" else word for word in words)
-        return shlex.join(["uv", "pip", "install", "--python", sys.executable, *words])
-    return shlex.join([sys.executable, "-m", "pip", "install", *words])
-
-
-def _project(folder: Path) -> dict[str, Any] | None:
-    """Return the project of a checkout's pyproject.toml; None for an installed package, even beside such a file."""
-    file = folder / "pyproject.toml"
-    if not file.is_file():
-        return None
-    project: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
-    return project if project.get("name") == NAME else None
 
 
 def _requirement(line: str) -> Requirement:

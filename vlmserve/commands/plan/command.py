@@ -16,6 +16,7 @@ from vlmserve.config.flags import CommandParser, above_zero, add_settings, posit
 from vlmserve.config.model_path import NotDownloadedError, resolve_model
 from vlmserve.config.settings import load_settings
 from vlmserve_common.errors import CheckpointError, EngineError
+from vlmserve_common.installing import hf
 
 _ABOUT = """\
 Tell whether a model fits and how fast it can be at the best, from its config.json alone: no weights and no GPU are
@@ -36,7 +37,8 @@ _SETTINGS = frozenset(
     {
         "chunked_prefill_size", "disable_cuda_graph", "dp_size", "dtype", "enable_dp_attention", "encoder_max_patches",
         "cpu_kv_cache_gib", "ep_size", "kv_cache_dtype", "mamba_cache_mib", "max_model_len", "max_prefill_tokens",
-        "max_running_requests", "mem_fraction_static", "page_size", "pp_size", "quantization", "tp_size",
+        "max_running_requests", "mem_fraction_static", "page_size", "pp_size", "quantization", "revision",
+        "tp_size",
     }
 )  # fmt: skip
 
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     # late, so that --help is quick
     from vlmserve.commands.plan.plan import Plan, make_plan
-    from vlmserve.commands.plan.published import SHAPES, write_config
+    from vlmserve.commands.plan.published import PUBLISHED, write_config
     from vlmserve.commands.plan.table import as_data, overview, show
 
     flags = {name: value for name, value in vars(args).items() if name in _SETTINGS}
@@ -83,11 +85,11 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="vlmserve-plan-") as made:
         folder = Path(made)
         if args.model is not None:
-            plan = plan_of(_folder(args.model, folder))
+            plan = plan_of(_folder(args.model, settings.revision, folder))
             data, text = as_data(plan), overview(gpu, {args.model: plan}) if gpu.is_cpu else show(plan)
         else:
             plans: dict[str, Plan | EngineError] = {}
-            for shape in SHAPES.values():
+            for shape in PUBLISHED:
                 try:
                     plans[shape.hub_id] = plan_of(write_config(shape, folder))
                 except EngineError as error:
@@ -114,7 +116,7 @@ def _gpu(args: argparse.Namespace) -> Gpu:
     return gpu
 
 
-def _folder(model: str, made: Path) -> Path:
+def _folder(model: str, revision: str | None, made: Path) -> Path:
     """Return a checkpoint folder, or `made` with a config.json: a copy of the one that `model` names, or that of a
     published model."""
     path = Path(model).expanduser()
@@ -122,14 +124,15 @@ def _folder(model: str, made: Path) -> Path:
         shutil.copyfile(path, made / "config.json")
         return made
     try:
-        return resolve_model(model, download=False)
+        return resolve_model(model, revision, download=False)
     except NotDownloadedError as error:
-        from vlmserve.commands.plan.published import SHAPES, write_config
+        from vlmserve.commands.plan.published import PUBLISHED, write_config
 
-        for shape in SHAPES.values():
-            if shape.hub_id == model:
+        for shape in PUBLISHED:
+            if shape.hub_id == model and revision is None:
                 return write_config(shape, made)
-        raise CheckpointError(f"{error}; its config.json is enough: hf download {model} config.json") from None
+        words = f"{model} config.json" + f" --revision {revision}" * (revision is not None)
+        raise CheckpointError(f"{error}; its config.json is enough: {hf()} download {words}") from None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ class ModelShape:
     @property
     def hub_id(self) -> str:
         """The model's name on the hub."""
-        return f"Qwen/{self.what}-Instruct"
+        return f"Qwen/{self.what}" + "-Instruct" * ("VL" in self.what)
 
 
 def decoder_sizes(layers: int, width: int, inner: int, heads: int) -> dict[str, Any]:
@@ -128,7 +128,75 @@ SHAPES: Mapping[str, ModelShape] = MappingProxyType(
         "235b-a22b": _shape("Qwen3-VL-235B-A22B", "qwen3_vl_moe", _235B_TEXT, _8B_VISION),
     }
 )
-"""The models that are planned for, and measured with, the smallest first."""
+"""The models that are measured with, the smallest first."""
+
+_QWEN2_TEXT = _QWEN2_5_TEXT | {"max_position_embeddings": 32768}
+_72B_SIZES = decoder_sizes(80, 8192, 29568, 64) | {"num_key_value_heads": 8}
+_QWEN3_5_TEXT = {
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000,
+        "partial_rotary_factor": 0.25,
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+    },
+}
+_35B_EXPERTS = {
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def _qwen2_vl(what: str, text: Mapping[str, Any], *, tied: bool = False) -> ModelShape:
+    vision: dict[str, Any] = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
+    vision |= {"hidden_size": text["hidden_size"], "hidden_act": "quick_gelu"}
+    return _shape(what, "qwen2_vl", text, vision, tied=tied)
+
+
+def _larger_qwen2_5(what: str, text: Mapping[str, Any]) -> ModelShape:
+    vision = _QWEN2_5_VISION | tower_sizes(32, 1280, 3456, text["hidden_size"])
+    return _shape(what, "qwen2_5_vl", text, vision)
+
+
+def _qwen3_5(what: str, family: str, text: Mapping[str, Any]) -> ModelShape:
+    vision = _QWEN3_VISION | tower_sizes(27, 1152, 4304, text["hidden_size"]) | {"deepstack_visual_indexes": []}
+    return _shape(what, family, {**_QWEN3_5_TEXT, **text}, vision)
+
+
+PUBLISHED: Sequence[ModelShape] = (
+    SHAPES["2b"],
+    _qwen2_vl(
+        "Qwen2-VL-2B",
+        _QWEN2_TEXT | decoder_sizes(28, 1536, 8960, 12) | {"num_key_value_heads": 2, "vocab_size": 151936},
+        tied=True,
+    ),
+    SHAPES["qwen2.5-3b"],
+    SHAPES["4b"],
+    _qwen2_vl("Qwen2-VL-7B", _QWEN2_TEXT | decoder_sizes(28, 3584, 18944, 28)),
+    SHAPES["qwen2.5-7b"],
+    SHAPES["8b"],
+    _qwen3_5("Qwen3.5-9B", "qwen3_5", decoder_sizes(32, 4096, 12288, 16) | {"num_key_value_heads": 4}),
+    SHAPES["30b-a3b"],
+    SHAPES["32b"],
+    _larger_qwen2_5("Qwen2.5-VL-32B", _QWEN2_5_TEXT | decoder_sizes(64, 5120, 27648, 40) | {"num_key_value_heads": 8}),
+    _qwen3_5("Qwen3.5-35B-A3B", "qwen3_5_moe", decoder_sizes(40, 2048, 512, 16) | _35B_EXPERTS),
+    _qwen2_vl("Qwen2-VL-72B", _QWEN2_TEXT | _72B_SIZES),
+    _larger_qwen2_5("Qwen2.5-VL-72B", _QWEN2_5_TEXT | _72B_SIZES),
+    SHAPES["235b-a22b"],
+)
+"""The models that are planned for, the smallest first."""
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:

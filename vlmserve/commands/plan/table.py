@@ -98,8 +98,8 @@ def _about(plan: Plan) -> list[str]:
     words = " ".join(f"--{name} {size}" for name, size in _sizes(plan).items())
     words += " --enable-dp-attention" * plan.args.enable_dp_attention
     return [
-        f"{model.config.family}: {model.config.num_layers} layers, {model.parameters / 1e9:.2f}e9 parameters, of which "
-        f"a token goes through {model.active / 1e9:.2f}e9; {dtype_name(model.outline.dtype)}, KV cache "
+        f"{model.config.family}: {model.config.num_layers} layers, {_short(model.parameters / 1e9)}e9 parameters, of "
+        f"which a token goes through {_short(model.active / 1e9)}e9; {dtype_name(model.outline.dtype)}, KV cache "
         f"{dtype_name(model.kv_dtype)}{scheme}",
         f"{_gpus(plan)} x {gpu.name} with {gpu.memory / _GIB:.4g} GiB: {words}",
     ]
@@ -121,7 +121,7 @@ def _memory(plan: Plan) -> str:
     for name in columns[0]:
         values = [column[name] for column in columns]
         if any(values):
-            rows.append([name, *(f"{value / _GIB:.2f}" for value in values)])
+            rows.append([name, *(_short(value / _GIB) for value in values)])
     return _markdown(rows)
 
 
@@ -173,6 +173,11 @@ def _times(plan: Plan) -> str:
 
 def _cells(floor: Floor) -> list[str]:
     return [f"{floor.seconds * 1e3:.3g}", f"{floor.exchange_seconds * 1e3:.3g}", f"{floor.bytes_read / 1e9:.3g}"]
+
+
+def _short(figure: float) -> str:
+    """Return a figure with two digits behind the point, or with two that are not zero."""
+    return f"{figure:.2f}" if abs(figure) >= 0.1 or not figure else f"{figure:.2g}"
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:

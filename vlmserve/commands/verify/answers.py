@@ -32,6 +32,7 @@ from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import install, pip_install
 
 Kind = Literal["text", "image", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -221,7 +222,8 @@ _CHUNK = 32  # tokens: every case is cut, most of them inside a picture
 class RunSettings:
     """The settings of both sides. dtype: "float32", "bfloat16" or "float16". num_threads: of a CPU, None for all.
 
-    parallel: settings of this engine alone, how many processes share the model (tp_size ...).
+    parallel: settings of this engine alone, how many processes share the model (tp_size ...). chat_template: Jinja in
+    place of the checkpoint's.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -229,6 +231,7 @@ class RunSettings:
     max_tokens: int
     num_threads: int | None = None
     parallel: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None
 
 
 def our_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> dict[str, list[Answer]]:
@@ -257,6 +260,7 @@ def _load(folder: Path, cases: Sequence[Case], settings: RunSettings, **variant:
         device=settings.device,
         num_threads=settings.num_threads,
         **settings.parallel,
+        chat_template=settings.chat_template,
         max_running_requests=len(cases),
         max_pixels="checkpoint",
         video_reference="transformers",
@@ -290,8 +294,8 @@ def check_reference_can_run() -> None:
     for name in ("transformers", "torchvision"):
         if importlib.util.find_spec(name) is None:
             raise EngineError(
-                f"this compares with the processors and models of transformers, which need {name}: install it with "
-                "pip install 'vlmserve[verify]', or pip install --no-deps torchvision beside a torch of another build"
+                f"this compares with the processors and models of transformers, which need {name}: "
+                f"{install('verify')}; beside a torch of another build: {pip_install('--no-deps', 'torchvision')}"
             )
 
 
@@ -303,8 +307,8 @@ def check_reference_can_load(folder: Path) -> None:
         package = _READERS.get(method)
         if package is not None and importlib.util.find_spec(package) is None:
             raise EngineError(
-                f"{folder}: transformers reads checkpoints of quant_method {method!r} with {package}: install it with "
-                f"pip install {package.replace('_', '-')}"
+                f"{folder}: transformers reads checkpoints of quant_method {method!r} with {package}: "
+                f"{pip_install(package.replace('_', '-'))}"
             )
 
 
@@ -318,6 +322,7 @@ def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings
     logging.set_verbosity_error()  # it prints advice
     device = resolve_device(settings.device)
     processor: Any = AutoProcessor.from_pretrained(folder)
+    processor.chat_template = settings.chat_template or processor.chat_template
     loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
     model, own = loaded.to(device).eval(), loaded.generation_config
     # only the ends of answers: no sampling, no penalties

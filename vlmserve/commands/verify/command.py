@@ -27,16 +27,26 @@ from vlmserve.config.fields import flag
 from vlmserve.config.flags import CommandParser, above_zero, positive
 from vlmserve.config.model_path import resolve_model
 from vlmserve.config.settings import iter_settings
+from vlmserve.frontend.chat_template import given_source
 from vlmserve_common.version import __version__
 
 # Of logprobs. In 16 bits a logit around 20 is itself only exact to 1/16 (bfloat16) or 1/128 (float16).
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.05}
+_ABOUT = """\
+Compare our answers with those of transformers on the same checkpoint: greedy tokens, logprobs and prompt lengths. Exits
+with 1 when they differ.
+"""
+_EPILOG = """\
+In float32 every token must be equal. In 16 bits rounding decides where two tokens are about equally likely; an answer
+that parts from the reference's there is reported as a near tie and compared up to there.
+"""
 
 
 def main(argv: Sequence[str]) -> int:
     """Compare all answers, and return 1 if one differs. Raises VlmserveError if a side cannot answer."""
     args = _parser().parse_args(argv)
     check_reference_can_run()
+    template = None if args.chat_template is None else given_source(args.chat_template)
     folder = resolve_model(args.model, args.revision)
     check_reference_can_load(folder)
     settings = RunSettings(
@@ -44,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
         device=args.device,
         max_tokens=args.max_tokens,
         num_threads=args.num_threads,
+        chat_template=template,
         parallel={name: getattr(args, name) for name in parallel_sizes() if getattr(args, name) is not None},
     )
     tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
@@ -74,15 +85,13 @@ def run(
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="vlmserve verify",
-        description="Compare our answers with those of transformers on the same checkpoint: greedy tokens, logprobs "
-        "and prompt lengths. Exits with 1 when they differ.",
-        epilog="In float32 every token must be equal. In 16 bits rounding decides where two tokens are about equally "
-        "likely; an answer that parts from the reference's there is reported as a near tie and compared up to there.",
+        prog="vlmserve verify", usage="%(prog)s [MODEL] [options]", description=_ABOUT, epilog=_EPILOG
     )
     text = "checkpoint folder, or a Hugging Face hub id; left out: the small built-in model"
     parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=text)
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    text = "chat template in place of the checkpoint's: a file of Jinja, or the Jinja itself"
+    parser.add_argument("--chat-template", metavar="TEXT", help=text)
     parser.add_argument("--dtype", choices=list(TOLERANCES), default="float32", help="compute type [default: float32]")
     text = "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU"
     parser.add_argument("--device", default="auto", help=text)

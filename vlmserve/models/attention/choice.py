@@ -24,6 +24,7 @@ from vlmserve_common.compute.fp8 import FP8_CAPABILITY
 from vlmserve_common.compute.rotary import rotation
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError, first_line
+from vlmserve_common.installing import install
 from vlmserve_common.kernels.attention import can_attend
 
 log = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ def reason(error: Exception) -> str:
     """Say in one line why a backend cannot be used, with a remedy if one is known."""
     text = str(error)
     if isinstance(error, ModuleNotFoundError) and error.name in ("flashinfer", "triton"):
-        return f"{error.name} is not installed: pip install 'vlmserve[gpu]'"
+        return f"{error.name} is not installed: {install('gpu')}"
     if "Failed to find C compiler" in text:  # triton.runtime.build
         return "Triton needs a C compiler, and there is none: apt-get install gcc, or set CC"
     if "nvcc" in text and any(word in text.lower() for word in ("not found", "could not find", "no such file")):

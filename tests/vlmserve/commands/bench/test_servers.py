@@ -17,7 +17,7 @@ from tests.vlmserve.api.fake_engine import MODEL, Served, real_server
 from tests.vlmserve.commands.served import fake_server
 from vlmserve import cli
 from vlmserve.commands.bench import peers, serve
-from vlmserve.commands.bench.load import Answered, LoadClient, Round
+from vlmserve.commands.bench.load import Answered, EngineWork, LoadClient, Round
 from vlmserve.commands.bench.media import WORKLOADS, Workload, make_workload
 from vlmserve.commands.client.chat_client import ServerError
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
@@ -54,6 +54,7 @@ def test_rounds_of_requests_at_a_time(served, tmp_path, capsys, monkeypatch):
         for name in ("ttft_s", "tpot_s", "itl_s", "total_s"):
             assert 0 < one[name]["p50"] <= one[name]["p90"] <= one[name]["p99"]
         assert one["ttft_s"]["mean"] < one["total_s"]["mean"]
+        assert one["work"] == {"batch": 0, "shares": {"encoding": 0, "prompts": 0, "decoding": 0, "neither": 1}}
     shown = capsys.readouterr().out
     assert f"{MODEL} at {url}: 4 requests a round" in shown
     assert "first token (TTFT)" in shown
@@ -79,6 +80,14 @@ def test_a_request_rate_and_failures(served, monkeypatch, capsys):
     assert arrivals[0] == 0
     assert np.diff(arrivals).min() > 0
     assert np.diff(arrivals).mean() == pytest.approx(1 / 4, rel=0.1)
+
+
+def test_what_the_engine_did_is_told_by_its_counters():
+    before = {"decode_steps": 10, "decode_requests": 10, "encode_seconds": 1, "prefill_seconds": 2, "decode_seconds": 3}
+    grown = {"decode_steps": 4, "decode_requests": 12, "encode_seconds": 5, "prefill_seconds": 2, "decode_seconds": 1}
+    work = EngineWork.between(before, {name: before[name] + grown[name] for name in before}, 10.0)
+    assert str(work) == "decode steps of 3.0 requests; encoding 50%, prompts 20%, decoding 10%, neither 20% of the time"
+    assert EngineWork.between({}, {"requests": 1.0}, 10.0) is None
 
 
 def test_percentiles() -> None:

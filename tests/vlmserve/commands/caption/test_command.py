@@ -26,6 +26,7 @@ from vlmserve.commands.caption.command import DEFAULT_PROMPT, named_folder, read
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
 from vlmserve.config.checks import SettingsError
+from vlmserve_common.installing import install
 
 
 def test_what_is_left_out(monkeypatch):
@@ -103,7 +104,7 @@ def test_bad_usage_says_why_and_ends_with_2(words, told, capsys, tmp_path):
 def test_an_output_whose_package_is_missing_is_told_before_anything_is_made(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert cli.main(["caption", str(tmp_path), "--output", str(tmp_path / "o.parquet")]) == 2
-    assert "o.parquet' needs pyarrow: pip install 'vlmserve[caption]'" in capsys.readouterr().err
+    assert f"o.parquet' needs pyarrow: {install('caption')}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

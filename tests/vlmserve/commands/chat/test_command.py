@@ -87,9 +87,9 @@ def test_what_goes_wrong_is_on_stderr(words, status, complaint, url, capsys, mon
     [
         (["--page-size", "0"], 2, "--page-size is 0; it must be 1 or more"),
         (["--api-key", "x"], 2, "--api-key goes with --url"),
-        (["no-such-model"], 1, "'no-such-model' is neither a folder nor a hub id"),
+        (["no-such-model"], 2, "'no-such-model' is neither a folder nor a hub id"),
         (["no-such/cat.png"], 1, "there is no file 'no-such/cat.png'"),
-        (["assets/samples"], 1, "'assets/samples' has no config.json: it is no model"),
+        (["assets/samples"], 2, "'assets/samples' has no config.json: it is no model"),
         (["--url", "http://127.0.0.1:9"], 1, "no answer from http://127.0.0.1:9/v1"),
     ],
 )

@@ -23,6 +23,7 @@ from vlmserve.api.listening import listen
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.commands.demo.command import WaitingPage
+from vlmserve_common.installing import install
 
 _NO_GRADIO = """
 import sys
@@ -110,7 +111,7 @@ def test_an_own_server_ends_even_if_who_started_it_is_killed(tmp_path):
 def test_without_gradio_it_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", _NO_GRADIO], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr == "vlmserve: error: the demo needs Gradio: pip install 'vlmserve[demo]'\n"
+    assert done.stderr == f"vlmserve: error: the demo needs Gradio: {install('demo')}\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from vlmserve import cli
 from vlmserve.commands.bench.checkpoints import write_folder
 from vlmserve.commands.plan.gpus import Gpu
 from vlmserve.commands.plan.plan import lay_out, make_plan
-from vlmserve.commands.plan.published import SHAPES
+from vlmserve.commands.plan.published import PUBLISHED, SHAPES, write_config
 from vlmserve.commands.plan.table import overview
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory.sizing import weight_bytes
+from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import outline_model
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import hf
 
 _235B = SHAPES["235b-a22b"]
 _GIB = 2**30
@@ -169,7 +172,8 @@ def test_weights_are_those_that_the_engine_loads(tmp_path, family, tp):
     ],
 )
 def test_what_cannot_be_is_refused_with_numbers(folders, capsys, model, words, complaint):
-    assert cli.main(["plan", str(folders[model]), *words.split()]) == 1
+    wrong_settings = complaint.startswith(("--pp-size is", "--tp-size is 0"))
+    assert cli.main(["plan", str(folders[model]), *words.split()]) == (2 if wrong_settings else 1)
     error = capsys.readouterr().err
     assert complaint in error
     assert len(error.splitlines()) == 1
@@ -218,12 +222,28 @@ def test_published_models_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a model."""
     assert cli.main(["plan", "--json", *_CPU.split()]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found.keys() == {f"Qwen/{shape.what}-Instruct" for shape in SHAPES.values()}
-    assert {name for name in found if "error" in found[name]} == {
-        "Qwen/Qwen3-VL-30B-A3B-Instruct",
-        "Qwen/Qwen3-VL-32B-Instruct",
-        "Qwen/Qwen3-VL-235B-A22B-Instruct",
-    }
+    names = [shape.hub_id for shape in PUBLISHED]
+    assert list(found) == names
+    large = {name for name in names if re.search(r"-\d{2,3}B", name)}
+    assert {name for name in names if "error" in found[name]} == large | {"Qwen/Qwen3.5-9B"}, "states take 3 GiB"
+
+
+def test_published_models_have_the_published_sizes(tmp_path: Path) -> None:
+    """The figures of docs/memory.md, and of the checkpoints' own files; there are no larger ones after smaller ones."""
+    sizes = {}
+    for shape in PUBLISHED:
+        folder = tmp_path / shape.what
+        folder.mkdir()
+        model = random_model(write_config(shape, folder), "meta")
+        sizes[shape.what] = sum(one.numel() for one in model.parameters())
+    assert sizes["Qwen2-VL-2B"] == 2208985600
+    assert sizes["Qwen2.5-VL-7B"] == 8292166656
+    assert sizes["Qwen3-VL-8B"] == 8767123696
+    assert sizes["Qwen3.5-9B"] == 9409813744
+    billions = {"Qwen2-VL-7B": 8.29, "Qwen2.5-VL-32B": 33.45, "Qwen2-VL-72B": 73.41, "Qwen2.5-VL-72B": 73.41}
+    assert {name: sizes[name] / 1e9 for name in billions} == pytest.approx(billions, abs=0.005)
+    assert sizes["Qwen3.5-35B-A3B"] / 1e9 == pytest.approx(34.66 + 0.45, abs=0.01)
+    assert [round(size / 1e9) for size in sizes.values()] == sorted(round(size / 1e9) for size in sizes.values())
 
 
 def test_the_table_of_several_models(folders: dict[str, Path]) -> None:
@@ -262,9 +282,14 @@ def test_the_built_in_model_takes_the_defaults(capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr().out
     assert "with 4096 tokens of context" in printed
     assert "| prompt of 4096 " in printed
+    assert " 0.0083e9 parameters, of which a token goes through 0.0034e9;" in printed, "no figure is rounded to nothing"
+    assert " 0.00 " not in printed
 
 
 def test_how_to_get_the_config_of_a_model_of_the_hub_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "someone/Some-VL"]) == 1
-    assert "its config.json is enough: hf download someone/Some-VL config.json\n" in capsys.readouterr().err
-    assert cli.main(["plan", "Qwen/Qwen3-VL-2B-Instruct", "--json"]) == 0, "the config of a published one is known"
+    assert cli.main(["plan", "someone/Some-VL"]) == 2
+    assert f"its config.json is enough: {hf()} download someone/Some-VL config.json\n" in capsys.readouterr().err
+    assert cli.main(["plan", "Qwen/Qwen3-VL-2B-Instruct", "--revision", "v9"]) == 2, "another one may differ"
+    assert "download Qwen/Qwen3-VL-2B-Instruct config.json --revision v9\n" in capsys.readouterr().err
+    for name in ("Qwen/Qwen3-VL-2B-Instruct", "Qwen/Qwen3.5-9B"):
+        assert cli.main(["plan", name, "--json"]) == 0, "the config of a published one is known"

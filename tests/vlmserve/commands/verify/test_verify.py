@@ -40,6 +40,7 @@ from vlmserve.commands.verify.answers import (
 from vlmserve.engine import rank_processes
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import install, pip_install
 
 SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=1)
 # test_engine.py compares the engine itself with transformers, for each family
@@ -113,6 +114,15 @@ def test_other_weights_of_the_tower_show_wherever_it_looks(folder: Path, tmp_pat
     save_file(tensors, ours / "model.safetensors", metadata={"format": "pt"})
     found = verify(ours, folder)
     assert different(found) == {"image", "images, several turns", "video", "image and video"}
+
+
+def test_both_sides_take_another_template(folder: Path, tmp_path: Path) -> None:
+    figures, template = tmp_path / "figures.json", tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}<|im_start|>{{ message.role }}<|im_end|>{% endfor %}")
+    words = ["verify", str(folder), "--cases", "text", "--chat-template", str(template), "--json", str(figures), *FEW]
+    assert cli.main(words) == 0
+    findings = json.loads(figures.read_text())["findings"]
+    assert max(finding["prompt_tokens"] for finding in findings) < 32, "roles alone are shorter than the questions"
 
 
 def test_the_command_names_the_case_and_fails(
@@ -219,7 +229,7 @@ def test_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(EngineError):
         answers.check_reference_can_run()
     assert cli.main(["verify"]) == 1
-    assert "pip install 'vlmserve[verify]'" in capsys.readouterr().err
+    assert install("verify") in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -238,7 +248,10 @@ def test_it_says_what_transformers_lacks_for_a_quantised_checkpoint(
         answers.importlib.util, "find_spec", lambda name: None if name == "compressed_tensors" else here(name)
     )
     assert cli.main(["verify", str(made)]) == 1
-    assert "'compressed-tensors' with compressed_tensors: install it with pip" in capsys.readouterr().err
+    assert (
+        f"'compressed-tensors' with compressed_tensors: {pip_install('compressed-tensors')}\n"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

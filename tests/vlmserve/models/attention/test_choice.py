@@ -17,6 +17,7 @@ from vlmserve.models.attention.flashinfer_backend import FlashInferAttentionBack
 from vlmserve.models.attention.native_backend import NativeAttentionBackend
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import install
 from vlmserve_common.kernels import attention as kernels
 
 CUDA = dataclasses.replace(SPEC, device=torch.device("cuda:0"))
@@ -68,7 +69,7 @@ def on_a_gpu(monkeypatch):
     [
         (
             _raises(ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")),
-            "pip install 'vlmserve[gpu]'",
+            install("gpu"),
         ),
         (_raises(ImportError("libcudart.so.13\nmore")), "ImportError: libcudart.so.13"),
         (_raises(RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")), "set CC"),
@@ -175,7 +176,7 @@ def test_flashinfer_is_not_here(monkeypatch, caplog):
         try_candidate(choice.FLASHINFER, dataclasses.replace(SPEC, dtype=torch.float32)).why_not or ""
     )
     missing = try_candidate(choice.FLASHINFER, SPEC)
-    assert missing.why_not == "flashinfer is not installed: pip install 'vlmserve[gpu]'"
+    assert missing.why_not == f"flashinfer is not installed: {install('gpu')}"
     assert caplog.messages == [], "nothing is built"
 
 

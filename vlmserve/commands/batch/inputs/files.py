@@ -28,6 +28,7 @@ from vlmserve.commands.batch.item import Failed, Found, MediumItem
 from vlmserve.commands.client.media import local_path, modality_within_limit, scheme_of
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.installing import install
 from vlmserve_common.process.wake_up import WakeUp
 
 HTTP = ("http", "https")
@@ -132,7 +133,7 @@ def need(word: str, *packages: str) -> None:
     it is."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
-            raise SettingsError(f"{word} needs {package}: pip install 'vlmserve[caption]'")
+            raise SettingsError(f"{word} needs {package}: {install('caption')}")
 
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
