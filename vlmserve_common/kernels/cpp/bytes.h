@@ -52,7 +52,8 @@ INLINE Group round_group(const X* x, int64_t count, int8_t* numbers) {
   for (int64_t k = 0; k < count; k += 16) {
     const __mmask16 far = _mm512_cmp_ps_mask((__m512)size(k), limit, _CMP_GT_OQ);
     group.far[k / 64] |= uint64_t(far) << k % 64;
-    most = _mm512_mask_max_epu32(most, _knot_mask16(far), most, (__m512i)size(k));  // in the order of bits; NaN: largest
+    // sizes of floats are in the order of their bits, and NaN is the largest
+    most = _mm512_mask_max_epu32(most, _knot_mask16(far), most, (__m512i)size(k));
   }
   const uint32_t bits = _mm512_reduce_max_epu32(most);
   float largest;
