@@ -97,6 +97,7 @@ def test_a_fingerprint_tells_towers_apart(tmp_path, monkeypatch):
         "dtype": fingerprint_of(load_tower(folder, dtype=torch.bfloat16), folder),
         "taps": fingerprint_of(tower, folder, deepstack_visual_indexes=[0, 2]),
         "activation": fingerprint_of(tower, folder, hidden_act="gelu"),
+        "mode": tower_fingerprint(tower, read_json(folder, "config.json")["vision_config"], "w8a8"),
     }
     monkeypatch.setattr(loading, "_VERSION", b"vlmserve tower 0")
     found["version"] = fingerprint_of(tower, folder)

@@ -85,7 +85,7 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
     ("words", "answer"),
     [
         ("--distributed-executor-backend ray", "is 'ray'; only mp, uni, none is supported"),
-        ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8' or 'int4'"),
+        ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8', 'int4' or 'w8a8'"),
         ("--enable-lora", "--enable-lora is not supported"),
         ("--attention-backend flashmla", "it must be 'auto', 'native', 'torch', 'triton' or 'flashinfer'"),
         ("--decode-attention-backend fa3", "--decode-attention-backend is not supported; use --attention-backend"),

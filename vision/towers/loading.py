@@ -22,6 +22,7 @@ from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.linear import share_workspace
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
+from vlmserve_common.kernels.quantized import Mode
 
 TOWERS: Mapping[str, type[Qwen2VisionTower | Qwen2_5VisionTower | Qwen3VisionTower]] = {
     "qwen2_vl": Qwen2VisionTower,
@@ -91,18 +92,20 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     return tower
 
 
-def tower_fingerprint(tower: VisionTower, vision_config: Mapping[str, Any]) -> bytes:
+def tower_fingerprint(tower: VisionTower, vision_config: Mapping[str, Any], mode: Mode | None = None) -> bytes:
     """Return 32 bytes that identify a tower: BLAKE3 over its weights as loaded, in its dtype, and its settings.
 
-    Equal fingerprints and equal pixels give equal embeddings, up to rounding. `vision_config`: as in config.json. The
-    tower's device does not matter, nor other loaded modules. All cores hash weights in place. Weights on a GPU are
-    copied one tensor at a time.
+    Equal fingerprints and equal pixels give equal embeddings, up to rounding. `vision_config`: as in config.json.
+    `mode`: how the weights will be quantised. The tower's device does not matter, nor other loaded modules. All cores
+    hash weights in place. Weights on a GPU are copied one tensor at a time.
     """
-    return digest_fields(_fields(tower, vision_config), threads=available_cpus())
+    return digest_fields(_fields(tower, vision_config, mode), threads=available_cpus())
 
 
-def _fields(tower: VisionTower, vision_config: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
+def _fields(tower: VisionTower, vision_config: Mapping[str, Any], mode: Mode | None) -> Iterator[bytes | memoryview]:
     yield _VERSION
+    if mode is not None:
+        yield mode.encode()
     yield type(tower).__name__.encode()
     yield json.dumps(vision_config, sort_keys=True, separators=(",", ":")).encode()
     for name, weights in sorted(tower.state_dict().items()):

@@ -17,6 +17,7 @@ from vlmserve_common.compute.linear import pack_linears
 from vlmserve_common.compute.tensors import dtype_setting, to_array
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, torch_threads
+from vlmserve_common.kernels.quantized import tower_mode
 from vlmserve_common.process.child import Parent
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import MessageChannel
@@ -33,8 +34,9 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
         torch.cuda.set_device(device)
         fused.activate(settings.gpu_kernels, device)
     tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
-    fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"])
-    pack_linears(tower)
+    mode = tower_mode(settings.quantization) if device.type == "cpu" else None
+    fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"], mode)
+    pack_linears(tower, mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(settings.threads, next(tower.parameters()).dtype))
     elif settings.cuda_graphs:

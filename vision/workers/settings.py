@@ -15,10 +15,10 @@ class WorkerSettings:
     `model`: a checkpoint folder. `devices`: "cpu", "cuda:1" ..., one worker each; a device may appear several times.
     `dtype`: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. `threads`: of each worker on a CPU.
     `cpu_kernels`: whether to use our operators on a CPU. `gpu_kernels`: the kernels on a GPU. `cuda_graphs`: capture
-    the layers on a GPU. `rows_device`: the LLM's device, which needs the rows. `shared_dir`: an existing private
-    directory for `SharedArrays`, on tmpfs. `startup_timeout_s`: for loading the tower. `ready_by`: the `time.monotonic`
-    at which a first start's time is over, if that is earlier. `batch_timeout_s`: for sending, encoding and sending back
-    a batch.
+    the layers on a GPU. `quantization`: w8a8 rounds weights and activations on a CPU. `rows_device`: the LLM's device,
+    which needs the rows. `shared_dir`: an existing private directory for `SharedArrays`, on tmpfs. `startup_timeout_s`:
+    for loading the tower. `ready_by`: the `time.monotonic` at which a first start's time is over, if that is earlier.
+    `batch_timeout_s`: for sending, encoding and sending back a batch.
     """
 
     model: Path
@@ -30,6 +30,7 @@ class WorkerSettings:
     cpu_kernels: Literal["auto", "off"] = "auto"
     gpu_kernels: Literal["auto", "triton", "torch"] = "auto"
     cuda_graphs: bool = False
+    quantization: str = "none"
     log_level: str = "info"
     startup_timeout_s: float = 600.0
     ready_by: float = math.inf

@@ -216,9 +216,10 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "dtype": {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"},
     # formats of checkpoints, which are seen in config.json
-    "quantization": dict.fromkeys(
-        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto", "null"), "none"
-    ),
+    "quantization": {
+        **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "auto", "null"), "none"),
+        "w8a8_int8": "w8a8",
+    },
     "tool_call_parser": {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder"},
     "reasoning_parser": {"qwen3-thinking": "qwen3", "deepseek_r1": "qwen3", "deepseek-r1": "qwen3"},
     "mm_encoder_tp_mode": {"weights": "one"},

@@ -99,9 +99,10 @@ class EngineArgs:
         "norms, rotation, KV writes, gates and sampling on a GPU: fused, in Triton, or by torch in many launches; "
         "auto: Triton where a trial shows that it works",
     )
-    quantization: Literal["none", "int8", "int4"] = _model(
+    quantization: Literal["none", "int8", "int4", "w8a8"] = _model(
         "none",
-        "round the weights of decoder and head to 8 or 4 bits while loading (needs our own operators); "
+        "round the weights of decoder and head to 8 or 4 bits while loading (needs our own operators); w8a8: weights "
+        "of decoder and vision tower, and the activations that they multiply, to 8 bits (needs AVX512-VNNI, too); "
         "AWQ, GPTQ and FP8 checkpoints need no setting",
         common=True,
     )

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.lanes import lane_beside
 from vlmserve_common.compute.linear import Linear, pack_linears
 from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.kernels.quantized import Mode, tower_mode
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
@@ -91,8 +93,9 @@ def build_encoder_pool(
             backend, fingerprint = workers, workers.wait_ready()
         else:
             backend = InlineBackend(TowerRunner(tower, device), lane=lane_beside(device))
-            fingerprint = tower_fingerprint(tower, hf_config["vision_config"])  # of the weights as they are stored
-            pack_linears(tower)
+            mode = tower_mode(args.quantization) if device.type == "cpu" else None
+            fingerprint = tower_fingerprint(tower, hf_config["vision_config"], mode)  # of the weights as stored
+            pack_linears(tower, mode)
         if store is None and args.embedding_cache_dir is not None:
             store = open_store(args, fingerprint, shape, hf_config)
         pool = EncoderPool(
@@ -154,6 +157,7 @@ def _start_workers(
         cpu_kernels=args.cpu_kernels,
         gpu_kernels=args.gpu_kernels,
         cuda_graphs=not args.disable_vit_cuda_graph,
+        quantization=args.quantization,
         threads=encoder_threads(args),
         log_level=start.log_level,
         startup_timeout_s=start.startup_timeout_s,
@@ -210,7 +214,8 @@ def auto_max_pixels(
     layer = (weight for name, weight in tower.named_parameters() if name.startswith("blocks.0."))
     outer, inner = max((weight.shape for weight in layer if weight.ndim == 2), key=math.prod)
     threads = encoder_threads(args) if args.num_encoders else min(args.num_threads or math.inf, available_cpus())
-    measured = threads * (rate or product_rate)(dtype, inner, outer)
+    measure = rate or partial(product_rate, mode=tower_mode(args.quantization))
+    measured = threads * measure(dtype, inner, outer)
     times = {area: encode_seconds(tower, config, area, measured) for area in sizes}
     chosen = max((area for area in sizes if times[area] <= args.max_pixels_auto_s), default=sizes[0])
     if chosen == config.max_pixels:
@@ -245,13 +250,13 @@ def encode_seconds(tower: VisionTower, config: ProcessorConfig, area: int, rate:
     return _OVERHEAD * encoding_flops(tower, area // config.patches.patch_size**2) / rate
 
 
-def product_rate(dtype: torch.dtype, inner: int, outer: int) -> float:
+def product_rate(dtype: torch.dtype, inner: int, outer: int, *, mode: Mode | None = None) -> float:
     """Measure the FLOP/s of products of that dtype with weights [outer, inner] on one idle core. CPU time of all
-    threads counts, so other work during the start does not."""
+    threads counts, so other work during the start does not. mode: how the weights are quantised."""
     x = torch.full((_ROWS, inner), 0.5, dtype=dtype)
     layer = Linear(inner, outer, bias=False).to(dtype)
     layer.load_state_dict({"weight": torch.full((outer, inner), 0.01)})
-    layer.pack()
+    layer.pack(mode)
     layer(x)
     runs, spent, started = 0, 0.0, time.process_time()
     while spent < _MEASURE_S:

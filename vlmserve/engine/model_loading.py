@@ -25,7 +25,7 @@ from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels import fused
-from vlmserve_common.kernels.library import activate, active, torch_threads
+from vlmserve_common.kernels.library import activate, active, multiplies_bytes, torch_threads
 from vlmserve_common.kernels.quantized import MODE_BITS, Mode
 
 if TYPE_CHECKING:
@@ -85,6 +85,12 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
     if active() is None:
         log.warning("--quantization %s needs our own operators: the weights stay as they are", args.quantization)
         return None
+    if args.quantization == "w8a8" and not multiplies_bytes():
+        log.warning(
+            "--quantization w8a8 computes as int8 here, with activations and the vision tower as they are: products of "
+            "8 bits need AVX512-VNNI, and are not for CPUs with AMX"
+        )
+        return "int8"
     return args.quantization
 
 

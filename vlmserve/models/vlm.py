@@ -70,8 +70,9 @@ class VisionLanguageModel(nn.Module):
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the decoder's and the head's weights out for this process's operators, quantised if `mode` says so. A
-        tied head gets a copy."""
+        tied head gets a copy. The head's inputs are never rounded."""
         self.language_model.pack(mode)
+        mode = "int8" if mode == "w8a8" else mode
         if self.lm_head is not None:
             self.lm_head.pack(mode)
             self._packed_head = self.lm_head.packed

@@ -311,7 +311,7 @@ def pack_weight(
 ) -> PackedWeight:
     """See `Linear.pack`; for weights that `can_pack`."""
     if mode is not None and can_quantize(weight, mode):
-        return pack_quantized(quantize(weight, mode), bias, weight.dtype, gated=gated)
+        return pack_quantized(quantize(weight, mode), bias, weight.dtype, gated=gated, mode=mode)
     return packed_products.pack(weight, bias, gated=gated)
 
 

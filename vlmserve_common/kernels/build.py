@@ -40,15 +40,15 @@ _FLAGS = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
+_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni")
 # The levels, the best first: the words of /proc/cpuinfo that a CPU must have, and the compiler's flags.
 LEVELS: Mapping[str, tuple[frozenset[str], tuple[str, ...]]] = MappingProxyType(
     {
         "amx": (
-            frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16", "amx_tile", "amx_bf16")),
+            frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")),
             (*_BF16, "-mamx-tile", "-mamx-bf16"),
         ),
-        "avx512_bf16": (frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_bf16")), _BF16),
+        "avx512_bf16": (frozenset(("avx512f", "avx512bw", "avx512vbmi", "avx512_vnni", "avx512_bf16")), _BF16),
         "avx512": (frozenset(("avx512f", "avx512bw", "avx512dq", "avx512vl")), _AVX512),
         "avx2": (frozenset(("avx2", "fma", "f16c")), _AVX2),
     }

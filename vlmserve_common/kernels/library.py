@@ -49,6 +49,11 @@ def operators() -> ctypes.CDLL:
     return _active
 
 
+def multiplies_bytes() -> bool:
+    """Whether this process multiplies whole numbers of 8 bits, and sooner than bfloat16 (see `cpp/bytes.h`)."""
+    return _active is not None and bool(_active.vs_multiplies_bytes())
+
+
 def torch_threads(threads: int, dtype: torch.dtype) -> int:
     """Return how many of `threads` torch should use beside the library for a model of this dtype.
 
@@ -95,6 +100,7 @@ SIGNATURES = {
     "vs_quantise": "npiiinnnppp",
     "vs_linear": "nnnpiiipiiinpnnppi",
     "vs_amx": ">n",
+    "vs_multiplies_bytes": ">n",
     "vs_argmax": "piip",
     "vs_rms_norm": "nppiifp",
     "vs_layer_norm": "npppiifp",

@@ -18,9 +18,9 @@ from vlmserve_common.kernels.library import active, operators, pointer
 PANEL = 64
 # The library's names for what a product goes through.
 ACTS = {"": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "quick_gelu": 3, "silu": 4}
-Kind = Literal["float32", "bfloat16", "int8", "int4"]
+Kind = Literal["float32", "bfloat16", "int8", "int4", "w8a8"]
 # ... and for weights.
-KINDS: Mapping[Kind, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3})
+KINDS: Mapping[Kind, int] = MappingProxyType({"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "w8a8": 4})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,12 @@ from typing import Literal
 
 import torch
 
-from vlmserve_common.kernels.library import active, operators
+from vlmserve_common.kernels.library import active, multiplies_bytes, operators
 from vlmserve_common.kernels.packed_linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
 
-Mode = Literal["int8", "int4"]
-MODE_BITS: Mapping[Mode, int] = MappingProxyType({"int8": 8, "int4": 4})
+Mode = Literal["int8", "int4", "w8a8"]
+"""How `--quantization` packs weights. w8a8: int8, and activations are rounded to 8 bits, too."""
+MODE_BITS: Mapping[Mode, int] = MappingProxyType({"int8": 8, "int4": 4, "w8a8": 8})
 # Ranges that are tried for each group of 4 bits beside the whole one, each 5% narrower than the last.
 _NARROWER = 8
 INT4_GROUP = 128
@@ -40,6 +41,12 @@ class QuantizedWeight:
         return (self.numbers.float() - zeros).mul_(scales)
 
 
+def tower_mode(quantization: str) -> Mode | None:
+    """Return how a vision tower's weights are packed with this --quantization: as they are, except for w8a8 if this
+    process has the operators."""
+    return "w8a8" if quantization == "w8a8" and multiplies_bytes() else None
+
+
 def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights with the same inputs and groups, one below the other."""
     first = parts[0]
@@ -62,12 +69,12 @@ def can_quantize(weight: torch.Tensor, mode: Mode) -> bool:
 def quantize(weight: torch.Tensor, mode: Mode) -> QuantizedWeight:
     """Round weight [N, K] to the nearest numbers.
 
-    int8 has a scale for each column, and zeros in the middle. int4 has a scale and a zero for each `INT4_GROUP` inputs,
-    those of the range with the least squared error.
+    int8 and w8a8 have a scale for each column, and zeros in the middle. int4 has a scale and a zero for each
+    `INT4_GROUP` inputs, those of the range with the least squared error.
     """
     weight = weight.contiguous()
     rows, inner = weight.shape
-    bits, group = (8, inner) if mode == "int8" else (4, INT4_GROUP)
+    bits, group = (4, INT4_GROUP) if mode == "int4" else (8, inner)
     groups = -(-inner // group)
     numbers = torch.empty((rows, inner), dtype=torch.uint8)
     scales, zeros = torch.empty((rows, groups), dtype=torch.float16), torch.empty((rows, groups), dtype=torch.uint8)
@@ -78,8 +85,8 @@ def quantize(weight: torch.Tensor, mode: Mode) -> QuantizedWeight:
         inner,
         group,
         bits,
-        int(mode == "int8"),
-        0 if mode == "int8" else _NARROWER,
+        int(mode != "int4"),
+        _NARROWER if mode == "int4" else 0,
         numbers.data_ptr(),
         scales.data_ptr(),
         zeros.data_ptr(),
@@ -95,13 +102,19 @@ def can_pack_quantized(weight: QuantizedWeight) -> bool:
 
 
 def pack_quantized(
-    weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, *, gated: bool = False
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    gated: bool = False,
+    mode: Mode | None = None,
 ) -> PackedWeight:
-    """A copy for products with x of `dtype`. bias [N]; gated: see `PackedWeight`."""
+    """A copy for products with x of `dtype`. bias [N]; gated: see `PackedWeight`; mode: w8a8 only for a weight that
+    `quantize` made in it."""
     rows, inner = weight.numbers.shape
     groups = weight.scales.shape[1]
     order = column_order(rows, gated=gated)
-    kind: Kind = "int4" if weight.bits == 4 else "int8"
+    kind: Kind = mode or ("int4" if weight.bits == 4 else "int8")
     # held until the call is over
     numbers, scales = weight.numbers.contiguous(), weight.scales.contiguous()
     shifts = (2 ** (weight.bits - 1) - weight.zeros).half().contiguous()

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     add("--gib", type=float, default=4.0, help="size of its weights, reached by leaving out layers")
     add("--tp", type=int, default=2, help="ranks that share the model")
     text = "as the setting of the server"
-    add("--quantization", choices=("none", "int8", "int4"), default="none", help=text)
+    add("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none", help=text)
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     with _checkpoint(args) as folder:

@@ -51,7 +51,7 @@ class OtherNames(TypedDict, total=False):
     dp: int
     pipeline_parallel_size: int
     pp: int
-    q: Literal["none", "int8", "int4"]
+    q: Literal["none", "int8", "int4", "w8a8"]
     hicache_size: float
     seed: int
     max_cudagraph_capture_size: int | None
@@ -82,7 +82,7 @@ class EngineSettings(OtherNames, total=False):
     attention_backend: Literal["auto", "native", "torch", "triton", "flashinfer"]
     cpu_kernels: Literal["auto", "off"]
     gpu_kernels: Literal["auto", "triton", "torch"]
-    quantization: Literal["none", "int8", "int4"]
+    quantization: Literal["none", "int8", "int4", "w8a8"]
     sampling_defaults: Literal["model", "openai"]
     max_pixels: int | str
     max_pixels_auto_s: float

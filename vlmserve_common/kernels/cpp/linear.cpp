@@ -5,11 +5,13 @@
 // Many rows are multiplied by a slab of the panel while it is in the first-level cache, with its numbers unpacked. The
 // next slab is prefetched meanwhile. This changes no result.
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "activations.h"
 #include "amx.h"
+#include "bytes.h"
 #include "operators.h"
 #include "pool.h"
 #include "simd.h"
@@ -45,6 +47,10 @@ struct Product {
   bool y_bf16;                      // or y and residual are float32
   void* y;                          // [rows, outputs]
   int64_t y_stride;
+#if defined(HAS_BYTES)
+  const int8_t* x_numbers = nullptr;        // x in whole numbers, [rows, inner]; see bytes.h
+  const bytes::Group* x_groups = nullptr;
+#endif
 };
 
 // One pair of inputs of ROWS rows times that of BLOCKS blocks.
@@ -256,6 +262,41 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
   finish(p, row, int(rows), panel, SCALED ? total : part);
 }
 
+#if defined(HAS_BYTES)
+// Rows by whole numbers. Few are multiplied by the panel as it is stored, more by a group of it at a time, which is
+// written out before.
+template <class X, class Weights>
+void whole_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const uint8_t* weights, const f16* scales) {
+  constexpr int64_t GROUP = bytes::GROUP;
+  constexpr bool STORED = std::is_same_v<Weights, Int8Weights>;
+  const int64_t groups = bytes::groups_of(p.inner);
+  auto* memory = (float*)pool::scratch((rows + GROUP / 4) * PANEL * 4);
+  auto* sums = (f32x16(*)[PANEL_BLOCKS])memory;
+  auto* plain = (uint8_t*)(memory + rows * PANEL);
+  std::fill(memory, memory + rows * PANEL, 0.0f);
+  for (int64_t group = 0, k = 0; k < p.inner; ++group, k += GROUP) {
+    const int64_t inputs = std::min(GROUP, p.inner - k);
+    const uint8_t *stored = weights + k * PANEL, *w = STORED ? stored : plain;
+    for (int64_t chunk = 0; !STORED && chunk < inputs * PANEL; chunk += Int8Weights::CHUNK)
+      store(plain + chunk, Int8Weights::quads(stored + chunk));
+    const uint8_t* next = stored + (STORED ? AHEAD : GROUP * PANEL);
+    for (int64_t done = 0, now; done < rows; done += now, next = nullptr) {
+      const int64_t left = rows - done, tiles = (left + TILE_ROWS - 1) / TILE_ROWS, first = row + done;
+      now = (left + tiles - 1) / tiles;
+      const bytes::Group* own = p.x_groups + first * groups + group;
+      with_constant<TILE_ROWS>(now, [&](auto m) {
+        bytes::tile<Weights, m>(p.x_numbers + first * p.inner + k, p.inner, own, groups, inputs, w, next, sums + done);
+      });
+      for (int64_t m = 0; m < now; ++m)
+        bytes::add_far<Weights>((const X*)p.x + (first + m) * p.row_stride + k, own[m * groups], w, sums[done + m]);
+    }
+  }
+  for (int64_t m = 0; m < rows; ++m)
+    for (int n = 0; n < PANEL_BLOCKS; ++n) sums[m][n] *= load_halves(scales + n * BLOCK);
+  finish(p, row, int(rows), panel, sums);
+}
+#endif
+
 // Rows of a product that one of several weights multiplies, split by panels and these by chunks of rows.
 struct Share {
   const uint8_t* weights;
@@ -274,9 +315,15 @@ void run_task(const Product& p, const Share& share, int64_t task) {
   const int64_t rows = std::min(share.rows - skipped, chunk_rows);
   const uint8_t* weights = share.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
   auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
+  if (rows <= 0) return;
+#if defined(HAS_BYTES)
+  if (p.x_numbers)
+    return (rows > TILE_ROWS ? whole_rows<X, bytes::Plain> : whole_rows<X, Int8Weights>)(p, row, rows, panel, weights,
+                                                                                         scales);
+#endif
   if (rows > TILE_ROWS)
     many_rows<Weights, X>(p, row, rows, panel, weights, scales);
-  else if (rows > 0)
+  else
     with_constant<TILE_ROWS>(rows, [&](auto m) { few_rows<Weights, m, X>(p, row, panel, weights, scales); });
 }
 
@@ -327,9 +374,26 @@ void multiply_quantised(Product& p, const Share* shares, int64_t count, bool shi
   multiply<Weights, X>(p, shares, count);
 }
 
+#if defined(HAS_BYTES)
+template <class X>
+void multiply_whole(Product& p, const Share* shares, int64_t count) {
+  const size_t groups = size_t(p.rows * bytes::groups_of(p.inner));
+  // large, and all of it is written
+  std::unique_ptr<bytes::Group[]> own(new bytes::Group[groups]);
+  std::unique_ptr<int8_t[]> numbers(new int8_t[size_t(p.rows * p.inner)]);
+  bytes::round_rows((const X*)p.x, p.rows, p.inner, p.row_stride, numbers.get(), own.get());
+  p.x_numbers = numbers.get(), p.x_groups = own.get();
+  multiply<Int8Weights, X>(p, shares, count);
+}
+#endif
+
 void multiply_by(int32_t kind, bool x_bf16, bool shifted, Product& p, const Share* shares, int64_t count) {
   if (kind == WEIGHT_F32) return multiply<F32Weights, float>(p, shares, count);
   if (kind == WEIGHT_BF16) return multiply<Bf16Weights, bf16>(p, shares, count);
+#if defined(HAS_BYTES)
+  if (kind == WEIGHT_W8A8)
+    return x_bf16 ? multiply_whole<bf16>(p, shares, count) : multiply_whole<float>(p, shares, count);
+#endif
   if (kind == WEIGHT_INT8)
     x_bf16 ? multiply_quantised<Int8Weights, bf16>(p, shares, count, shifted)
            : multiply_quantised<Int8Weights, float>(p, shares, count, shifted);
@@ -363,4 +427,16 @@ void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* 
     if (const int64_t rows = starts[i + 1] - starts[i])
       shares.push_back(share_of(p, p.weights + i * w.bytes, starts[i], rows, shares.empty() ? 0 : shares.back().end));
   multiply_by(w.kind, narrow, w.shifted, p, shares.data(), int64_t(shares.size()));
+}
+
+// Whether this process multiplies weights of kind WEIGHT_W8A8, and sooner than those of bfloat16: AMX is faster still.
+extern "C" int32_t vs_multiplies_bytes() {
+#if defined(HAS_AMX)
+  if (amx::usable()) return 0;
+#endif
+#if defined(HAS_BYTES)
+  return 1;
+#else
+  return 0;
+#endif
 }

@@ -61,6 +61,6 @@ void pack_quantised(const uint8_t* numbers, int64_t inner, const f16* scales, co
 extern "C" void vs_pack_quantised(int32_t kind, const uint8_t* numbers, int64_t inner, const f16* scales,
                                   const f16* shifts, int64_t groups, const int64_t* order, int64_t columns,
                                   uint8_t* packed) {
-  auto* pack = kind == WEIGHT_INT8 ? pack_quantised<Int8Weights> : pack_quantised<Int4Weights>;
+  auto* pack = kind == WEIGHT_INT4 ? pack_quantised<Int4Weights> : pack_quantised<Int8Weights>;
   pack(numbers, inner, scales, shifts, groups, order, columns, packed);
 }

@@ -16,7 +16,8 @@
 
 constexpr int BLOCK = 16, PANEL_BLOCKS = 4, PANEL = BLOCK * PANEL_BLOCKS;
 
-enum WeightKind : int32_t { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_INT8 = 2, WEIGHT_INT4 = 3 };
+// W8A8: packed as INT8, and multiplied by activations that are rounded to 8 bits, too; see bytes.h.
+enum WeightKind : int32_t { WEIGHT_F32 = 0, WEIGHT_BF16 = 1, WEIGHT_INT8 = 2, WEIGHT_INT4 = 3, WEIGHT_W8A8 = 4 };
 
 using f16 = uint16_t;
 
@@ -93,6 +94,13 @@ struct Int8Weights {
   INLINE static void floats(const uint8_t* at, int pair, f32x16& even, f32x16& odd) {
     u32x16 both = pairs(at, pair);
     even = as_floats(both << 16), odd = as_floats(both & 0xffff0000u);
+  }
+  // Numbers from 0 to 255, those of a column's four inputs in a lane.
+  INLINE static u32x16 quads(const uint8_t* at) {
+    auto bytes = _mm512_loadu_si512(at);
+    auto flipped = _mm512_mask_blend_epi8(_mm512_movepi8_mask(bytes), _mm512_set1_epi8(-128), _mm512_set1_epi8(-1));
+    auto places = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    return (u32x16)_mm512_shuffle_epi8(_mm512_xor_si512(bytes, flipped), places);
   }
   // Puts a number from 0 to 255, which is less by 128, into a panel of zeros.
   static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
