@@ -217,7 +217,13 @@ def test_a_cancelled_batch_keeps_what_was_answered(house: House) -> None:
 
 def test_owners_take_turns_however_many_batches_they_have(tmp_path: Path) -> None:
     async def run(house: House) -> None:
-        runner = house.runner(concurrency=1)
+        async def ask(body: dict[str, Any]) -> dict[str, Any]:
+            for _ in range(50):  # behind all that the other batches do before their next line
+                await house.threads.run(int)
+                await house.journal.threads.run(int)
+            return await echo(body)
+
+        runner = house.runner(ask, concurrency=1)
         batches = [house.batch(*map(line, "abcd"), id=f"batch_{number}") for number in range(3)]
         for batch in (*batches, house.batch(*map(line, "efgh"), id="batch_3", owner="you")):
             runner.run(batch)
