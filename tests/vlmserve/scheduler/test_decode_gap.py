@@ -44,7 +44,7 @@ def test_a_long_clip_keeps_no_answer_waiting_that_ends_before_it():
     assert GapRule(slowdown=0.0, ceiling_s=CEILING).gap([FlowLoad(0)], costs) == (math.inf, True)
 
 
-@pytest.mark.parametrize(("clients", "in_flight"), [(1, 16), (4, 4), pytest.param(1, 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("clients", "in_flight"), [(1, 16), (4, 4)])
 def test_the_batch_fills_while_pictures_wait(clients, in_flight):
     """Most of the throughput without any limit, and tokens at the ceiling's pace; clients are served alike."""
     free = ClosedLoops(clients=clients, in_flight=in_flight, count=40, slowdown=0.0).measure()
