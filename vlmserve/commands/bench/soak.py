@@ -30,9 +30,6 @@ from vlmserve.commands.bench.soak_requests import FILES, Mix, SoakClients
 from vlmserve.commands.client.own_server import OwnServer
 from vlmserve.config.flags import above_zero, not_negative, positive
 
-_LATE_THREADS = 2
-"""Pools start another thread when two pieces of work first come together, which may be late."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -127,8 +124,6 @@ def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growt
     early = samples[: max(1, len(samples) // 4)]
     for name in COUNTS:
         most = max(getattr(sample, name) for sample in early)
-        if name == "threads":
-            most += _LATE_THREADS
         found.append(Growth(name=name, found=getattr(samples[-1], name), limit=most, unit="early in the run"))
     return found
 
