@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve_common.errors import BadRequestError
+from vlmserve_common.process.threads import started_pool
 
 MOST_PROCESSES = 64
 """Grammars that have a process at a time."""
@@ -46,7 +47,7 @@ class GrammarQueue:
         self._waiting: OrderedDict[str, deque[tuple[GrammarSpec, Future[CompiledGrammar]]]] = OrderedDict()
         self._compiling: Counter[str] = Counter()  # grammars of each client
         self._most_each = max(1, workers - 1)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._threads = started_pool("grammar", workers)
 
     def get(self, spec: GrammarSpec, client: str = "") -> Future[CompiledGrammar]:
         """Return the future of a compiled grammar (or its BadRequestError), one for all requests with this grammar.
