@@ -34,7 +34,7 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
         torch.cuda.set_device(device)
         fused.activate(settings.gpu_kernels, device)
     tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
-    mode = tower_mode(settings.quantization) if device.type == "cpu" else None
+    mode = tower_mode(settings.quantization, device)
     fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"], mode)
     pack_linears(tower, mode)
     if device.type == "cpu":

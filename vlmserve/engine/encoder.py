@@ -93,7 +93,7 @@ def build_encoder_pool(
             backend, fingerprint = workers, workers.wait_ready()
         else:
             backend = InlineBackend(TowerRunner(tower, device), lane=lane_beside(device))
-            mode = tower_mode(args.quantization) if device.type == "cpu" else None
+            mode = tower_mode(args.quantization, device)
             fingerprint = tower_fingerprint(tower, hf_config["vision_config"], mode)  # of the weights as stored
             pack_linears(tower, mode)
         if store is None and args.embedding_cache_dir is not None:
@@ -214,7 +214,7 @@ def auto_max_pixels(
     layer = (weight for name, weight in tower.named_parameters() if name.startswith("blocks.0."))
     outer, inner = max((weight.shape for weight in layer if weight.ndim == 2), key=math.prod)
     threads = encoder_threads(args) if args.num_encoders else min(args.num_threads or math.inf, available_cpus())
-    measure = rate or partial(product_rate, mode=tower_mode(args.quantization))
+    measure = rate or partial(product_rate, mode=tower_mode(args.quantization, torch.device("cpu")))
     measured = threads * measure(dtype, inner, outer)
     times = {area: encode_seconds(tower, config, area, measured) for area in sizes}
     chosen = max((area for area in sizes if times[area] <= args.max_pixels_auto_s), default=sizes[0])

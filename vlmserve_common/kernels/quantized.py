@@ -41,10 +41,10 @@ class QuantizedWeight:
         return (self.numbers.float() - zeros).mul_(scales)
 
 
-def tower_mode(quantization: str) -> Mode | None:
-    """Return how a vision tower's weights are packed with this --quantization: as they are, except for w8a8 if this
-    process has the operators."""
-    return "w8a8" if quantization == "w8a8" and multiplies_bytes() else None
+def tower_mode(quantization: str, device: torch.device) -> Mode | None:
+    """Return how a vision tower's weights are packed with this --quantization: as they are, except for w8a8 on a CPU if
+    this process has the operators."""
+    return "w8a8" if quantization == "w8a8" and device.type == "cpu" and multiplies_bytes() else None
 
 
 def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

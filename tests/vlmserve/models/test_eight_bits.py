@@ -58,9 +58,9 @@ def test_a_tower_is_near_the_plain_one_and_depends_on_no_batch(tmp_path):
     folder = make_checkpoint("qwen3_vl", tmp_path)
     plain, tower = load_tower(folder), load_tower(folder)
     width = plain.patch_embed.proj.weight.shape[1]
-    pack_linears(tower, tower_mode("w8a8"))
+    pack_linears(tower, tower_mode("w8a8", CPU))
     assert {layer.packed.kind for layer in tower.modules() if isinstance(layer, Linear) and layer.packed} == {"w8a8"}
-    assert tower_mode("int8") is None
+    assert tower_mode("int8", CPU) is None
     pixels = torch.randn(3 * 64, width, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         whole, truth = tower(pixels, [(3, 8, 8)]), plain(pixels, [(3, 8, 8)])
@@ -88,7 +88,7 @@ def test_a_cpu_without_such_products_computes_as_int8(tmp_path, monkeypatch, cap
     try:
         model = load(args, CPU, Communicator(Shard()), 1, with_tower=True)
         assert kinds(model) == {"int8"}
-        assert tower_mode("w8a8") is None
+        assert tower_mode("w8a8", CPU) is None
     finally:
         library.activate("off", threads=1)
     assert "--quantization w8a8 computes as int8 here" in caplog.text
