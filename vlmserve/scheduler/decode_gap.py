@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 FIRST_ANSWER_TOKENS = 128.0
 """The expected length of answers before any has ended."""
-_LEAST_GAP_S = 0.002
+LEAST_GAP_S = 0.002
 
 
 class FlowLoad(NamedTuple):
@@ -44,7 +44,7 @@ class GapRule:
         by such a long gap. flows: these flows."""
         if not self.slowdown:
             return float("inf"), True
-        protected_s = max((self.slowdown - 1) * costs.decode_s, _LEAST_GAP_S)
+        protected_s = max((self.slowdown - 1) * costs.decode_s, LEAST_GAP_S)
         patient_s = self.ceiling_s - costs.decode_s
         # so late the first half of the answers would end
         shared_s = self.ceiling_s * costs.answer_tokens / 2

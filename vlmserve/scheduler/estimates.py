@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from vlmserve.scheduler.decode_gap import FIRST_ANSWER_TOKENS, FlowLoad, GapCosts, GapRule
+from vlmserve.scheduler.decode_gap import FIRST_ANSWER_TOKENS, LEAST_GAP_S, FlowLoad, GapCosts, GapRule
 from vlmserve.scheduler.req import Req
 
 _INITIAL_RATIO, _LEAST_RATIO, _DECAY_STEPS = 0.7, 0.1, 600
@@ -16,7 +16,6 @@ _LEAST_CHANGE, _MOST_CHANGE = 0.5, 1.25
 _MARGIN = 0.85
 _LEAST_TOKENS = 16  # fewer cost about as much
 _FIRST_RATE = 2560.0
-_LEAST_CHUNK_S = 0.002
 
 
 class _PromptRate:
@@ -89,7 +88,7 @@ class StepCosts:
 
     def allowed_s(self, *, beside: bool) -> float:
         """Return the seconds that prompts of the next step may take. beside: whether requests decode."""
-        return max(self.gap_s, _LEAST_CHUNK_S) if beside else self._max_step_s
+        return max(self.gap_s, LEAST_GAP_S) if beside else self._max_step_s
 
     def observe(
         self, *, prompt_tokens: int, decoding: int, allowed_s: float, joined: int, seconds: float

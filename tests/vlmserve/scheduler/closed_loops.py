@@ -100,10 +100,11 @@ def main() -> None:
     rules = {"the default": {}, "nobody waits": {"ceiling": 0.001}, "no limit": {"slowdown": 0.0}}
     print(f"{'':42}{'tokens/s':>10}{'batch':>8}{'gap p95 s':>11}{'stream p95 s':>14}{'most/least':>12}")
     for clients, stream in ((1, False), (4, False), (1, True)):
-        for in_flight in (1, 4, 16):
+        for in_flight in (1, 4, 16, 64):
             for name, knobs in rules.items():
-                each = -(-in_flight // clients)
-                count = 2 * clients * each + 16
+                each, count = in_flight // clients, 160 if in_flight == 64 else 40
+                if not each:
+                    continue
                 loops = ClosedLoops(clients=clients, in_flight=each, count=count, stream=stream, **knobs)
                 figures = loops.measure()
                 what = f"{clients} x {each}{' beside a stream' if stream else ''}, {name}"
