@@ -31,20 +31,11 @@ def check_wanted() -> None:
         raise UnwantedError
 
 
-def started_pool(name: str, count: int) -> ThreadPoolExecutor:
-    """Return a pool whose threads all run from the beginning, so that a process holds as many all its life. By default
-    the last one starts when work first piles up, which may be days later."""
-    pool, all_there = ThreadPoolExecutor(count, thread_name_prefix=name), threading.Barrier(count)
-    for _ in range(count):
-        pool.submit(all_there.wait)
-    return pool
-
-
 class Threads:
-    """`count` threads, whose names begin with `name`."""
+    """At most `count` threads, which start when they are needed. Their names begin with `name`."""
 
     def __init__(self, name: str, count: int) -> None:
-        self._executor = started_pool(name, count)
+        self._executor = ThreadPoolExecutor(count, thread_name_prefix=name)
 
     async def run(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a function in one of the threads. If this is cancelled, the work is unwanted: it does not begin, or it

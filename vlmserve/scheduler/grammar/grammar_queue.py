@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict, deque
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar
 from vlmserve_common.errors import BadRequestError
-from vlmserve_common.process.threads import started_pool
 
 MOST_PROCESSES = 64
 """Grammars that have a process at a time."""
@@ -47,7 +46,10 @@ class GrammarQueue:
         self._waiting: OrderedDict[str, deque[tuple[GrammarSpec, Future[CompiledGrammar]]]] = OrderedDict()
         self._compiling: Counter[str] = Counter()  # grammars of each client
         self._most_each = max(1, workers - 1)
-        self._threads = started_pool("grammar", workers)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        all_there = threading.Barrier(workers)
+        for _ in range(workers):  # now, and not when grammars first pile up: a process holds as many all its life
+            self._threads.submit(all_there.wait)
 
     def get(self, spec: GrammarSpec, client: str = "") -> Future[CompiledGrammar]:
         """Return the future of a compiled grammar (or its BadRequestError), one for all requests with this grammar.
