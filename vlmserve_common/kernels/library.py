@@ -26,13 +26,16 @@ def activate(choice: Choice, *, threads: int, watch_us: int = 50) -> str:
     _active = None
     if choice == "off":
         return "torch's operators (--cpu-kernels off)"
+    words = cpu_words()
     try:
-        level = best_level(cpu_words())
+        level = best_level(words)
         lib, remark = load(level)
+        if level == "amx" and not lib.vs_amx():
+            level = best_level(words - {"amx_tile"})
+            lib, _ = load(level)
+            remark = "without AMX, which the system does not give or which does not compute as it should"
     except CannotBuild as error:
         return f"torch's operators, which are slower: {error}"
-    if level == "amx" and not lib.vs_amx():
-        remark = "without AMX, which the system does not give or which does not compute as it should"
     lib.vs_configure(threads, watch_us)
     _active = lib
     return f"operators for {level}{f'; {remark}' if remark else ''}"

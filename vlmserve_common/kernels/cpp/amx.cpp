@@ -24,21 +24,23 @@ bool granted() {
 // A small product beside the same by hand: numbers that bfloat16 and their sums hold exactly.
 bool computes_right() {
   constexpr int INNER_SIZE = 2 * INNER;
-  bf16 x[ROWS][INNER_SIZE], panel[INNER_SIZE / 2][64][2];
+  bf16 x[INNER_SIZE / INNER][ROWS][INNER], panel[INNER_SIZE / INNER][4][INNER / 2][16][2];
   for (int row = 0; row < ROWS; ++row)
-    for (int k = 0; k < INNER_SIZE; ++k) x[row][k] = narrow(float((row * 7 + k * 3) % 11 - 5));
+    for (int k = 0; k < INNER_SIZE; ++k) x[k / INNER][row][k % INNER] = narrow(float((row * 7 + k * 3) % 11 - 5));
   for (int k = 0; k < INNER_SIZE; ++k)
     for (int column = 0; column < 64; ++column)
-      panel[k / 2][column][k % 2] = narrow(float((column * 5 + k) % 13 - 6));
+      panel[k / INNER][column / 16][k % INNER / 2][column % 16][k % 2] = narrow(float((column * 5 + k) % 13 - 6));
   float sums[ROWS][64] = {};
   {
-    Registers registers;
-    add_panel(x[0], INNER_SIZE, (const uint8_t*)panel, INNER_SIZE, sums[0]);
+    Registers registers(ROWS, 0);
+    add_rows(x[0][0], ROWS * INNER, (const uint8_t*)panel, INNER_SIZE, 0, sums[0]);
   }
   for (int row = 0; row < ROWS; ++row)
     for (int column = 0; column < 64; ++column) {
       float truth = 0;
-      for (int k = 0; k < INNER_SIZE; ++k) truth += widen(x[row][k]) * widen(panel[k / 2][column][k % 2]);
+      for (int k = 0; k < INNER_SIZE; ++k)
+        truth += widen(x[k / INNER][row][k % INNER]) *
+                 widen(panel[k / INNER][column / 16][k % INNER / 2][column % 16][k % 2]);
       if (sums[row][column] != truth) return false;
     }
   return true;

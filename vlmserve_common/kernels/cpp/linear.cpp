@@ -24,10 +24,10 @@ constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // 24 of the 32 registers hold su
 #else
 constexpr int TILE_ROWS = 4, TILE_BLOCKS = 1;
 #endif
+constexpr int64_t SLAB = 128;  // inputs of a slab
 #if defined(HAS_AMX)
-constexpr int64_t SLAB = 512;  // inputs of a slab; AMX does so much that taking up sums often would cost
-#else
-constexpr int64_t SLAB = 128;
+constexpr int64_t AMX_SLAB = 1024;        // AMX does so much that taking up sums often would cost
+constexpr int64_t AMX_CHUNK = 512 << 10;  // numbers of x that stay in the second cache while panels pass
 #endif
 constexpr int64_t CHUNK_ROWS = 192;  // rows that pass a slab of a panel while it is in the first cache
 constexpr int64_t AHEAD = 4096;              // bytes that are prefetched
@@ -47,11 +47,22 @@ struct Product {
   bool y_bf16;                      // or y and residual are float32
   void* y;                          // [rows, outputs]
   int64_t y_stride;
+  bool tiled = false;               // whether AMX multiplies
+  const bf16* x_tiles = nullptr;    // see tiles_of
 #if defined(HAS_BYTES)
   const int8_t* x_numbers = nullptr;        // x in whole numbers, [rows, inner]; see bytes.h
   const bytes::Group* x_groups = nullptr;
 #endif
 };
+
+// Whether AMX multiplies: then it does for however few rows, as it rounds sums in an order of its own.
+constexpr bool is_tiled([[maybe_unused]] int32_t kind, [[maybe_unused]] bool x_bf16) {
+#if defined(HAS_AMX)
+  return x_bf16 && kind != WEIGHT_W8A8;
+#else
+  return false;
+#endif
+}
 
 // One pair of inputs of ROWS rows times that of BLOCKS blocks.
 template <class Weights, int ROWS, int BLOCKS>
@@ -163,7 +174,7 @@ INLINE void add_group(const Product& p, int64_t row, int64_t group, const f16* s
 // Numbers of a piece as those of bfloat16 or float32 weights lie.
 template <class Weights, class X>
 void write_out(const uint8_t* from, int64_t inner, X* to) {
-  for (int64_t k = 0; k < inner; k += 2 * Weights::PAIRS, to += 2 * Weights::PAIRS * PANEL)
+  for (int64_t k = 0; k < inner; k += 2 * Weights::PAIRS)
 #pragma GCC unroll 4
     for (int n = 0; n < PANEL_BLOCKS; ++n, from += Weights::CHUNK) {
       // read before anything is written, for the compiler to share what pairs have in common
@@ -176,9 +187,12 @@ void write_out(const uint8_t* from, int64_t inner, X* to) {
       }
 #pragma GCC unroll 4
       for (int j = 0; j < Weights::PAIRS; ++j) {
-        X* at = to + 2 * (j * PANEL + n * BLOCK);
-        if constexpr (std::is_same_v<X, bf16>) store(at, both[j]);
-        else store(at, even[j]), store(at + BLOCK, odd[j]);
+        if constexpr (std::is_same_v<X, bf16>) {
+          store(to + 2 * pair_place(k / 2 + j, n * BLOCK, inner), both[j]);
+          continue;
+        }
+        X* at = to + (k + 2 * j) * PANEL + n * 2 * BLOCK;
+        store(at, even[j]), store(at + BLOCK, odd[j]);
       }
     }
 }
@@ -187,14 +201,6 @@ void write_out(const uint8_t* from, int64_t inner, X* to) {
 template <class Weights, class X>
 void all_rows(const X* x, int64_t stride, int64_t rows, Piece piece, f32x16 (*sums)[PANEL_BLOCKS]) {
   int64_t row = 0;
-#if defined(HAS_AMX)
-  if constexpr (std::is_same_v<Weights, Bf16Weights>)
-    if (rows >= amx::ROWS && piece.inputs % amx::INNER == 0 && amx::usable()) {
-      amx::Registers registers;
-      for (; rows - row >= amx::ROWS; row += amx::ROWS)
-        amx::add_panel(x + row * stride, stride, piece.weights, piece.inputs, (float*)(sums + row));
-    }
-#endif
   for (int64_t now; row < rows; row += now) {
     // tiles of about the same size: 8 rows are 4 and 4
     const int64_t left = rows - row, tiles = (left + TILE_ROWS - 1) / TILE_ROWS;
@@ -227,6 +233,39 @@ void few_rows(const Product& p, int64_t row, int64_t panel, const uint8_t* weigh
   finish(p, row, ROWS, panel, sums);
 }
 
+#if defined(HAS_AMX)
+constexpr int64_t AMX_ROWS = 2 * amx::ROWS;  // rows of x that lie together
+
+// Rows by a piece of a panel in AMX's registers. Inputs behind the last INNER are multiplied as elsewhere.
+void tiled_rows(const Product& p, int64_t row, int64_t rows, int64_t k, const Piece& piece,
+                f32x16 (*sums)[PANEL_BLOCKS]) {
+  const int64_t inner = piece.inputs / amx::INNER * amx::INNER, whole = p.inner / amx::INNER * amx::INNER;
+  const int64_t full = rows / AMX_ROWS * AMX_ROWS, rest = rows - full;
+  auto* to = (float*)sums;
+  auto x_of = [&](int64_t first, int64_t together) { return p.x_tiles + (row + first) * whole + k * together; };
+  auto more = [&](int64_t first, int64_t together, int half) {
+    amx::add_more_rows(x_of(first, together), together * amx::INNER, piece.weights + half * 2 * amx::TILE, inner,
+                       to + first * PANEL + half * 2 * BLOCK);
+  };
+  if (full) {
+    amx::Registers registers(amx::ROWS, amx::ROWS);
+    for (int half = 0; half < 2; ++half)
+      for (int64_t done = 0; done < full; done += AMX_ROWS) more(done, AMX_ROWS, half);
+  }
+  if (rest > amx::ROWS) {
+    amx::Registers registers(amx::ROWS, int(rest - amx::ROWS));
+    for (int half = 0; half < 2; ++half) more(full, rest, half);
+  } else if (rest) {
+    amx::Registers registers(int(rest), 0);
+    amx::add_rows(x_of(full, rest), rest * amx::INNER, piece.weights, inner, full ? 0 : piece.next_bytes,
+                  to + full * PANEL);
+  }
+  if (inner < piece.inputs)
+    all_rows<Bf16Weights>((const bf16*)p.x + row * p.row_stride + k + inner, p.row_stride, rows,
+                          {piece.weights + number_bytes<Bf16Weights>(inner), piece.inputs - inner, nullptr, 0}, sums);
+}
+#endif
+
 // More rows, by slabs of the panel.
 template <class Weights, class X>
 void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const uint8_t* weights, const f16* scales) {
@@ -234,15 +273,19 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
   using Plain = std::conditional_t<std::is_same_v<X, bf16>, Bf16Weights, F32Weights>;
   using Sums = f32x16(*)[PANEL_BLOCKS];
   const X* x = (const X*)p.x + row * p.row_stride;
+  int64_t slab = SLAB;
+#if defined(HAS_AMX)
+  if (p.tiled) slab = SCALED || rows > AMX_ROWS ? AMX_SLAB : p.inner;
+#endif
   // of a group, and of all
-  auto* memory = (float*)pool::scratch((2 * rows + SLAB) * PANEL * 4);
+  auto* memory = (float*)pool::scratch((2 * rows + (std::is_same_v<Weights, Plain> ? 0 : slab)) * PANEL * 4);
   Sums part = (Sums)memory, total = part + rows;
   auto* plain = (X*)(memory + 2 * rows * PANEL);
   std::fill(memory, memory + (SCALED ? 2 : 1) * rows * PANEL, 0.0f);
   for (int64_t group = 0, k = 0; k < p.inner; k += p.group, ++group) {
     const int64_t end = std::min(p.inner, k + p.group);
     for (int64_t from = k, inputs; from < end; from += inputs) {
-      inputs = std::min(SLAB, end - from);
+      inputs = std::min(slab, end - from);
       const uint8_t* w = weights + number_bytes<Weights>(from);
       constexpr int64_t NEXT = PANEL_BLOCKS * Weights::CHUNK / Weights::PAIRS / 2;  // two tiles ask for it all
       Piece piece{w, inputs, w + number_bytes<Weights>(inputs), NEXT};
@@ -250,6 +293,13 @@ void many_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, const
         write_out<Weights>(w, inputs, plain);
         piece.weights = (const uint8_t*)plain;
       }
+#if defined(HAS_AMX)
+      if constexpr (std::is_same_v<X, bf16>)
+        if (p.tiled) {
+          tiled_rows(p, row, rows, from, {piece.weights, inputs, nullptr, SCALED ? 0 : AHEAD}, part);
+          continue;
+        }
+#endif
       all_rows<Plain>(x + from, p.row_stride, rows, piece, part);
     }
     if constexpr (SCALED)
@@ -304,14 +354,20 @@ struct Share {
 };
 
 Share share_of(const Product& p, const uint8_t* weights, int64_t row, int64_t rows, int64_t done) {
-  const int64_t chunks = (rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
+  int64_t most = CHUNK_ROWS;
+#if defined(HAS_AMX)
+  if (p.tiled) most = std::clamp<int64_t>(AMX_CHUNK / p.inner / 64 * 64, 64, 512);
+#endif
+  const int64_t chunks = (rows + most - 1) / most;
   return {weights, row, rows, chunks, done + p.panels * chunks};
 }
 
 template <class Weights, class X>
 void run_task(const Product& p, const Share& share, int64_t task) {
-  const int64_t chunk_rows = (share.rows + share.chunks - 1) / share.chunks, skipped = task % share.chunks * chunk_rows;
-  const int64_t panel = task / share.chunks, row = share.row + skipped;
+  int64_t panel = task / share.chunks, chunk = task % share.chunks;
+  if (p.tiled) panel = task % p.panels, chunk = task / p.panels;  // the rows stay in the cache, and panels pass
+  const int64_t chunk_rows = ((share.rows + share.chunks - 1) / share.chunks + 31) / 32 * 32;
+  const int64_t skipped = chunk * chunk_rows, row = share.row + skipped;
   const int64_t rows = std::min(share.rows - skipped, chunk_rows);
   const uint8_t* weights = share.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
   auto* scales = (const f16*)(weights + number_bytes<Weights>(p.inner));
@@ -321,15 +377,43 @@ void run_task(const Product& p, const Share& share, int64_t task) {
     return (rows > TILE_ROWS ? whole_rows<X, bytes::Plain> : whole_rows<X, Int8Weights>)(p, row, rows, panel, weights,
                                                                                          scales);
 #endif
-  if (rows > TILE_ROWS)
+  if (rows > TILE_ROWS || p.tiled)
     many_rows<Weights, X>(p, row, rows, panel, weights, scales);
   else
     with_constant<TILE_ROWS>(rows, [&](auto m) { few_rows<Weights, m, X>(p, row, panel, weights, scales); });
 }
 
+#if defined(HAS_AMX)
+// x as AMX wants it, without the inputs behind the last INNER: AMX_ROWS rows of a share, or its last ones, lie
+// together, [inner / INNER][rows][INNER].
+std::unique_ptr<bf16[]> tiles_of(const Product& p, const Share* shares, int64_t count) {
+  const int64_t blocks = p.inner / amx::INNER, whole = blocks * amx::INNER;
+  std::unique_ptr<bf16[]> tiles(new bf16[size_t(p.rows * whole)]);
+  for (const Share* share = shares; share < shares + count; ++share) {
+    const int64_t groups = (share->rows + AMX_ROWS - 1) / AMX_ROWS;
+    pool::parallel_for(groups, share->rows * p.inner < (1 << 17) ? groups : 1, [&](int64_t first, int64_t last) {
+      for (int64_t group = first; group < last; ++group) {
+        const int64_t row = group * AMX_ROWS, rows = std::min(share->rows - row, AMX_ROWS);
+        bf16* to = &tiles[size_t((share->row + row) * whole)];
+        for (int64_t one = 0; one < rows; ++one) {
+          auto* from = (const bf16*)p.x + (share->row + row + one) * p.row_stride;
+          for (int64_t block = 0; block < blocks; ++block)
+            std::memcpy(to + (block * rows + one) * amx::INNER, from + block * amx::INNER, 2 * amx::INNER);
+        }
+      }
+    });
+  }
+  return tiles;
+}
+#endif
+
 template <class Weights, class X>
-void multiply(const Product& p, const Share* shares, int64_t count) {
+void multiply(Product& p, const Share* shares, int64_t count) {
   if (p.rows == 0) return;
+#if defined(HAS_AMX)
+  std::unique_ptr<bf16[]> tiles;
+  if (p.tiled) tiles = tiles_of(p, shares, count), p.x_tiles = tiles.get();
+#endif
   const Share *end = shares + count, &last_share = end[-1];
   int64_t tasks = last_share.end;
   bool alone = p.rows * p.panels * PANEL * p.inner < ALONE;
@@ -412,6 +496,7 @@ extern "C" void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const vo
                           int64_t y_stride) {
   Product p{x,    rows, inner, row_stride,  (const uint8_t*)weights, panels, outputs, group,
             (inner + group - 1) / group, nullptr, bias, act,  bool(gated), residual, bool(y_bf16), y, y_stride};
+  p.tiled = is_tiled(kind, x_bf16);
   const Share all = share_of(p, p.weights, 0, rows, 0);
   multiply_by(kind, x_bf16, shifted, p, &all, 1);
 }
@@ -422,6 +507,7 @@ void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* 
                     bool gated, void* y) {
   Product p{x, starts[count], w.inner, w.inner, (const uint8_t*)w.data, w.panels, w.outputs, w.group,
             (w.inner + w.group - 1) / w.group, nullptr, nullptr, act, gated, nullptr, narrow, y, w.outputs};
+  p.tiled = is_tiled(w.kind, narrow);
   std::vector<Share> shares;
   for (int64_t i = 0; i < count; ++i)
     if (const int64_t rows = starts[i + 1] - starts[i])
@@ -431,10 +517,7 @@ void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* 
 
 // Whether this process multiplies weights of kind WEIGHT_W8A8, and sooner than those of bfloat16: AMX is faster still.
 extern "C" int32_t vs_multiplies_bytes() {
-#if defined(HAS_AMX)
-  if (amx::usable()) return 0;
-#endif
-#if defined(HAS_BYTES)
+#if defined(HAS_BYTES) && !defined(HAS_AMX)
   return 1;
 #else
   return 0;

@@ -11,9 +11,9 @@ extern "C" void vs_pack_bf16(const bf16* weight, int64_t inner, const int64_t* o
     for (int64_t panel = first; panel < last; ++panel)
       for (int64_t column = 0; column < PANEL; ++column) {
         int64_t row = order[panel * PANEL + column];
-        uint32_t* to = packed + panel * (inner / 2) * PANEL + column;
+        uint32_t* to = packed + panel * (inner / 2) * PANEL;
         for (int64_t pair = 0; pair < inner / 2; ++pair)
-          to[pair * PANEL] = row < 0 ? 0 : load<uint32_t>(weight + row * inner + 2 * pair);
+          to[pair_place(pair, column, inner)] = row < 0 ? 0 : load<uint32_t>(weight + row * inner + 2 * pair);
       }
   });
 }

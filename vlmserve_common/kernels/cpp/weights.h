@@ -12,6 +12,7 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
 #include "simd.h"
 
 constexpr int BLOCK = 16, PANEL_BLOCKS = 4, PANEL = BLOCK * PANEL_BLOCKS;
@@ -36,6 +37,16 @@ struct Bf16Weights {
   static constexpr bool QUANTISED = false;
   INLINE static u32x16 pairs(const uint8_t* at, int) { return load<u32x16>(at); }
 };
+
+// Where a panel of bfloat16 weights has the pair of a column, counted in pairs. For AMX 16 pairs of a block lie
+// together: a register.
+INLINE int64_t pair_place(int64_t pair, int64_t column, [[maybe_unused]] int64_t inner) {
+#if defined(HAS_AMX)
+  if (pair < inner / 32 * 16)
+    return pair / 16 * 16 * PANEL + column / BLOCK * 16 * BLOCK + pair % 16 * BLOCK + column % BLOCK;
+#endif
+  return pair * PANEL + column;
+}
 
 struct F32Weights {
   static constexpr int64_t PAIRS = 1, CHUNK = 128;
