@@ -137,7 +137,7 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
         ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
         (
             {"max_time_between_tokens_s": 0},
-            "--max-time-between-tokens-s is 0.0; it must be above 0 and at most 2000000",
+            "--max-time-between-tokens-s is 0.0; it must be above 0 and at most 2000000, or left out",
         ),
         ({"max_time_between_tokens_s": -1}, "--max-time-between-tokens-s is -1.0; it must be above 0"),
         (

@@ -349,9 +349,10 @@ class EngineArgs:
         "default: 2, and 0 for LLM and caption, where nobody reads along",
         _NOT_NEGATIVE,
     )
-    max_time_between_tokens_s: float = _scheduling(
-        0.25,
-        "seconds between tokens while more requests of the same client get ready, where that ends them all sooner",
+    max_time_between_tokens_s: float | None = _scheduling(
+        None,
+        "seconds between tokens while more requests of the same client get ready, where that ends them all sooner; "
+        "default: 0.25, and five steps on a machine that is slow",
         SECONDS,
     )
     max_step_s: float = _scheduling(

@@ -311,7 +311,7 @@ def load_settings(
     engine = EngineArgs(**{name: getattr(read, name) for name in of_engine})
     whole = ServerSettings(engine=engine, **{name: getattr(read, name) for name in settings.keys() - of_engine})
     problems = engine_problems(engine) + range_problems(whole)
-    if 0 < whole.request_timeout_s < engine.max_time_between_tokens_s != EngineArgs.max_time_between_tokens_s:
+    if 0 < whole.request_timeout_s < (engine.max_time_between_tokens_s or 0):
         allowed = f"at most --request-timeout-s, which is {whole.request_timeout_s:g}"
         problems.append(problem(engine, "max_time_between_tokens_s", allowed))
     if problems:

@@ -13,6 +13,9 @@ from typing import NamedTuple
 FIRST_ANSWER_TOKENS = 128.0
 """The expected length of answers before any has ended."""
 LEAST_GAP_S = 0.002
+CEILING_S, CEILING_STEPS = 0.25, 5
+"""The ceiling without a setting: people read slower than four tokens a second. It is at least so many decode steps,
+for a slow machine to do anything else."""
 
 
 class FlowLoad(NamedTuple):
@@ -34,10 +37,11 @@ class GapCosts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GapRule:
-    """The rule. slowdown: --max-decode-slowdown, 0 for no limit. ceiling_s: --max-time-between-tokens-s."""
+    """The rule. slowdown: --max-decode-slowdown, 0 for no limit. ceiling_s: --max-time-between-tokens-s, None if it is
+    not set."""
 
     slowdown: float
-    ceiling_s: float
+    ceiling_s: float | None = None
 
     def gap(self, flows: Iterable[FlowLoad], costs: GapCosts) -> tuple[float, bool]:
         """Return the seconds between two decode steps that are for other work, and whether all flows with answers gain
@@ -45,9 +49,10 @@ class GapRule:
         if not self.slowdown:
             return float("inf"), True
         protected_s = max((self.slowdown - 1) * costs.decode_s, LEAST_GAP_S)
-        patient_s = self.ceiling_s - costs.decode_s
+        pace_s = max(CEILING_S, CEILING_STEPS * costs.decode_s) if self.ceiling_s is None else self.ceiling_s
+        patient_s = pace_s - costs.decode_s
         # so late the first half of the answers would end
-        shared_s = self.ceiling_s * costs.answer_tokens / 2
+        shared_s = pace_s * costs.answer_tokens / 2
         shares = costs.join_s <= shared_s and all(flow.joining or flow.unattended for flow in flows)
         if shares and patient_s > protected_s:
             return patient_s, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from vlmserve.scheduler.decode_gap import FIRST_ANSWER_TOKENS, LEAST_GAP_S, FlowLoad, GapCosts, GapRule
+from vlmserve.scheduler.decode_gap import CEILING_STEPS, FIRST_ANSWER_TOKENS, LEAST_GAP_S, FlowLoad, GapCosts, GapRule
 from vlmserve.scheduler.req import Req
 
 _INITIAL_RATIO, _LEAST_RATIO, _DECAY_STEPS = 0.7, 0.1, 600
@@ -45,7 +45,7 @@ class StepCosts:
 
     Between two tokens of running requests there is a gap for a chunk of a prompt or a slice of a picture's encoding,
     see `decode_gap`. If nothing decodes, a newcomer waits for one chunk or slice at the most, and these take no longer
-    than --max-step-s.
+    than --max-step-s, or than five steps of decoding on a slow machine.
 
     rule: how long the gap is. max_step_s: 0 for no limit. patient: the answers that decode gain by a long gap. It has
     room for slices, and for one chunk behind them. gap_s: what is left of it; infinite without a limit.
@@ -88,7 +88,9 @@ class StepCosts:
 
     def allowed_s(self, *, beside: bool) -> float:
         """Return the seconds that prompts of the next step may take. beside: whether requests decode."""
-        return max(self.gap_s, LEAST_GAP_S) if beside else self._max_step_s
+        if beside:
+            return max(self.gap_s, LEAST_GAP_S)
+        return max(self._max_step_s, CEILING_STEPS * (self._decode_s or 0.0))  # each chunk reads the weights anew
 
     def observe(
         self, *, prompt_tokens: int, decoding: int, allowed_s: float, joined: int, seconds: float

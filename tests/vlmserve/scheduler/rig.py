@@ -63,7 +63,7 @@ class Knobs:
     disk: bool = False
     warmup_patches: int = 16
     slowdown: float | None = None
-    ceiling: float = 0.25
+    ceiling: float | None = None
 
 
 class FakeGroups:

@@ -145,7 +145,7 @@ class EngineSettings(OtherNames, total=False):
     session_timeout_s: float
     disable_overlap_schedule: bool
     max_decode_slowdown: float | None
-    max_time_between_tokens_s: float
+    max_time_between_tokens_s: float | None
     max_step_s: float
     speculative_algorithm: Literal["none", "ngram"]
     speculative_num_draft_tokens: int
