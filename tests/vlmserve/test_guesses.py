@@ -132,6 +132,15 @@ each_family = pytest.mark.parametrize("family", [HYBRID, HYBRID_MOE], indirect=T
 dense = pytest.mark.parametrize("family", [HYBRID], indirect=True)
 
 
+def agree(case: Known, index: int, guesses: list[int]) -> int:
+    """Return how many guesses are the reference's, once token `index` of the answer is known: all but at a tie."""
+    for number, (own, want) in enumerate(zip(guesses, case.drafts[index].tolist(), strict=False)):
+        if own != want:
+            assert case.margins[index, number] < 1e-3, (index, guesses, case.drafts[index])
+            return number
+    return len(guesses)
+
+
 @each_family
 @pytest.mark.parametrize(
     "settings",
@@ -150,14 +159,8 @@ def test_guesses_are_the_reference_s(family, settings, monkeypatch):
     def draft(self, step, inputs, states):
         nonlocal seen
         plain(self, step, inputs, states)
-        tokens = inputs.tokens.tensor
-        index = inputs.host_lens[0] - case.answer.prompt_tokens
-        guesses = step.input_ids[tokens].tolist()
-        for own, want, margin in zip(guesses, case.drafts[index].tolist(), case.margins[index].tolist(), strict=False):
-            if own != want:
-                assert margin < 1e-3, (index, guesses, case.drafts[index])
-                break
-            seen += 1
+        tokens, index = inputs.tokens.tensor, inputs.host_lens[0] - case.answer.prompt_tokens
+        seen += agree(case, index, step.input_ids[tokens].tolist())
         truth = torch.tensor(case.answer.token_ids)[index + 1 :][: len(tokens)]
         truth[index % 5 :] += 1  # so many are right
         step.input_ids[tokens] = truth % 448
@@ -170,6 +173,27 @@ def test_guesses_are_the_reference_s(family, settings, monkeypatch):
         assert stats.prefix_hits_total
         assert 0.2 < stats.accepted_tokens_total / stats.draft_tokens_total < 0.8
         assert seen > 0.9 * stats.draft_tokens_total
+
+
+@each_family
+@pytest.mark.slow
+def test_two_processes_guess_alike(family):
+    folder, cases = family
+    with LLM(str(folder), num_threads=1, tp_size=2, speculative_algorithm="mtp") as llm:
+        scheduler, seen = llm.engine.loop.schedulers[0], 0
+        plain = scheduler.process_batch_result
+
+        def process(batch, result):
+            nonlocal seen
+            for part in batch.reqs:
+                if part.drafts:
+                    seen += agree(case, part.start - case.answer.prompt_tokens, result.drafts.tolist())
+            return plain(batch, result)
+
+        scheduler.process_batch_result = process
+        for case in cases:
+            assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
+        assert seen > 0.9 * llm.stats().steps.draft_tokens_total > 100
 
 
 class Knowing:

@@ -57,11 +57,14 @@ def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
 def state_bytes(
     args: EngineArgs, config: ModelConfig, dtype: torch.dtype, max_model_len: int, *, padded: bool = False
 ) -> int:
-    """Return the bytes of all states, the blank one included, and of what steps with guesses keep; 0 without recurrent
-    layers. padded: see `RecurrentCache`."""
+    """Return `bytes_of_states` of a model; 0 without recurrent layers."""
     shape = state_shape(config, dtype)
-    if shape is None:
-        return 0
+    return 0 if shape is None else bytes_of_states(args, shape, max_model_len, padded=padded)
+
+
+def bytes_of_states(args: EngineArgs, shape: StateShape, max_model_len: int, *, padded: bool = False) -> int:
+    """Return the bytes of all states, the blank one included, and of what steps with guesses keep. padded: see
+    `RecurrentCache`."""
     guesses = args.max_running_requests * shape.guess_bytes(_guessed_tokens(args))
     return (1 + num_states(args, shape, max_model_len) + padded) * shape.nbytes + guesses
 
