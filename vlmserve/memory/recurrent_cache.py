@@ -81,8 +81,8 @@ class RecurrentCache:
         self.conv[targets] = kept.conv[rows[:, None], :, inputs].transpose(1, 2)
         for layer in range(self.recurrent.shape[1]):
             states = self.recurrent[:, layer]
-            parts = (part[rows, layer] for part in (kept.keys, kept.corrections, kept.decay))
-            states[targets] = advance(states[sources], *parts, counts)
+            keys, corrections, decay = (part[rows, layer] for part in (kept.keys, kept.corrections, kept.decay))
+            states[targets] = advance(states[sources], keys, corrections, decay, counts)
         self.hidden[targets], self.positions[targets] = kept.hidden[rows, counts - 1], kept.positions[rows, counts - 1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -43,14 +45,20 @@ class MTPHead(nn.Module):
         embeds [N, hidden]: of the entries' tokens. hidden [N, hidden], positions int64 [3, N]: of the tokens before.
         """
         x = self._join(embeds, hidden)
-        return self.norm(self.layers[0](x, self._rotary(positions), forward_batch))
+        return self.norm(self._layer(x, self._rotary(positions), forward_batch))
 
     def store(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> None:
         """Write the KV of entries that nothing is guessed from: with a single layer, it needs no attention."""
-        x = self.layers[0].input_layernorm(self._join(embeds, hidden))
-        self.layers[0].self_attn.store(x, self._rotary(positions), forward_batch)
+        attention = self._layer.self_attn
+        assert attention is not None
+        x = self._layer.input_layernorm(self._join(embeds, hidden))
+        attention.store(x, self._rotary(positions), forward_batch)
+
+    @property
+    def _layer(self) -> HybridLayer:
+        return cast(HybridLayer, self.layers[0])
 
     def _join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1))
