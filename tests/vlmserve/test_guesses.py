@@ -151,7 +151,7 @@ def agree(case: Known, index: int, guesses: list[int]) -> int:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"chunked_prefill_size": 48, "page_size": 16, "mamba_track_interval": 64},
+        {"chunked_prefill_size": 112, "page_size": 16, "mamba_track_interval": 64},
         pytest.param(
             {"chunked_prefill_size": 16, "page_size": 1, "attention_backend": "torch"}, marks=pytest.mark.slow
         ),
