@@ -24,12 +24,13 @@ WORDS = "How many red circles are there on the left side of the blue square? "
 @dataclass
 class Known:
     """A conversation with its greedy answer. drafts: int64 [answer tokens - 1, DRAFTS], the head's guesses once a token
-    of the answer is known; margins: of each over the next likely token."""
+    of the answer is known; margins: of each over the next likely token. keys: of the head's entries."""
 
     messages: list
     answer: object
     drafts: torch.Tensor
     margins: torch.Tensor
+    keys: torch.Tensor
 
 
 class Head:
@@ -90,8 +91,8 @@ class Head:
         )
 
     def guess(self, hidden: torch.Tensor, embeds: torch.Tensor, positions: torch.Tensor, prompt: int):
-        """Return guesses and margins [tokens of the answer - 1, DRAFTS]. hidden, embeds [n, width], positions [3, n]:
-        of prompt and answer."""
+        """Return guesses and margins [tokens of the answer - 1, DRAFTS], and all entries' keys. hidden, embeds [n,
+        width], positions [3, n]: of prompt and answer."""
         x, q, gate, keys, values = self.entries(hidden[:-1], embeds[1:], positions[:, :-1])
         rows, margins = [], []
         for last in range(prompt - 1, len(hidden) - 2):
@@ -104,7 +105,7 @@ class Head:
                 place = positions[:, last : last + 1] + step + 1
                 *new, k, v = self.entries(out, self.embed[best.indices[:1]], place)
                 own = [*new, torch.cat((own[3], k)), torch.cat((own[4], v))]
-        return torch.stack(rows).view(-1, DRAFTS), torch.stack(margins).view(-1, DRAFTS)
+        return torch.stack(rows).view(-1, DRAFTS), torch.stack(margins).view(-1, DRAFTS), keys
 
 
 @torch.no_grad()
@@ -173,6 +174,15 @@ def test_guesses_are_the_reference_s(family, settings, monkeypatch):
 
     monkeypatch.setattr(MTPDrafter, "draft", draft)
     with LLM(str(folder), num_threads=1, speculative_algorithm="mtp", **settings) as llm:
+        kv, keys = llm.engine.loop.schedulers[0].kv, llm._runner.kv_cache.layers[-1].keys
+        plain_release = kv.release
+
+        def release(req):
+            slots = kv.slots(req, 1, req.kv_committed_len)
+            torch.testing.assert_close(keys[slots], case.keys[: len(slots)], rtol=1e-3, atol=1e-4)
+            plain_release(req)
+
+        kv.release = release
         for case in [*cases, *cases[::-1]]:
             assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
         stats = llm.stats().steps
