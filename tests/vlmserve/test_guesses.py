@@ -127,7 +127,7 @@ def family(request, tmp_path_factory):
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), mtp=True)
     asked = [
         *conversations()[1:7:2],
-        ask(WORDS, picture(1, 256, 256), WORDS),
+        ask(WORDS * 2, picture(1, 256, 256), WORDS * 2),
         ask(WORDS, picture(1, 256, 256), "Count."),
     ]
     return folder, known(folder, asked)
