@@ -175,14 +175,14 @@ def test_guesses_are_the_reference_s(family, settings, monkeypatch):
     monkeypatch.setattr(MTPDrafter, "draft", draft)
     with LLM(str(folder), num_threads=1, speculative_algorithm="mtp", **settings) as llm:
         kv, keys = llm.engine.loop.schedulers[0].kv, llm._runner.kv_cache.layers[-1].keys
-        plain_release = kv.release
+        plain_share = kv.share
 
-        def release(req):
+        def share(req):  # which replaces KV that is there already
             slots = kv.slots(req, 1, req.kv_committed_len)
             torch.testing.assert_close(keys[slots], case.keys[: len(slots)], rtol=1e-3, atol=1e-4)
-            plain_release(req)
+            plain_share(req)
 
-        kv.release = release
+        kv.share = share
         for case in [*cases, *cases[::-1]]:
             assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
         stats = llm.stats().steps
