@@ -52,6 +52,9 @@ class RankThread:
     def in_operators(self) -> None:
         return None
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self._together.exchange(self._rank, x.clone())[0])
+
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         given = self._together.exchange(self._rank, x.clone())
         return given if self._rank == 0 else []

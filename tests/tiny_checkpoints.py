@@ -81,13 +81,15 @@ def make_checkpoint(
     nested_names: bool | None = None,
     experts: ExpertLayout = "inputs_first",
     mixers: Sequence[str] = MIXERS,
+    mtp: bool = False,
 ) -> Path:
     """Write a checkpoint of `family` (one of ALL_FAMILIES and HYBRIDS) into `out_dir` and return it.
 
     tied: whether lm_head is the embedding; default as in the family's small published models.
     deepstack: tower layers whose rows Qwen3-VL adds to the decoder's first layers.
     nested_names: `model.language_model.*`/`model.visual.*` rather than `model.*`/`visual.*`; default as published.
-    experts: how the weights of experts are stored. mixers: what the layers of `HYBRIDS` are.
+    experts: how the weights of experts are stored. mixers: what the layers of `HYBRIDS` are. mtp: with the head of
+    `HYBRIDS` that guesses further tokens; its experts are stored one by one.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     tied = family not in ("qwen2_5_vl", MOE, HYBRID_MOE) if tied is None else tied
@@ -112,7 +114,9 @@ def make_checkpoint(
     )
     _write_processor_configs(out_dir, family)
     tensors = _random_tensors(out_dir, tokenizer, tied, seed)
+    head = _mtp_head(tensors, mixers.index("full_attention"), seed) if mtp else {}
     tensors = _store_experts(tensors, "outputs_first" if family == HYBRID_MOE else experts)
+    tensors |= _store_experts(head, "each")
     if not nested_names:
         tensors = {_flat_name(name): value for name, value in tensors.items()}
     write_safetensors(out_dir, {name: value.to(getattr(torch, dtype)) for name, value in tensors.items()}, shards)
@@ -193,6 +197,7 @@ def make_config(
             vision["deepstack_visual_indexes"] = []
             text |= {
                 "layer_types": list(mixers),
+                "mtp_num_hidden_layers": 1,
                 "num_hidden_layers": len(mixers),
                 "attn_output_gate": True,
                 "linear_conv_kernel_dim": 4,
@@ -356,6 +361,21 @@ def _random_tensors(out_dir: Path, tokenizer: Tokenizer, tied: bool, seed: int) 
         if model.config.model_type in HYBRIDS and _is_zero_centred(name):
             tensors[name] -= 1
     return tensors
+
+
+def _mtp_head(tensors: dict[str, torch.Tensor], like: int, seed: int) -> dict[str, torch.Tensor]:
+    """A head like attention layer number `like`."""
+    layer, generator = f"model.language_model.layers.{like}.", torch.Generator().manual_seed(seed + 1)
+    shapes = {f"layers.0.{name.removeprefix(layer)}": t.shape for name, t in tensors.items() if name.startswith(layer)}
+    (size,) = shapes["layers.0.input_layernorm.weight"]
+    shapes |= {name: torch.Size([size]) for name in ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")}
+    shapes |= {"norm.weight": torch.Size([size]), "fc.weight": torch.Size([size, 2 * size])}
+    made = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        gain = next(gain for fragment, gain in _GAINS if fragment in name)
+        made[f"mtp.{name}"] = noise * (0.3 if len(shape) == 1 else gain / math.sqrt(shape[-1]))
+    return made
 
 
 def _is_zero_centred(name: str) -> bool:

@@ -225,10 +225,9 @@ def test_without_room_for_snapshots_nothing_is_found(hybrid):
 
 def test_what_recurrent_layers_cannot_do_is_off(hybrid, caplog):
     folder, asked, wanted = hybrid
-    off = {"speculative_algorithm": "ngram", "enable_hierarchical_cache": True, "hicache_size_gib": 0.01}
+    off = {"enable_hierarchical_cache": True, "hicache_size_gib": 0.01}
     with caplog.at_level(logging.WARNING), LLM(str(folder), num_threads=1, **off) as llm:
         check_hybrid(llm, asked[:1], wanted[:1])
-    assert "--speculative-algorithm ngram is off: qwen3_5_moe is recurrent" in caplog.text
     assert "--enable-hierarchical-cache is off" in caplog.text
 
 

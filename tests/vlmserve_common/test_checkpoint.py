@@ -67,6 +67,14 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path):
     assert set(CheckpointReader(tmp_path).tensors) == set(TENSORS)
 
 
+def test_a_single_file_may_be_one_of_several(tmp_path):
+    first, second = {"a": torch.ones(2)}, {"b": torch.zeros(3)}
+    save_file(first, tmp_path / FILE)
+    save_file(second, tmp_path / "more.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": FILE, "b": "more.safetensors"}}))
+    assert read_all(tmp_path).keys() == {"a", "b"}
+
+
 def test_a_folder_without_weights_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=f"neither {FILE} nor {INDEX}"):
         CheckpointReader(tmp_path)

@@ -41,7 +41,7 @@ _SAME_IN_VLLM = (
     *("request_success", "request_time_per_output_token_seconds", "request_prompt_tokens"),
     *("request_generation_tokens", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "iteration_tokens_total"),
-    *("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
 )
 ALIASES: Mapping[str, Mapping[str, _Alias]] = {
     "vllm": {
@@ -158,6 +158,7 @@ _COUNTERS = {
     "retracted_requests": ("Running requests taken back when KV slots ran out", "retracted_total"),
     "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", "steps.prefix_queries_total"),
     "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", "steps.prefix_hits_total"),
+    "spec_decode_num_drafts": ("Times that next tokens of an answer were guessed", "steps.drafts_total"),
     "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.draft_tokens_total"),
     "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.accepted_tokens_total"),
     "expert_rebalances": ("Times that experts were placed anew", "experts.rebalances_total"),

@@ -360,10 +360,10 @@ class EngineArgs:
         "seconds that a chunk of a prompt or picture takes at most, about, while nothing decodes; 0: no limit",
         _NOT_NEGATIVE,
     )
-    speculative_algorithm: Literal["none", "ngram"] = _scheduling(
+    speculative_algorithm: Literal["none", "ngram", "mtp"] = _scheduling(
         "none",
         "guess next tokens and check several in one step, with the same answers; ngram: guess the tokens that "
-        "followed the last ones earlier in prompt or answer",
+        "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 checkpoint",
         common=True,
     )
     speculative_num_draft_tokens: int = _scheduling(4, "most tokens guessed at a time", AT_LEAST_1)

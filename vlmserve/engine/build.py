@@ -20,7 +20,14 @@ from vlmserve.engine.encoder import auto_max_pixels, build_encoder_pool, resolve
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, Pools, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
-from vlmserve.engine.recurrent import num_states, request_states, state_bytes, state_shape, supported_args
+from vlmserve.engine.recurrent import (
+    num_states,
+    recurrent_cache,
+    request_states,
+    state_bytes,
+    state_shape,
+    supported_args,
+)
 from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
 from vlmserve.executor.device_queue import DeviceQueue, StreamQueue, ThreadQueue
@@ -43,7 +50,7 @@ from vlmserve.memory.sizing import Activations, graph_room, host_pool_size, kv_c
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve.scheduler.drafts import NGramDrafter
+from vlmserve.scheduler.drafts import make_drafter
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
@@ -109,8 +116,7 @@ class _Parts:
 
     def recurrent_cache(self, num_states: int, *, padded: bool) -> RecurrentCache | None:
         """Allocate so many recurrent states; None for models without recurrent layers."""
-        shape = self.state_shape
-        return None if shape is None else RecurrentCache(num_states, shape, self.device, padded=padded)
+        return recurrent_cache(self.args, self.state_shape, num_states, self.device, padded=padded)
 
     def smallest(self, number: int) -> int:
         """Return the smallest of the numbers that all ranks call this with."""
@@ -322,7 +328,7 @@ def _scheduler(
         grammars=_grammars(args, runner),
         send=send,
         encoder_order=encoder_order,
-        drafter=NGramDrafter(args.speculative_num_draft_tokens) if args.speculative_algorithm == "ngram" else None,
+        drafter=make_drafter(args.speculative_algorithm, args.speculative_num_draft_tokens),
     )
 
 

@@ -59,11 +59,11 @@ def load(
     processes have the tower. Errors: those of `load_model`, and EngineError for too little memory."""
     mode = _quantization(args, device)
     _check_sizes(args, device, mode, comm.shard)
-    dtype = dtype_setting(args.dtype)
+    dtype, mtp = dtype_setting(args.dtype), args.speculative_algorithm == "mtp"
     if args.load_format == "dummy":
-        model = random_model(Path(args.model), device, dtype, with_tower=with_tower, comm=comm)
+        model = random_model(Path(args.model), device, dtype, with_tower=with_tower, comm=comm, mtp=mtp)
     else:
-        model = load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, comm=comm)
+        model = load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, comm=comm, mtp=mtp)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
@@ -104,7 +104,7 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
     # on a CPU the size of pictures is found out later; this is the least that it can be
     auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
-    kv_cache_size(
+    tokens = kv_cache_size(
         args,
         bytes_per_token=bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
         max_model_len=max_model_len,
@@ -113,13 +113,19 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
         state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
         activations=estimate_activations(outline, limits.of_all_groups(args)),
     )
+    longest = min(max_model_len, tokens - args.page_size)
+    if args.speculative_algorithm != "none" and args.speculative_num_draft_tokens >= longest:
+        raise EngineError(
+            f"--speculative-num-draft-tokens is {args.speculative_num_draft_tokens}, and must be below {longest}, the "
+            "tokens of the longest request (--max-model-len, --max-total-tokens)"
+        )
 
 
 def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
-    dtype = dtype_setting(args.dtype)
+    dtype, mtp = dtype_setting(args.dtype), args.speculative_algorithm == "mtp"
     if args.load_format == "dummy":
-        return random_model(Path(args.model), "meta", dtype, comm=Communicator(shard))
-    return outline_model(Path(args.model), dtype, device, shard=shard)
+        return random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), mtp=mtp)
+    return outline_model(Path(args.model), dtype, device, shard=shard, mtp=mtp)
 
 
 def _weights_here(args: EngineArgs, device: torch.device, outline: VisionLanguageModel, mode: Mode | None) -> int:

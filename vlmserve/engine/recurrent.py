@@ -9,7 +9,7 @@ import torch
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.executor.model_runner import ModelRunner
-from vlmserve.memory.recurrent_cache import StateShape
+from vlmserve.memory.recurrent_cache import GuessCache, RecurrentCache, StateShape
 from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.models.config import ModelConfig
 from vlmserve.scheduler.request_states import RequestStates, snapshot_unit
@@ -27,7 +27,21 @@ def state_shape(config: ModelConfig, dtype: torch.dtype) -> StateShape | None:
         conv=(layers, linear.conv_width - 1, linear.conv_size),
         recurrent=(layers, linear.num_value_heads, linear.key_dim, linear.value_dim),
         conv_dtype=dtype,
+        hidden=config.hidden_size if config.mtp_layers else 0,
     )
+
+
+def recurrent_cache(
+    args: EngineArgs, shape: StateShape | None, num_states: int, device: torch.device, *, padded: bool
+) -> RecurrentCache | None:
+    """Allocate so many states, and with any what steps with guesses need; None without recurrent layers. padded: see
+    `RecurrentCache`."""
+    if shape is None:
+        return None
+    cache = RecurrentCache(num_states, shape, device, padded=padded)
+    if num_states and (tokens := _guessed_tokens(args)):
+        cache.guesses = GuessCache(args.max_running_requests, tokens, shape, device)
+    return cache
 
 
 def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
@@ -43,10 +57,16 @@ def num_states(args: EngineArgs, shape: StateShape, max_model_len: int) -> int:
 def state_bytes(
     args: EngineArgs, config: ModelConfig, dtype: torch.dtype, max_model_len: int, *, padded: bool = False
 ) -> int:
-    """Return the bytes of all states, the blank one included; 0 without recurrent layers. padded: see
-    `RecurrentCache`."""
+    """Return `bytes_of_states` of a model; 0 without recurrent layers."""
     shape = state_shape(config, dtype)
-    return 0 if shape is None else (1 + num_states(args, shape, max_model_len) + padded) * shape.nbytes
+    return 0 if shape is None else bytes_of_states(args, shape, max_model_len, padded=padded)
+
+
+def bytes_of_states(args: EngineArgs, shape: StateShape, max_model_len: int, *, padded: bool = False) -> int:
+    """Return the bytes of all states, the blank one included, and of what steps with guesses keep. padded: see
+    `RecurrentCache`."""
+    guesses = args.max_running_requests * shape.guess_bytes(_guessed_tokens(args))
+    return (1 + num_states(args, shape, max_model_len) + padded) * shape.nbytes + guesses
 
 
 def request_states(args: EngineArgs, runner: ModelRunner, num_slots: int) -> RequestStates | None:
@@ -68,14 +88,15 @@ def supported_args(args: EngineArgs, config: ModelConfig) -> EngineArgs:
     same."""
     if config.linear is None:
         return args
-    if args.speculative_algorithm != "none":
-        # a state cannot be taken back to where the guesses were right
-        log.warning("--speculative-algorithm %s is off: %s is recurrent", args.speculative_algorithm, config.family)
-        args = replace(args, speculative_algorithm="none")
     if args.enable_hierarchical_cache:
         log.warning("--enable-hierarchical-cache is off: states of %s stay on the device", config.family)
         args = replace(args, enable_hierarchical_cache=False, hicache_storage_dir=None)
     return args
+
+
+def _guessed_tokens(args: EngineArgs) -> int:
+    """Return the tokens of a request with guesses in a step, at most; 0 without guesses."""
+    return 0 if args.speculative_algorithm == "none" else 1 + args.speculative_num_draft_tokens
 
 
 def _keeps_snapshots(args: EngineArgs) -> bool:

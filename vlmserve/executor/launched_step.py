@@ -46,8 +46,8 @@ class Forwarded:
     """A step that has been computed and not sampled.
 
     places: int64 [N] on the host, the place of each token in its request. hidden: [N, hidden], or no rows where logits
-    come from elsewhere. returned: float32 [H, hidden], hidden states that the request asked for. began, ended: marks on
-    the device.
+    come from elsewhere. returned: float32 [H, hidden], hidden states that the request asked for. drafts: int64, guesses
+    made here, see `ModelWorkerResult`. began, ended: marks on the device.
     """
 
     step: int
@@ -58,6 +58,7 @@ class Forwarded:
     prompt_logprobs: DeviceLogprobs | None
     began: Mark
     ended: Mark
+    drafts: torch.Tensor | None = None
 
 
 class LaunchedResult:
@@ -80,6 +81,8 @@ class LaunchedResult:
             parts["prompt"] = forwarded.prompt_logprobs.tensors()
         if forwarded.returned is not None:
             parts["returned"] = (forwarded.returned,)
+        if forwarded.drafts is not None:
+            parts["drafts"] = (forwarded.drafts,)
         self._counts = {name: len(tensors) for name, tensors in parts.items()}
         self._download = transfers.download([tensor for tensors in parts.values() for tensor in tensors])
 
@@ -102,6 +105,7 @@ class LaunchedResult:
             asked_logprobs=_NO_FLOATS if found is None else found.asked,
             prompt_logprobs=DeviceLogprobs.on_host(parts["prompt"]) if "prompt" in parts else None,
             hidden_states=parts["returned"][0] if "returned" in parts else None,
+            drafts=parts["drafts"][0] if "drafts" in parts else None,
             failures=self._failures,
         )
 

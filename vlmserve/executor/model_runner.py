@@ -25,13 +25,14 @@ from vlmserve.executor.model_worker_batch import (
     PendingResult,
     SamplingBatchInfo,
 )
+from vlmserve.executor.mtp_drafter import MTPDrafter
 from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve.executor.step_inputs import StepInputs
 from vlmserve.ipc.messages import ExpertStats
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
-from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
+from vlmserve.memory.recurrent_cache import GuessedTokens, RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
@@ -72,6 +73,10 @@ class ModelRunner:
         self.device = device
         self._transfers = transfers or transfers_for(device)
         self._logits_processors = logits_processors
+        self._drafter: MTPDrafter | None = None
+        if model.mtp is not None:
+            assert recurrent_cache is not None, "an MTP head goes on from states"
+            self._drafter = MTPDrafter(model, model.mtp, recurrent_cache)
         # the token at each place of a request, by that modulo RECENT_TOKENS
         self._recent = torch.zeros((groups * req_to_token_pool.size, RECENT_TOKENS), dtype=torch.int64, device=device)
 
@@ -95,9 +100,10 @@ class ModelRunner:
     def forward(self, batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Forwarded:
         """Compute a step as far as the hidden states of its tokens.
 
-        Side effects in this order: copies between the tiers of the KV cache and of states, request table, KV cache and
-        states, snapshots of states. together: this and the steps that other processes compute at the same time. All of
-        them are replayed or none is; the result then outlives further replays. Raises as `device_errors` does.
+        Side effects in this order: copies between the tiers of the KV cache and of states, request table, states that
+        go on behind right guesses, KV cache and states, snapshots of states. together: this and the steps that other
+        processes compute at the same time. All of them are replayed or none is; the result then outlives further
+        replays. Raises as `device_errors` does.
         """
         with device_errors(
             f"step {batch.step} of {len(batch.req_pool_indices)} requests, {len(batch.input_ids)} tokens"
@@ -110,13 +116,27 @@ class ModelRunner:
                 self._kv_transfer.run(batch.kv_copies)
             self._copy_states(batch.state_copies)
             inputs, forward_batch = self._prepare(batch)
+            if inputs.advances is not None:
+                assert self.recurrent_cache is not None, "states to advance, and no recurrent layers"
+                self.recurrent_cache.advance(*(part.tensor for part in inputs.advances))
+            if inputs.drafts is not None:
+                assert self._drafter is not None, "guesses to be made, and no MTP head"
+                assert inputs.states is not None
+                self._drafter.draft(forward_batch, inputs.drafts, inputs.states.tensor)
             size = None if self._graphs is None else self._graphs.size_for(together or [batch])
             if self._graphs is not None and size is not None:
                 hidden = self._graphs.run(forward_batch, size)
                 if together:  # they may replay again before this one is sampled
                     hidden = hidden.clone()
+                embeds = None
             else:
-                hidden = self._run(forward_batch, *self._embed(batch, forward_batch.input_ids, inputs))
+                embeds, *deepstack = self._embed(batch, forward_batch.input_ids, inputs)
+                hidden = self._run(forward_batch, embeds, *deepstack)
+            if self._drafter is not None:
+                assert inputs.states is not None
+                if embeds is None:
+                    embeds = self.model.embed_tokens(forward_batch.input_ids)
+                self._drafter.extend(forward_batch, inputs.states.tensor, embeds, hidden)
             self._copy_states(_ends_kept(batch))
             tiles = inputs.prompt_tiles
             return Forwarded(
@@ -128,6 +148,7 @@ class ModelRunner:
                 prompt_logprobs=prompt_logprobs(hidden, tiles, self.model.compute_logits) if tiles else None,
                 began=began,
                 ended=self._transfers.mark(),
+                drafts=forward_batch.input_ids[inputs.drafts.tokens.tensor] if inputs.drafts is not None else None,
             )
 
     @torch.inference_mode()
@@ -189,7 +210,11 @@ class ModelRunner:
                 for index, (start, length, before, state) in enumerate(
                     zip(starts, lengths, batch.prefix_lens.tolist(), batch.states.tolist(), strict=True)
                 )
-                if length > 1
+                if length > 1 and not (len(batch.num_drafts) and batch.num_drafts[index])
+            ),
+            guessed=tuple(
+                GuessedTokens(tokens=tokens.tensor, states=states.tensor, rows=rows.tensor)
+                for tokens, states, rows in inputs.guessed
             ),
             single_states=inputs.single_states.tensor if inputs.single_states is not None else None,
             single_tokens=inputs.single_tokens.tensor if inputs.single_tokens is not None else None,

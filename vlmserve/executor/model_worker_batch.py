@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from vlmserve.memory.kv_transfer import KVCopyJob
-from vlmserve.memory.recurrent_states import StateCopy
+from vlmserve.memory.recurrent_states import StateAdvance, StateCopy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,13 +152,14 @@ class ModelWorkerBatch:
     """One step over N tokens of B requests, tokens of a request side by side.
 
     req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
-    req_pool_idx, which the worker knows and the host may not yet. Drafts are guessed tokens. The worker samples a token
-    behind each draft, and the scheduler sees from these how many guesses were right. positions int64 [3, N]. seq_lens,
+    req_pool_idx, which the worker knows and the host may not yet. num_drafts: int64 [B], how many of a request's last
+    tokens are guesses; empty if none are. Guesses that are -1 are made by the worker. It samples a token behind each
+    guess, and the scheduler sees from these how many guesses were right. positions int64 [3, N]. seq_lens,
     prefix_lens int64 [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write. mm_embeds: in
     the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens: int64 [H],
     batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be done first.
     states: int64 [B], where recurrent layers have the state of each request, none for models without such layers.
-    state_copies: to be done first, in this order. state_snapshots: to be made.
+    state_copies: to be done first, in this order. state_advances: to be done behind them. state_snapshots: to be made.
     """
 
     step: int
@@ -175,8 +176,10 @@ class ModelWorkerBatch:
     prompt_logprobs: PromptLogprobRows | None = None
     hidden_tokens: np.ndarray = field(default_factory=_no_ids)
     kv_copies: tuple[KVCopyJob, ...] = ()
+    num_drafts: np.ndarray = field(default_factory=_no_ids)
     states: np.ndarray = field(default_factory=_no_ids)
     state_copies: tuple[StateCopy, ...] = ()
+    state_advances: tuple[StateAdvance, ...] = ()
     state_snapshots: tuple[StateSnapshot, ...] = ()
 
 
@@ -197,7 +200,8 @@ class ModelWorkerResult:
     """compute_s: seconds that the step took. next_token_ids int64 [S]; logprobs float32 [S] of these; top_ids int64 and
     top_logprobs float32 [S, K], K the largest num_logprobs asked for (0 columns if none). Logprobs are NaN for requests
     that did not ask. asked_logprobs: float32, for each pair of `SamplingBatchInfo.logprobs`. hidden_states: float32 [H,
-    hidden]. failures: numbers among the S, and why: their tokens mean nothing."""
+    hidden]. drafts: int64, all guesses of the step in their order, if the worker made them. failures: numbers among the
+    S, and why: their tokens mean nothing."""
 
     step: int
     compute_s: float
@@ -208,6 +212,7 @@ class ModelWorkerResult:
     asked_logprobs: np.ndarray = field(default_factory=_no_ids)
     prompt_logprobs: RowLogprobs | None = None
     hidden_states: np.ndarray | None = None
+    drafts: np.ndarray | None = None
     failures: tuple[tuple[int, str], ...] = ()
 
     def result(self) -> ModelWorkerResult:

@@ -6,7 +6,7 @@ import numpy as np
 
 from vlmserve.executor.logprobs import prompt_tiles
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS, MMEmbeds, ModelWorkerBatch
-from vlmserve_common.compute.transfers import Upload
+from vlmserve_common.compute.transfers import Upload, Uploaded
 
 
 class StepInputs:
@@ -14,7 +14,8 @@ class StepInputs:
 
     places: int64 [N] on the host, the place of each token in its request. sampled_last: where the last sampled tokens
     of these requests are. table_*: which entries of the request table are written, and with what: this step's, and
-    those of new prefixes. single_*: see `RecurrentStep`.
+    those of new prefixes. single_*, guessed: see `RecurrentStep`; a triple for each `GuessedTokens`. advances: the
+    arrays of `RecurrentCache.advance`. drafts: if guesses are to be made.
     """
 
     def __init__(self, batch: ModelWorkerBatch, vocab: int, upload: Upload) -> None:
@@ -40,15 +41,48 @@ class StepInputs:
         self.table_slots = add(slots.astype(np.int32))
         in_flight = bool((batch.input_ids < 0).any())
         self.sampled_last = (add(owners), add(self.places % RECENT_TOKENS)) if in_flight else None
-        self.single_states = self.single_tokens = None
+        self.single_states = self.single_tokens = self.states = None
+        self.guessed: list[tuple[Uploaded, Uploaded, Uploaded]] = []
         if len(batch.states):
             single = self.extend_lens == 1
+            self.states = add(batch.states)
+            for length in np.unique(self.extend_lens[batch.num_drafts > 0]).tolist() if len(batch.num_drafts) else ():
+                own = np.flatnonzero((batch.num_drafts > 0) & (self.extend_lens == length))
+                tokens = (ends[own] - length)[:, None] + np.arange(length)
+                self.guessed.append((add(tokens), add(batch.states[own]), add(batch.req_pool_indices[own])))
             self.single_states = add(batch.states[single]) if single.any() else None
             self.single_tokens = add(ends[single] - 1) if single.any() and not single.all() else None
+        jobs = batch.state_advances
+        fields = [(job.source, job.row, job.tokens, job.target) for job in jobs]
+        self.advances = [add(part) for part in np.array(fields, dtype=np.int64).T.copy()] if jobs else None
+        made_here = len(batch.num_drafts) > 0 and bool((batch.input_ids[drafted(batch)] < 0).any())
+        self.drafts = DraftInputs(batch, upload) if made_here else None
         self.mm_index = add(_tokens(batch.mm_embeds)) if batch.mm_embeds else None
         self.hidden_tokens = add(batch.hidden_tokens) if len(batch.hidden_tokens) else None
         asked = batch.prompt_logprobs
         self.prompt_tiles = prompt_tiles(asked, vocab, upload) if asked is not None else []
+
+
+class DraftInputs:
+    """The guesses that a step has made, on their way to the device.
+
+    order: int64 [n], the numbers of requests with guesses, those with most first. counts: how many of these have a
+    first guess, a second one, and so on. prefix_lens: int32 [n], with host_lens on the host, tokens before the step.
+    tokens: int64, the batch tokens that are guesses.
+    """
+
+    def __init__(self, batch: ModelWorkerBatch, upload: Upload) -> None:
+        order = np.argsort(-batch.num_drafts, kind="stable")[: np.count_nonzero(batch.num_drafts)]
+        self.counts = [int((batch.num_drafts > number).sum()) for number in range(batch.num_drafts.max())]
+        self.host_lens = batch.prefix_lens[order].tolist()
+        self.order, self.prefix_lens = upload.add(order), upload.add(batch.prefix_lens[order].astype(np.int32))
+        self.tokens = upload.add(drafted(batch))
+
+
+def drafted(batch: ModelWorkerBatch) -> np.ndarray:
+    """Return the batch tokens int64 that are guesses, given a step with any."""
+    left = np.repeat((batch.seq_lens - batch.prefix_lens).cumsum(), batch.num_drafts)
+    return left - np.concatenate([np.arange(count, 0, -1) for count in batch.num_drafts.tolist()])
 
 
 def places_of(batch: ModelWorkerBatch) -> np.ndarray:

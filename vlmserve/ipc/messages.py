@@ -357,11 +357,11 @@ class StepStats:
 
     preempted_total: how often a request, running or in its prompt, lost its KV slots. prompt_tokens_computed_total:
     prompt tokens computed, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed
-    prompts, and how many of them the prefix cache had. draft_tokens_total, accepted_tokens_total: tokens guessed, and
-    guessed right. encode_seconds_total, prefill_seconds_total, decode_seconds_total: what the device's thread spent on
-    slices of encoding, on prompts, and on requests that decode. decode_steps_total, decode_reqs_total: steps with
-    requests that decode, and how many these were. step_reqs, step_tokens: requests and tokens of each step of the
-    model.
+    prompts, and how many of them the prefix cache had. drafts_total, draft_tokens_total, accepted_tokens_total: how
+    often next tokens of a request were guessed, tokens guessed, and guessed right. encode_seconds_total,
+    prefill_seconds_total, decode_seconds_total: what the device's thread spent on slices of encoding, on prompts, and
+    on requests that decode. decode_steps_total, decode_reqs_total: steps with requests that decode, and how many these
+    were. step_reqs, step_tokens: requests and tokens of each step of the model.
     """
 
     encoding_reqs: int = 0
@@ -369,6 +369,7 @@ class StepStats:
     prompt_tokens_computed_total: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
+    drafts_total: int = 0
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
     encode_seconds_total: float = 0.0

@@ -20,6 +20,17 @@ class StateCopy:
     target: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateAdvance:
+    """State `target` becomes state `source` behind the first `tokens` tokens, above 0, of a request's last step, which
+    checked guesses. row: the request's. Done behind all copies, at once with others: sources are read first."""
+
+    source: int
+    row: int
+    tokens: int
+    target: int
+
+
 class RecurrentStates:
     """The owners of states. Requests own those of `fork`, until `free_state`; the pool owns its snapshots.
 

@@ -3,6 +3,8 @@ host."""
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 
@@ -13,13 +15,14 @@ class ReqToTokenPool:
     """The device table that attention reads: `req_to_token` int32 [size + 1, max_context_len].
 
     Entries beyond a request's length are stale. The last row, `padding_row`, belongs to requests that pad a batch. All
-    its entries are slot 0, in the dummy page (see `TokenToKVPoolAllocator`).
+    its entries are slot 0, in the dummy page (see `TokenToKVPoolAllocator`). whole_pages: each row begins with a page.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         self.size = size
         self.max_context_len = max_context_len
         self.padding_row = size
+        self.whole_pages = True
         self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
 
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor | np.ndarray) -> None:
@@ -28,6 +31,13 @@ class ReqToTokenPool:
         self.req_to_token[req_pool_idx, start : start + len(slots)] = torch.as_tensor(
             slots, device=self.req_to_token.device
         )
+
+    def without_first(self) -> ReqToTokenPool:
+        """Return the table of the same requests without their first tokens, in the same memory."""
+        other = copy.copy(self)
+        other.req_to_token, other.whole_pages = self.req_to_token[:, 1:], False
+        other.max_context_len -= 1
+        return other
 
     def check_tokens(self, req_pool_indices: np.ndarray, positions: np.ndarray) -> None:
         """Raise EngineError unless all of these tokens (int64 [n] each) have places in the table."""

@@ -136,7 +136,10 @@ def kv_cache_size(
             )
     taken = [f"the weights take {show_gib(weights_to_come)}"] * bool(weights_to_come)
     if state_bytes:
-        taken.append(f"states take {show_gib(state_bytes)} (--max-running-requests, --mamba-cache-mib)")
+        which = "--max-running-requests, --mamba-cache-mib"
+        if args.speculative_algorithm != "none":
+            which += ", --speculative-num-draft-tokens"
+        taken.append(f"states take {show_gib(state_bytes)} ({which})")
     taken += [f"computing takes {activations}"] * bool(activations.peak)
     room = ", of which ".join([_free(free, device), *[" and ".join(taken)][: len(taken)]])
     if tokens < 2 * size:

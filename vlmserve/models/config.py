@@ -88,7 +88,8 @@ class LinearAttentionConfig:
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder's sizes. family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time,
-    height and width. linear: None if all layers are attention.
+    height and width. linear: None if all layers are attention. mtp_layers: of the head that guesses further tokens; 0
+    if it is not used.
 
     eos_token_ids: of generation_config.json and config.json together. dtype: declared by the checkpoint. shard: the
     part of the model that this process has. Sizes and numbers of layers describe the whole model, except in the result
@@ -114,6 +115,7 @@ class ModelConfig:
     dtype: torch.dtype
     experts: ExpertsConfig | None = None
     linear: LinearAttentionConfig | None = None
+    mtp_layers: int = 0
     shard: Shard = WHOLE
 
     @property
@@ -123,8 +125,8 @@ class ModelConfig:
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that keep keys and values."""
-        return self.num_layers - (len(self.linear.layers) if self.linear is not None else 0)
+        """Layers that keep keys and values. Those of the head that guesses come last."""
+        return self.num_layers - (len(self.linear.layers) if self.linear is not None else 0) + self.mtp_layers
 
     @property
     def own_layers(self) -> range:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vlmserve.memory.recurrent_cache import RecurrentStep, Span
+from vlmserve.memory.recurrent_cache import GuessedTokens, RecurrentStep, Span
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import LinearAttentionConfig, ModelConfig
 from vlmserve_common.compute.communicator import Communicator
-from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, recurrent_step, unit_heads
+from vlmserve_common.compute.delta_rule import CHUNK, causal_conv, chunk_rule, look_ahead, recurrent_step, unit_heads
 from vlmserve_common.compute.layers import GatedRMSNorm
 from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import Cut, Cuts, stacked
@@ -79,6 +79,8 @@ class GatedDeltaNet(nn.Module):
         out = x.new_empty(len(x), linear.num_value_heads, linear.value_dim)
         for span in step.spans:
             self._run_span(mixed, g, beta, out, step, span)
+        for guessed in step.guessed:
+            self._run_guessed(mixed, g, beta, out, step, guessed)
         if step.single_states is not None:
             self._run_singles(mixed, g, beta, out, step, step.single_states)
         out = self.norm(out, gate.view_as(out)).flatten(1)
@@ -104,6 +106,30 @@ class GatedDeltaNet(nn.Module):
             for place in {span.state} if last == span.length else {span.kept[last]} if last in span.kept else ():
                 convs[place] = conv
                 states[place] = state
+
+    def _run_guessed(
+        self,
+        mixed: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        out: torch.Tensor,
+        step: RecurrentStep,
+        guessed: GuessedTokens,
+    ) -> None:
+        convs, states = (part[:, self._index] for part in (step.cache.conv, step.cache.recurrent))
+        kept, tokens = step.cache.guesses, guessed.tokens
+        assert kept is not None, "no room for guesses"
+        before, x = convs[guessed.states], mixed[tokens]
+        q, k, v = self._heads(causal_conv(before, x, self.conv1d.weight[:, 0]))
+        made, corrections = look_ahead(q, k, v, g[tokens], beta[tokens], states[guessed.states])
+        out[tokens] = made.to(out.dtype)
+        for whole, part in (
+            (kept.conv, torch.cat((before, x), dim=1)),
+            (kept.keys, k),
+            (kept.corrections, corrections),
+            (kept.decay, g[tokens].cumsum(1)),
+        ):
+            whole[guessed.rows, self._index, : part.shape[1]] = part
 
     def _run_singles(
         self,

@@ -53,6 +53,17 @@ class GatedAttention(DecoderAttention):
         self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden], added to `residual`. rotary: of the part of a head that turns."""
+        qkv, gate = self._project(x, rotary)
+        attended = self.attn(qkv, _unturned(rotary, self.head_dim), None, forward_batch)
+        return self.o_proj(attended.mul_(gate.sigmoid().flatten(1)), residual=residual)
+
+    def store(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> None:
+        """Write the keys and values of x [N, hidden] to the cache, and attend to nothing."""
+        _, k, v = self._project(x, rotary)[0].split([self._heads, self._kv_heads, self._kv_heads], dim=1)
+        forward_batch.kv_cache.write(self.attn.layer_id, forward_batch.out_cache_loc, k, v)
+
+    def _project(self, x: torch.Tensor, rotary: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return turned queries and keys with values [N, heads + 2 * kv_heads, dim], and gates [N, heads, dim]."""
         heads, kv_heads, dim = self._heads, self._kv_heads, self.head_dim
         queries, kv = self.qkv_proj(x).split([2 * heads * dim, 2 * kv_heads * dim], dim=-1)
         q, gate = queries.unflatten(-1, (heads, 2 * dim)).split(dim, dim=-1)
@@ -60,8 +71,7 @@ class GatedAttention(DecoderAttention):
         qk = torch.cat((self.q_norm(q.contiguous()), self.k_norm(k.contiguous())), dim=1)
         turning = rotary[0].shape[-1]
         qk[..., :turning] = rotate(qk[..., :turning], *rotary)
-        attended = self.attn(torch.cat((qk, v), dim=1), _unturned(rotary, dim), None, forward_batch)
-        return self.o_proj(attended.mul_(gate.sigmoid().flatten(1)), residual=residual)
+        return torch.cat((qk, v), dim=1), gate
 
 
 def _unturned(rotary: Rotation, dim: int) -> Rotation:
@@ -126,6 +136,11 @@ def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
     return SharedExpertMLP(size, experts, act, comm)
 
 
+def make_rotary(config: ModelConfig, dtype: torch.dtype) -> MRotary:
+    """Make what turns the first part of each head."""
+    return MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+
+
 class Qwen3_5Decoder(Decoder):
     """A decoder of gated delta nets and gated attention. dtype: of its computation."""
 
@@ -141,5 +156,5 @@ class Qwen3_5Decoder(Decoder):
             else:
                 mixer = GatedAttention(config, comm, index - own.start - recurrent)
             layers.append(HybridLayer(config, comm, mixer))
-        rotary = MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
-        super().__init__(config, comm, layers, ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps), rotary)
+        norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, comm, layers, norm, make_rotary(config, dtype))

@@ -15,12 +15,14 @@ from vision.towers.loading import OF_THE_TOWER, make_tower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
+from vlmserve.models.mtp import MTPHead
 from vlmserve.models.qwen import QWEN2_DEFAULTS, QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen2Decoder, Qwen3Decoder
 from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
-from vlmserve.models.vlm import WEIGHT_RULES, VisionLanguageModel
+from vlmserve.models.vlm import OF_THE_MTP_HEAD, WEIGHT_RULES, VisionLanguageModel
+from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.gptq_awq import Scheme, quantized_tensors, read_scheme
-from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, read_json
 from vlmserve_common.checkpoint.weights import match_weights
 from vlmserve_common.compute.communicator import ALONE, Communicator
@@ -33,10 +35,12 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """The classes of a family's decoder; its tower is in `vision.towers.loading`."""
+    """The classes of a family's decoder; its tower is in `vision.towers.loading`. mtp: of the head that guesses further
+    tokens, if checkpoints may have one."""
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder]
     defaults: ModelDefaults
+    mtp: type[MTPHead] | None = None
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -45,26 +49,32 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
         "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
-        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS),
-        "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS),
+        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS, mtp=MTPHead),
+        "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS, mtp=MTPHead),
     }
 )
 
 
-def load_config(folder: Path, shard: Shard = WHOLE) -> ModelConfig:
-    """Return the configuration of a checkpoint folder, for one part of the model. Errors: those of `load_model`."""
-    return _model_config(folder, read_hf_config(folder), shard)
+def load_config(folder: Path, shard: Shard = WHOLE, *, mtp: bool = False) -> ModelConfig:
+    """Return the configuration of a checkpoint folder, for one part of the model. mtp and errors: those of
+    `load_model`."""
+    return _model_config(folder, read_hf_config(folder), shard, mtp=mtp)
 
 
 def outline_model(
-    folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", *, shard: Shard = WHOLE
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    shard: Shard = WHOLE,
+    mtp: bool = False,
 ) -> VisionLanguageModel:
     """Make the model of a checkpoint folder without its weights, on the meta device: it has sizes, and no memory.
 
-    dtype, device, errors: those of `load_model`. shard: the part of the model. Tensors are found, and not read.
+    dtype, device, mtp, errors: those of `load_model`. shard: the part of the model. Tensors are found, and not read.
     """
     hf_config = read_hf_config(folder)
-    config = _model_config(folder, hf_config, shard)
+    config = _model_config(folder, hf_config, shard, mtp=mtp)
     model = _outline(hf_config, config, dtype or config.dtype, Communicator(shard))
     _Tensors(folder, hf_config, model, torch.device(device)).match()
     return model
@@ -78,20 +88,22 @@ def load_model(
     with_tower: bool = True,
     keep_fp8: bool | None = None,
     comm: Communicator = ALONE,
+    mtp: bool = False,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
     dtype: computed in; by default the checkpoint's own, or bfloat16 for quantised weights of float16 on a CPU.
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
     keep_fp8: whether 8-bit floats stay 8-bit, and inputs are rounded to them; by default if the device multiplies them.
-    comm: the part of the decoder that this process has, and its connections; only this part is read.
+    comm: the part of the decoder that this process has, and its connections; only this part is read. mtp: whether the
+    head that guesses further tokens is read, too.
 
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
     misshaped. EngineError for a model that cannot be shared in this way.
     """
     folder, device = resolve_model(str(path)), torch.device(device)
     hf_config = read_hf_config(folder)
-    config, scheme = _model_config(folder, hf_config, comm.shard), quantization_of(folder, hf_config)
+    config, scheme = _model_config(folder, hf_config, comm.shard, mtp=mtp), quantization_of(folder, hf_config)
     if dtype is None and isinstance(scheme, Scheme) and config.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
     model = _outline(hf_config, config, dtype or config.dtype, comm)
@@ -120,6 +132,12 @@ class _Tensors:
             parts = {name: part for name, part in model.named_children() if part is not model.visual}
             self._module = nn.ModuleDict(parts)
             self._rules = replace(self._rules, ignored=(*self._rules.ignored, OF_THE_TOWER))
+        if model.mtp is not None:
+            if not any(name.startswith("mtp.layers.") for name in self._reader.tensors):
+                raise CheckpointError(f"{folder}: {_NO_MTP}, there are no tensors mtp.layers.*")
+            # whatever of the head is not known here must not be passed over
+            ignored = tuple(pattern for pattern in self._rules.ignored if pattern != OF_THE_MTP_HEAD)
+            self._rules = replace(self._rules, ignored=ignored)
         shapes = {self._rules.our_name(name): stored.shape for name, stored in self._reader.tensors.items()}
         choose_layouts(self._module, shapes)
         self._kv_scales = KVScales(self._reader, self._rules)
@@ -188,17 +206,38 @@ def _outline(
     hf_config: Mapping[str, Any], config: ModelConfig, dtype: torch.dtype, comm: Communicator
 ) -> VisionLanguageModel:
     with torch.device("meta"):
-        decoder = FAMILIES[config.family].decoder(config, dtype, comm)
-        return VisionLanguageModel(config, make_tower(hf_config, dtype, "meta"), decoder, dtype, comm).to(dtype)
+        family, tower = FAMILIES[config.family], make_tower(hf_config, dtype, "meta")
+        mtp = family.mtp(config, dtype, comm) if config.mtp_layers and family.mtp is not None else None
+        return VisionLanguageModel(config, tower, family.decoder(config, dtype, comm), dtype, comm, mtp).to(dtype)
 
 
-def _model_config(folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHOLE) -> ModelConfig:
+_NO_MTP = "--speculative-algorithm mtp needs a checkpoint with an MTP head"
+
+
+def _model_config(
+    folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHOLE, *, mtp: bool = False
+) -> ModelConfig:
     family = FAMILIES[hf_config["model_type"]]
     try:
         generation = read_json(folder, "generation_config.json", required=False)
         config = read_model_config(hf_config, generation, family.defaults)
+        if mtp:
+            config = replace(config, mtp_layers=_mtp_layers(hf_config, family))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     if shard.experts.ep_size > 1 and config.experts is None:
         raise EngineError(f"--ep-size is {shard.experts.ep_size}: {config.family} models have no experts")
     return replace(config, shard=shard)
+
+
+def _mtp_layers(hf_config: Mapping[str, Any], family: Family) -> int:
+    """Return the layers of the head that guesses, which is 1. CheckpointError for another number, or a head with an
+    embedding of its own."""
+    text = text_fields(Fields(hf_config, "config.json"))
+    layers = text.integer("mtp_num_hidden_layers", 0)
+    if family.mtp is None or not layers:
+        which = ", ".join(name for name, one in FAMILIES.items() if one.mtp is not None)
+        raise CheckpointError(f"{_NO_MTP} ({which}), and this {hf_config['model_type']} has none")
+    text.allow("mtp_num_hidden_layers", layers, (1,))
+    text.allow("mtp_use_dedicated_embeddings", text.flag("mtp_use_dedicated_embeddings", False), (False,))
+    return layers

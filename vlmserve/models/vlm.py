@@ -10,14 +10,18 @@ from vision.towers.loading import TOWER_WEIGHT_RULES
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.mtp import MTPHead
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.experts import pack_experts
 from vlmserve_common.compute.layers import Embedding, VocabEmbedding
-from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_weight
+from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_linears, pack_weight
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import packed_linear as packed_products
 from vlmserve_common.kernels.packed_linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode
+
+OF_THE_MTP_HEAD = r"^mtp\."
 
 WEIGHT_RULES = WeightRules(
     # Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`,
@@ -28,8 +32,8 @@ WEIGHT_RULES = WeightRules(
         ("model.", "language_model."),
     ),
     # Constants that old versions of transformers saved along, and the head of a tied model, which is its embedding
-    # (an untied model's head is a parameter, and so never ignored). Qwen3.5's layers that guess further tokens.
-    ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$", r"^mtp\."),
+    # (an untied model's head is a parameter, and so never ignored). Qwen3.5's head that guesses, if it is not used.
+    ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$", OF_THE_MTP_HEAD),
 )
 
 
@@ -38,7 +42,7 @@ class VisionLanguageModel(nn.Module):
     head.
 
     config: of the whole model; `self.config` has the sizes of this process's part. dtype: computed in. comm: the part,
-    with its connections.
+    with its connections. mtp: guesses further tokens, if it is used.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class VisionLanguageModel(nn.Module):
         decoder: Decoder,
         dtype: torch.dtype,
         comm: Communicator,
+        mtp: MTPHead | None = None,
     ) -> None:
         super().__init__()
         if visual.out_hidden_size != config.hidden_size:
@@ -64,6 +69,7 @@ class VisionLanguageModel(nn.Module):
         self.dtype = dtype
         self.visual = visual
         self.language_model = decoder
+        self.mtp = mtp
         self.lm_head = None if config.tie_word_embeddings or not comm.shard.stage.is_last else _head(config)
         self._head_workspace = Workspace()
         self._packed_head: PackedWeight | None = None
@@ -72,6 +78,9 @@ class VisionLanguageModel(nn.Module):
         """Lay the decoder's and the head's weights out for this process's operators, quantised if `mode` says so. A
         tied head gets a copy. The head's inputs are never rounded."""
         self.language_model.pack(mode)
+        if self.mtp is not None:
+            pack_linears(self.mtp, mode)
+            pack_experts(self.mtp, mode)
         mode = "int8" if mode == "w8a8" else mode
         if self.lm_head is not None:
             self.lm_head.pack(mode)

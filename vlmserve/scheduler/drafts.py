@@ -6,9 +6,36 @@ token is dropped, with all guesses behind it.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from vlmserve.scheduler.req import Req
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of a request whose tokens are all known."""
+
+    def propose(self, req: Req) -> tuple[int, ...]:
+        """Return the guesses; -1 for each one that the worker makes."""
+
+
+def make_drafter(algorithm: str, num_draft_tokens: int) -> Drafter | None:
+    """Make the drafter that `--speculative-algorithm` names; None for none."""
+    if algorithm == "none":
+        return None
+    return NGramDrafter(num_draft_tokens) if algorithm == "ngram" else WorkerDrafter(num_draft_tokens)
+
+
+class WorkerDrafter:
+    """Leaves guessing to the worker, which has what it takes: the model's hidden states."""
+
+    def __init__(self, num_draft_tokens: int) -> None:
+        self._drafts = (-1,) * num_draft_tokens
+
+    def propose(self, req: Req) -> tuple[int, ...]:
+        """Return as many places as may be guessed."""
+        return self._drafts
 
 
 class NGramDrafter:

@@ -42,7 +42,7 @@ class SchedulerMeter:
     def __init__(self) -> None:
         self._step_reqs, self._step_tokens = Histogram(_REQS), Histogram(_TOKENS)
         self._prompt_tokens = self._queries = self._hits = self._preempted = 0
-        self._drafted = self._accepted = 0
+        self._draft_steps = self._drafted = self._accepted = 0
         self._encode_s = self._prefill_s = self._decode_s = 0.0
         self._decode_steps = self._decode_tokens = 0
         self._encoding: list[Req] = []
@@ -94,7 +94,8 @@ class SchedulerMeter:
         self._hits += req.cached_tokens
 
     def drafted(self, count: int, wrong: int) -> None:
-        """Note that so many guessed tokens were checked, of which so many were wrong."""
+        """Note that so many guessed tokens of a request were checked, of which so many were wrong."""
+        self._draft_steps += 1
         self._drafted += count
         self._accepted += count - wrong
 
@@ -111,6 +112,7 @@ class SchedulerMeter:
             prompt_tokens_computed_total=self._prompt_tokens,
             prefix_queries_total=self._queries,
             prefix_hits_total=self._hits,
+            drafts_total=self._draft_steps,
             draft_tokens_total=self._drafted,
             accepted_tokens_total=self._accepted,
             encode_seconds_total=self._encode_s,

@@ -33,13 +33,17 @@ def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[Pa
     """Cut a step's arrays into the results of its requests, in the order of the batch."""
     tokens = result.next_token_ids.tolist()
     failures = dict(result.failures)
-    sampled = asked = scored = scored_asked = hidden = 0
+    sampled = asked = scored = scored_asked = hidden = guessed = 0
     for part in batch.reqs:
         req, returns = part.req, part.req.returns
         num_ids = len(returns.token_ids_logprob)
         logprobs = prompt = state = failure = None
         first, sampled = sampled, sampled + part.tokens_sampled
-        taken = _right(tokens[first:sampled], part.drafts, req.stop_ids)
+        drafts = part.drafts
+        if result.drafts is not None:
+            drafts = tuple(result.drafts[guessed : guessed + len(drafts)].tolist())
+            guessed += len(drafts)
+        taken = _right(tokens[first:sampled], drafts, req.stop_ids)
         if taken:
             failure = failures.get(first)
             if (most := req.num_logprobs) is not None:

@@ -34,7 +34,8 @@ class Req:
     The first `protected_len` of its KV slots belong to the prefix cache. The request has locked them, and `last_node`
     is the lock's handle. The slots from there to kv_len are the request's own.
     prefix_unsent: the worker does not know yet which slots hold the first kv_len tokens.
-    state: the request's state of recurrent layers, if the model has such layers and the request has a place.
+    state: the request's state of recurrent layers, if the model has such layers and the request has a place. state_lag:
+    how many of the committed tokens are not in that state yet, because they were computed as guesses.
     flow: the requests that it takes turns with, see `WaitingQueue`.
     prefetch: under way while more of its prefix is read from disk.
     grammar: has taken all of `output_ids`. grammar_compiles: the request waits for it.
@@ -94,6 +95,7 @@ class Req:
         self.drafts: tuple[int, ...] = ()
         self.req_pool_idx: int | None = None
         self.state: int | None = None
+        self.state_lag = 0
         self.kv_len = 0
         self.kv_allocated_len = 0
         self.kv_committed_len = 0

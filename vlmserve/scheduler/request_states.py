@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable
 
 from vlmserve.executor.model_worker_batch import StateSnapshot
-from vlmserve.memory.recurrent_states import RecurrentStates, StateCopy
+from vlmserve.memory.recurrent_states import RecurrentStates, StateAdvance, StateCopy
 from vlmserve.scheduler.req import Req
 from vlmserve_common.compute.delta_rule import CHUNK
 
@@ -57,12 +57,33 @@ class RequestStates:
         """Take the state of a request. Steps in flight may still write to it; the next owner overwrites that."""
         assert req.state is not None, req.rid
         self.pool.free_state(req.state)
-        req.state = None
+        req.state, req.state_lag = None, 0
 
     def take_copies(self) -> tuple[StateCopy, ...]:
         """Return the copies that must be done before the next step, in their order."""
         copies, self._copies = tuple(self._copies.values()), {}
         return copies
+
+    def advances(
+        self, parts: Iterable[tuple[Req, int, int]], slot_at: Callable[[Req, int], int]
+    ) -> tuple[StateAdvance, ...]:
+        """Return what takes the states of a step's requests behind the guesses of their last step that were right, with
+        the snapshots on the way. parts, slot_at: those of `snapshots`."""
+        found: dict[int, StateAdvance] = {}
+        for req, start, _ in parts:
+            if not req.state_lag:
+                continue
+            assert req.state is not None, req.rid
+            assert req.req_pool_idx is not None, req.rid
+            first, req.state_lag = start - req.state_lag, 0
+            ends = {req.state: start}
+            for place in self._places(req, first, start) if self._snapshots else ():
+                copy = self.pool.snapshot(slot_at(req, place - 1), req.state)
+                if copy is not None:
+                    ends[copy.target] = place
+            for target, end in ends.items():
+                found[target] = StateAdvance(source=req.state, row=req.req_pool_idx, tokens=end - first, target=target)
+        return tuple(found.values())
 
     def snapshots(
         self, parts: Iterable[tuple[Req, int, int]], slot_at: Callable[[Req, int], int]

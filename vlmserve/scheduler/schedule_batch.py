@@ -20,9 +20,9 @@ class ScheduledReq(NamedTuple):
     """A request's part of a step: its tokens [start, end).
 
     completes: all tokens up to the ones to be sampled are in it. output_index: of the first token that is sampled; None
-    if none is, because the prompt goes on, or no answer is wanted. drafts: its last tokens, if they are guesses; one
-    more token is sampled than there are drafts. scored: prompt positions [first, last) whose logprobs are wanted.
-    returns_hidden: hidden states of its last token are returned.
+    if none is, because the prompt goes on, or no answer is wanted. drafts: its last tokens, if they are guesses, -1 for
+    those that the worker makes; one more token is sampled than there are drafts. scored: prompt positions [first, last)
+    whose logprobs are wanted. returns_hidden: hidden states of its last token are returned.
     """
 
     req: Req
@@ -123,6 +123,10 @@ class ScheduleBatch:
     def __len__(self) -> int:
         return len(self.reqs)
 
+    @property
+    def _has_drafts(self) -> bool:
+        return self.num_tokens > self.prompt_tokens + len(self.decoding)
+
     @staticmethod
     def _advance(req: Req) -> ScheduledReq:
         start, end = req.kv_len, req.kv_allocated_len
@@ -145,7 +149,7 @@ class ScheduleBatch:
         rows = [(at, part, part.output_index) for at, part in enumerate(self.reqs) if part.output_index is not None]
         lasts = np.cumsum([part.end - part.start for part in self.reqs]) - 1
         behind = lasts[[at for at, _, _ in rows]]
-        if self.num_tokens > self.prompt_tokens + len(self.decoding):  # there are drafts
+        if self._has_drafts:
             rows = [(at, part, index + k) for at, part, index in rows for k in range(1 + len(part.drafts))]
             behind = np.array([lasts[at] - part.tokens_sampled + 1 + i - part.output_index for at, part, i in rows])
         return self._sampling.info(
@@ -184,6 +188,7 @@ class ScheduleBatch:
             prefix_slots=self._unsent_prefixes(),
             **_embeds(spans),
             **self._returned(ends - starts),
+            num_drafts=_ints([len(part.drafts) for part in self.reqs] if self._has_drafts else []),
             **self._states(),
             kv_copies=self.kv.prefix_cache.take_copy_jobs(),
         )
@@ -192,11 +197,13 @@ class ScheduleBatch:
         states = self.kv.states
         if states is None:
             return {}
-        copies = states.take_copies()
+        # guesses are in no state before they are known to be right
+        computed = [(part.req, part.start, part.start if part.drafts else part.end) for part in self.reqs]
         return {
             "states": np.array([part.req.state for part in self.reqs], dtype=np.int64),
-            "state_copies": copies,
-            "state_snapshots": states.snapshots(((part.req, part.start, part.end) for part in self.reqs), self.kv.slot),
+            "state_copies": states.take_copies(),
+            "state_advances": states.advances(computed, self.kv.slot),
+            "state_snapshots": states.snapshots(computed, self.kv.slot),
         }
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
 from vlmserve.scheduler.decode_gap import GapRule
-from vlmserve.scheduler.drafts import NGramDrafter
+from vlmserve.scheduler.drafts import Drafter
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.intake import Intake
@@ -96,7 +96,7 @@ class Scheduler:
         media_keys: MediaKeyTable,
         grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
-        drafter: NGramDrafter | None = None,
+        drafter: Drafter | None = None,
         encoder_order: FairOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -308,7 +308,7 @@ class Scheduler:
             self._draft(reqs, self._drafter)
         return reqs
 
-    def _draft(self, reqs: Sequence[Req], drafter: NGramDrafter) -> None:
+    def _draft(self, reqs: Sequence[Req], drafter: Drafter) -> None:
         for req in reqs:
             drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()
             if drafts and self.kv.extend(req, len(drafts)):
@@ -452,6 +452,7 @@ class Scheduler:
     def _drop_drafts(self, req: Req, wrong: int) -> None:
         self.kv.truncate(req, req.kv_committed_len)
         self.meter.drafted(len(req.drafts), wrong)
+        req.state_lag = len(req.drafts) + 1 - wrong
         req.drafts = ()
         req.in_flight -= wrong
 

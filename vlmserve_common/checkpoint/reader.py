@@ -102,8 +102,9 @@ class CheckpointReader:
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
-    """Safetensors files, each with the names its index says it has (None without an index)."""
-    if (folder / SINGLE_FILE).is_file():
+    """Safetensors files, each with the names its index says it has (None without an index). A single file is preferred
+    to an index that does not name it."""
+    if (folder / SINGLE_FILE).is_file() and not _is_one_of_several(folder):
         return [(folder / SINGLE_FILE, None)]
     if not (folder / INDEX_FILE).is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
@@ -119,6 +120,14 @@ def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder}: {file} is missing; the index puts {_some(expected)} there")
     return [(folder / file, expected) for file, expected in sorted(names.items())]
+
+
+def _is_one_of_several(folder: Path) -> bool:
+    """Whether the index names the file that has all tensors elsewhere: an MTP head may have a file of its own."""
+    try:
+        return SINGLE_FILE in read_json(folder, INDEX_FILE, required=False).get("weight_map", {}).values()
+    except (CheckpointError, AttributeError):
+        return False
 
 
 def _check_against_index(file: Path, stored: dict[str, StoredTensor], expected: set[str]) -> None:

@@ -22,6 +22,9 @@ class Collectives(Protocol):
     def in_operators(self) -> Sums | None:
         """Return what operators that compute several layers in one call add up with; None where they cannot."""
 
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Write the first process's x to every process's x, and return it; x is contiguous."""
+
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return every process's x, in order, at the first process; an empty list elsewhere."""
 

@@ -6,11 +6,16 @@ A head's state S [key_dim, value_dim] goes over a token with query q, key k, val
 
 `recurrent_step` does that; `chunk_rule` comes to the same for a run of tokens by products of matrices, a chunk at a
 time (`torch_chunk_gated_delta_rule` in transformers). Everything is computed in float32.
+
+Behind n tokens, S is exp(G_n) S_0 + the sum of exp(G_n - G_j) k_j u_j over all j <= n, where u_j, the correction of
+token j, is the bracket above, and G the sum of g so far. Neither depends on later tokens. So `look_ahead` computes a
+few tokens of which some may be dropped and leaves the state alone, and `advance` takes it behind those that stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -62,13 +67,65 @@ def chunk_rule(
     return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)).transpose(0, 1), state
 
 
+def look_ahead(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute T tokens of each of B requests, and keep the state: q, k [B, T, heads, key_dim], v [B, T, heads,
+    value_dim], g, beta [B, T, heads], state [B, heads, key_dim, value_dim] -> what comes out and the corrections, both
+    [B, T, heads, value_dim]. All float32."""
+    parts = [x.transpose(1, 2).flatten(0, 1).unsqueeze(1) for x in (_scaled(q), k, v, g, beta)]
+    made = _inside_chunks(parts).behind(0, state.flatten(0, 1))
+    out, corrections = (x.unflatten(0, (len(q), -1)).transpose(1, 2) for x in made)
+    return out, corrections
+
+
+def advance(
+    state: torch.Tensor, k: torch.Tensor, corrections: torch.Tensor, decay: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """Return the states [B, heads, key_dim, value_dim] behind the first `counts` int64 [B], above 0, of T tokens.
+
+    k, corrections: of `look_ahead`. decay: [B, T, heads], sums of g. Further tokens count for nothing, whatever they
+    are.
+    """
+    last = decay.gather(1, (counts - 1)[:, None, None].expand(-1, 1, decay.shape[2]))
+    beyond = (torch.arange(k.shape[1], device=k.device) >= counts[:, None])[:, :, None, None]
+    writing = (k * (last - decay).exp().unsqueeze(-1)).masked_fill(beyond, 0)
+    written = writing.permute(0, 2, 3, 1) @ corrections.masked_fill(beyond, 0).transpose(1, 2)
+    return (state * last.exp().transpose(1, 2).unsqueeze(-1)).add_(written)
+
+
+class _Chunks(NamedTuple):
+    """Everything about chunks that does not depend on the state before them, [heads, n, ...]."""
+
+    decay: torch.Tensor
+    values: torch.Tensor
+    known: torch.Tensor
+    asking: torch.Tensor
+    inside: torch.Tensor
+
+    def behind(self, i: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what comes out of chunk i behind a state, and its corrections, both [heads, size, value_dim]."""
+        new = self.values[:, i] - self.known[:, i] @ state
+        return self.asking[:, i] @ state + self.inside[:, i] @ new, new
+
+
 def _chunks(parts: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute all chunks. q, k, v [heads, n, size, dim], g, beta [heads, n, size] -> [heads, n * size, value_dim], the
-    state behind.
+    state behind."""
+    k, made = parts[1], _inside_chunks(parts)
+    writing = (k * (made.decay[..., -1:] - made.decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    kept = made.decay[..., -1].exp()[..., None, None]
+    outs = []
+    for i in range(k.shape[1]):
+        out, new = made.behind(i, state)
+        outs.append(out)
+        state = state * kept[:, i] + writing[:, i] @ new
+    return torch.cat(outs, dim=1), state
 
-    Inside a chunk, a token's correction depends on those of tokens before it: a triangular system, solved for all
-    chunks at once. Only products with the state are left to do one after the other.
-    """
+
+def _inside_chunks(parts: Sequence[torch.Tensor]) -> _Chunks:
+    """Inside a chunk, a token's correction depends on those of tokens before it: a triangular system, solved for all
+    chunks at once. Only products with the state are left to do one after the other."""
     q, k, v, g, beta = parts
     size = q.shape[2]
     decay = g.cumsum(-1)
@@ -80,15 +137,7 @@ def _chunks(parts: Sequence[torch.Tensor], state: torch.Tensor) -> tuple[torch.T
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, known = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     inside = (q @ k.transpose(-1, -2)) * between
-    asking = q * decay.exp().unsqueeze(-1)
-    writing = (k * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
-    kept = decay[..., -1].exp()[..., None, None]
-    outs = []
-    for i in range(q.shape[1]):
-        new = values[:, i] - known[:, i] @ state
-        outs.append(asking[:, i] @ state + inside[:, i] @ new)
-        state = state * kept[:, i] + writing[:, i] @ new
-    return torch.cat(outs, dim=1), state
+    return _Chunks(decay, values, known, asking=q * decay.exp().unsqueeze(-1), inside=inside)
 
 
 def _scaled(q: torch.Tensor) -> torch.Tensor:

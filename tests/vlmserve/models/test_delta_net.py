@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from vlmserve.engine.recurrent import state_shape
-from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
+from vlmserve.memory.recurrent_cache import GuessCache, GuessedTokens, RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve.models.registry import load_model
@@ -27,12 +27,13 @@ def new_cache(config) -> RecurrentCache:
     return RecurrentCache(4, state_shape(config, torch.float32), torch.device("cpu"))
 
 
-def run(net, x, cache, spans=(), singles=()) -> torch.Tensor:
+def run(net, x, cache, spans=(), singles=(), guessed=()) -> torch.Tensor:
     """singles: pairs of a token of x and a state."""
     tokens, states = torch.tensor(singles, dtype=torch.int64).view(-1, 2).unbind(1)
     step = RecurrentStep(
         cache=cache,
         spans=tuple(spans),
+        guessed=tuple(guessed),
         single_states=states if len(singles) else None,
         single_tokens=tokens if 0 < len(singles) < len(x) else None,
     )
@@ -97,3 +98,32 @@ def test_batch_mates_change_nothing(net):
         want += [run(net, own[i : i + 1], alone, singles=[(0, state)]) for i in range(length, len(rows))]
         torch.testing.assert_close(got[rows], torch.cat(want), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(cache.recurrent, alone.recurrent, rtol=1e-5, atol=1e-6)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("right", [1, 2, 4])
+def test_a_state_goes_back_behind_wrong_guesses(net, right):
+    """Of two requests with guesses, beside one that decodes; a snapshot is made on the way."""
+    net, config = net
+    x = torch.randn(80, config.hidden_size, generator=torch.Generator().manual_seed(6))
+    cache, alone = new_cache(config), new_cache(config)
+    cache.guesses = GuessCache(3, 5, state_shape(config, torch.float32), torch.device("cpu"))
+    for part in (cache.guesses.keys, cache.guesses.corrections, cache.guesses.decay):
+        part.fill_(torch.nan)  # of an earlier step with more guesses
+    for caches in (cache, alone):
+        for state in (1, 2):
+            span = Span(start=0, length=20 + state, prefix_len=0, state=state)
+            run(net, x[30 * state :][: span.length], caches, [span])
+    before = cache.recurrent.clone()
+    tokens = torch.stack([torch.arange(4), torch.arange(5, 9)])
+    guessed = GuessedTokens(tokens=tokens, states=torch.tensor([1, 2]), rows=torch.tensor([2, 0]))
+    out = run(net, x[:9], cache, singles=[(4, 3)], guessed=[guessed])
+    assert torch.equal(cache.recurrent[1:3], before[1:3])
+    for state, rows in ((1, tokens[0]), (2, tokens[1])):
+        want = run(net, x[rows][:right], alone, [Span(start=0, length=right, prefix_len=20, state=state)])
+        torch.testing.assert_close(out[rows][:right], want, rtol=1e-4, atol=1e-5)
+    jobs = [(1, 2, right, 1), (2, 0, right, 2), (1, 2, 1, 4)]
+    cache.advance(*torch.tensor(jobs).T)
+    for part, want in ((cache.recurrent, alone.recurrent), (cache.conv, alone.conv)):
+        torch.testing.assert_close(part[1:3, 1], want[1:3, 1], rtol=1e-4, atol=1e-5)
+    assert torch.allclose(cache.recurrent[4, 1], cache.recurrent[1, 1], rtol=1e-4, atol=1e-5) == (right == 1)

@@ -44,6 +44,12 @@ def next_allowed(token: int, mask: np.ndarray) -> int:
     return token
 
 
+def guess(history: list[tuple]) -> int:
+    """A guess of the next token, which is right more often than not."""
+    token = next_token(history)
+    return token if token % 3 else (token + 1) % VOCAB
+
+
 def score(history: list[tuple], token: int) -> float:
     """The "logprob" of a token behind a history, which is different for every other history."""
     digest = hashlib.sha256(repr((history, int(token))).encode()).digest()
@@ -59,6 +65,7 @@ class FakeWorker:
         self.batches: list[ModelWorkerBatch] = []
         self.fail_at: int | None = None
         self.states: dict[int, list[tuple]] = {BLANK: []}
+        self.guessed: dict[int, tuple[int, list[tuple]]] = {}  # before the last step with guesses, and behind it
         self.resumed = 0
 
     def forward(self, batch: ModelWorkerBatch) -> tuple:
@@ -86,29 +93,47 @@ class FakeWorker:
             self.states[copy.target] = self.states[copy.source]
             self.resumed += copy.source != BLANK
         at = 0
-        histories, before = [], []
-        for row, start, end in zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, strict=True):
+        histories, before, drafts = [], [], []
+        num_drafts = batch.num_drafts if len(batch.num_drafts) else np.zeros(len(batch.seq_lens), np.int64)
+        parts = zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, num_drafts, strict=True)
+        for row, start, end, guesses in parts:
             for position in range(start, end):
                 slot = int(batch.out_cache_loc[at])
+                if position >= end - guesses and batch.input_ids[at] < 0:
+                    what[at] = "id", guess([self.kv[slot] for slot in self.table[row, :position]])
+                    drafts.append(what[at][1])
                 self.table[row, position] = slot
                 self.kv[slot] = (what[at], tuple(batch.positions[:, at].tolist()))
                 at += 1
             histories.append([self.kv[slot] for slot in self.table[row, :end]])
             before += [(histories[-1], position + 1) for position in range(start, end)]
-        self._advance_states(batch, histories)
+        self._advance_states(batch, histories, num_drafts)
         asked = batch.prompt_logprobs
         scores = None if asked is None else self._scores([before[token] for token in asked.tokens], asked)
         hidden = [[score(history[:end], 0)] for history, end in (before[token] for token in batch.hidden_tokens)]
-        return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1)
+        return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1), drafts
 
-    def _advance_states(self, batch: ModelWorkerBatch, histories: list[list]) -> None:
+    def _advance_states(self, batch: ModelWorkerBatch, histories: list[list], num_drafts: np.ndarray) -> None:
         """What a state is of must be what its request's slots hold."""
         states = batch.states.tolist()
+        advanced = {}
+        for job in batch.state_advances:
+            start, history = self.guessed[job.row]
+            assert self.states[job.source] == history[:start], "a state of other tokens goes on"
+            assert start < start + job.tokens <= len(history)
+            assert job.target not in {BLANK, *advanced}
+            advanced[job.target] = history[: start + job.tokens]
+        self.states |= advanced
         kept = [snapshot.target for snapshot in batch.state_snapshots]
         assert len({*states, *kept}) == len(states) + len(kept), "a state is written twice"
-        for state, start, history in zip(states, batch.prefix_lens, histories, strict=bool(states)):
+        rows = batch.req_pool_indices.tolist()
+        parts = zip(states, rows, batch.prefix_lens, histories, num_drafts, strict=bool(states))
+        for state, row, start, history, guesses in parts:
             assert self.states[state] == history[:start], "a state of other tokens"
-            self.states[state] = history
+            if guesses:
+                self.guessed[row] = start, history
+            else:
+                self.states[state] = history
         for snapshot in batch.state_snapshots:
             history = histories[snapshot.index]
             end = int(batch.prefix_lens[snapshot.index]) + snapshot.tokens
@@ -130,7 +155,7 @@ class FakeWorker:
         )
 
     def sample(self, forwarded: tuple, info: SamplingBatchInfo) -> ModelWorkerResult:
-        batch, before, scores, hidden = forwarded
+        batch, before, scores, hidden, drafts = forwarded
         histories = [before[token][0][: before[token][1]] for token in info.token_indices]
         of_output = [] if info.logprobs is None else zip(info.logprobs.asked_rows, info.logprobs.asked_ids, strict=True)
         tokens = [next_token(history) for history in histories]
@@ -148,4 +173,5 @@ class FakeWorker:
             asked_logprobs=np.array([score(histories[row], token) for row, token in of_output], np.float32),
             prompt_logprobs=scores,
             hidden_states=hidden,
+            drafts=np.array(drafts, np.int64) if drafts else None,
         )

@@ -28,6 +28,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
+from vlmserve.scheduler.drafts import Drafter, WorkerDrafter
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
@@ -37,7 +38,8 @@ from vlmserve.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """encoders: beside the loop; 0: in its process. warmup_patches: of media encoded ahead of time. snapshots: states
+    """drafts: tokens guessed at a time; guesses_there: by the worker. encoders: beside the loop; 0: in its
+    process. warmup_patches: of media encoded ahead of time. snapshots: states
     for these, of a model with recurrent layers."""
 
     pool: int = 256
@@ -50,6 +52,7 @@ class Knobs:
     depth: int = 1
     stages: int = 1
     drafts: int = 0
+    guesses_there: bool = False
     sessions: int = 4
     host_pages: int = 0
     rows: int = 6
@@ -169,10 +172,16 @@ class Rig:
             media_keys=MediaKeyTable(),
             grammars=self.grammars if has_grammars else None,
             send=send,
-            drafter=Foresight(self.messages, knobs.drafts) if knobs.drafts else None,
+            drafter=self._drafter(),
             encoder_order=order,
             clock=lambda: self.now,
         )
+
+    def _drafter(self) -> Drafter | None:
+        count = self.knobs.drafts
+        if self.knobs.guesses_there:
+            return WorkerDrafter(count)
+        return Foresight(self.messages, count) if count else None
 
     def take(self, message) -> None:
         if isinstance(message, EncodeOutput):
@@ -317,7 +326,8 @@ def knobs(draw) -> Knobs:
         policy=draw(st.sampled_from(["fcfs", "lpm", "dfs-weight", "lof", "srtf", "random", "priority"])),
         depth=draw(st.sampled_from([1, 2, 2, 3])),
         stages=draw(st.sampled_from([1, 1, 2, 3])),
-        drafts=draw(only_without_states) and draw(st.sampled_from([0, 1, 5])),
+        drafts=(drafts := draw(st.sampled_from([0, 0, 1, 5]))),
+        guesses_there=drafts > 0 and draw(st.booleans()),
         host_pages=draw(only_without_states),
         snapshots=snapshots,
         rows=draw(st.integers(1, 6)),

@@ -10,6 +10,8 @@ import pytest
 from tests.vlmserve.scheduler.prompts import expected, request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
 from vlmserve.scheduler.drafts import NGramDrafter
+from vlmserve.scheduler.req_life import ReqStatus
+from vlmserve.scheduler.request_states import RequestStates
 
 
 def propose(prompt: list[int], output: list[int]) -> tuple[int, ...]:
@@ -72,3 +74,19 @@ def test_nothing_is_guessed_where_slots_are_short_or_penalties_need_the_last_tok
     rig.run()
     assert rig.loop.stats().steps.draft_tokens_total == before
     rig.check_answers(message)
+
+
+def test_a_request_taken_back_behind_guesses_begins_with_another_state(monkeypatch):
+    """Its state lacked tokens that were right; the new one lacks none."""
+    plain, lacking = RequestStates.end, []
+
+    def end(self, req):
+        lacking.extend([req.state_lag] if req.status is ReqStatus.DECODING else [])
+        plain(self, req)
+
+    monkeypatch.setattr(RequestStates, "end", end)
+    rig = Rig(Knobs(drafts=4, snapshots=3, pool=128, context=64, conservativeness=0.001))
+    messages = [request(f"r{i}", [i] * (8 + i), new=30) for i in range(5)]
+    rig.run(*messages)
+    rig.check_answers(*messages)
+    assert any(lacking)

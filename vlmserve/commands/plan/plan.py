@@ -18,7 +18,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.activation_memory import estimate_activations, step_limits
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.graph_planning import why_not_captured
-from vlmserve.engine.recurrent import num_states, state_shape
+from vlmserve.engine.recurrent import bytes_of_states, state_shape
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.recurrent_cache import StateShape
 from vlmserve.memory.sizing import (
@@ -99,9 +99,10 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     shard = Shard(
         0, args.tp_size, experts=ExpertSharing(ep_size=args.ep_size, a2a="none"), groups=args.attention_groups
     )
-    config = load_config(folder)
+    mtp = args.speculative_algorithm == "mtp"
+    config = load_config(folder, mtp=mtp)
     meta, dtype = torch.device("meta"), dtype_setting(args.dtype) or config.dtype
-    whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, load_config(folder, shard)))
+    whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, load_config(folder, shard, mtp=mtp)))
     embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
     assert embedding is not None, "the outline is of all layers"
     assert norm is not None
@@ -122,18 +123,21 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
         kv_layers = last - first
         if config.linear is not None:
             kv_layers -= sum(first <= layer < last for layer in config.linear.layers)
+        guessing = weight_bytes(outline.mtp) if ends and outline.mtp is not None else 0
+        state = _state(outline, last - first - kv_layers)
+        kv_layers += config.mtp_layers if ends else 0
         tied_here = outline.lm_head is None and begins and not on_cpu
         stages.append(
             StageShare(
                 first=first,
                 last=last,
                 embedding=weight_bytes(embedding) if begins else 0,
-                dense=int(sum(dense[first:last]) * held) + (weight_bytes(norm) if ends else 0),
+                dense=int((sum(dense[first:last]) + guessing) * held) + (weight_bytes(norm) if ends else 0),
                 experts=int(sum(experts[first:last]) * held),
                 head=weight_bytes(head) if ends and not tied_here else 0,
                 tower=weight_bytes(outline.visual) if begins else 0,
                 kv=kv_layers * per_layer,
-                state=_state(outline, last - first - kv_layers),
+                state=state,
                 kv_layers=kv_layers,
                 dense_numbers=sum(numbers[first:last]),
                 expert_numbers=sum(experts[first:last]) // dtype.itemsize,
@@ -299,7 +303,7 @@ def _fit(model: SpreadModel, gpu: Gpu, args: EngineArgs, longest: int, reserved:
         activations = replace(estimate_activations(model.outline, own), beside=not gpu.is_cpu)
         if not stage.head_numbers:
             activations = replace(activations, logits=0)
-        states = 0 if stage.state is None else (1 + num_states(args, stage.state, longest)) * stage.state.nbytes
+        states = 0 if stage.state is None else bytes_of_states(args, stage.state, longest)
         free = gpu.memory - reserved - stage.weights - states
         if captured:
             activations = replace(activations, graphs=most_for_graphs(free - activations.peak))

@@ -165,9 +165,9 @@ class FlashInferAttentionBackend(AttentionBackend):
         front of `indices` if given; and the tokens in each request's last page, int32 [B] on the host."""
         from vlmserve_common.kernels.gpu.page_table import page_indices
 
-        slots = len(forward_batch.kv_cache.layers[0].keys)
-        # slots of whole pages can be read one by one as well, and must be where the cache ends within a page
-        size = self._page_size = 1 if slots % self._spec.page_size else self._spec.page_size
+        slots, whole = len(forward_batch.kv_cache.layers[0].keys), forward_batch.req_to_token_pool.whole_pages
+        # slots of whole pages can be read one by one as well, and must be where the cache or a request cuts pages
+        size = self._page_size = 1 if slots % self._spec.page_size or not whole else self._spec.page_size
         tokens = np.array(forward_batch.prefix_lens) + np.array(forward_batch.extend_lens)
         counts = -(-tokens // size)
         starts = self._host(_starts(counts))

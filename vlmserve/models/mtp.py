@@ -1,0 +1,64 @@
+"""The head of Qwen3.5 that guesses further tokens (multi-token prediction, MTP)."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import nn
+
+from vlmserve.models.attention.base import ForwardBatch
+from vlmserve.models.config import ModelConfig
+from vlmserve.models.qwen3_5 import GatedAttention, HybridLayer, make_rotary
+from vlmserve_common.compute.communicator import Communicator
+from vlmserve_common.compute.layers import ZeroCentredRMSNorm
+from vlmserve_common.compute.linear import Linear
+
+
+class MTPHead(nn.Module):
+    """One decoder layer over entries. The entry of token i joins the model's final hidden state of token i - 1 with the
+    embedding of token i, and predicts token i + 1. It has the rotary position of token i - 1.
+
+    The entry's keys and values lie in the KV slot of token i, in a layer of the cache behind those of the model. So a
+    slot depends on the tokens up to its own, and may be shared as the model's may. The first token has no entry, and
+    nothing attends to its slot.
+
+    For a further guess, the head's own output takes the hidden state's place. Embedding and head are the model's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = Linear(2 * size, size, bias=False)
+        self.pre_fc_norm_embedding = ZeroCentredRMSNorm(size, eps)
+        self.pre_fc_norm_hidden = ZeroCentredRMSNorm(size, eps)
+        attention = GatedAttention(config, comm, config.of_part().num_kv_layers - 1)
+        self.layers = nn.ModuleList([HybridLayer(config, comm, attention)])
+        self.norm = ZeroCentredRMSNorm(size, eps)
+        self._rotary = make_rotary(config, dtype)
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return what logits of guesses are made of, [N, hidden], and write the KV of N entries.
+
+        embeds [N, hidden]: of the entries' tokens. hidden [N, hidden], positions int64 [3, N]: of the tokens before.
+        """
+        x = self._join(embeds, hidden)
+        return self.norm(self._layer(x, self._rotary(positions), forward_batch))
+
+    def store(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> None:
+        """Write the KV of entries that nothing is guessed from: with a single layer, it needs no attention."""
+        attention = self._layer.self_attn
+        assert attention is not None
+        x = self._layer.input_layernorm(self._join(embeds, hidden))
+        attention.store(x, self._rotary(positions), forward_batch)
+
+    @property
+    def _layer(self) -> HybridLayer:
+        return cast(HybridLayer, self.layers[0])
+
+    def _join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1))
