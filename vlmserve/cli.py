@@ -26,6 +26,7 @@ _BENCHES = {
     "parallel": ("two processes that share a model beside one", "vlmserve.commands.bench.parallel"),
     "sched": ("what the scheduler itself costs", "vlmserve.commands.bench.sched"),
     "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
+    "speculation": ("guessed tokens beside none", "vlmserve.commands.bench.speculation"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.commands.bench.api"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.commands.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu.command"),

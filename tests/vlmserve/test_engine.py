@@ -239,7 +239,9 @@ REPEATING = ["Repeat: one two three four five six one two three four five six", 
 @pytest.fixture(scope="module")
 def engines(default_model):
     knobs = {"model": default_model, "num_threads": 1, "max_total_tokens": 4096}
-    with LLM(**knobs) as plain, LLM(**knobs, speculative_algorithm="ngram") as guessing:
+    none = {"speculative_num_draft_tokens": 0}
+    guesses = {"speculative_algorithm": "ngram", "speculative_num_draft_tokens": 4}
+    with LLM(**knobs, **none) as plain, LLM(**knobs, **guesses) as guessing:
         yield plain, guessing
 
 
@@ -260,6 +262,38 @@ def test_answers_are_the_same_in_fewer_steps(engines, temperature):
     assert stats.steps.accepted_tokens_total > 0
     if temperature == 0:
         assert fewer < steps
+
+
+FORM = {
+    "type": "object",
+    "properties": {name: {"type": "string", "maxLength": 6} for name in ("main_subject", "background", "colour")},
+    "required": ["main_subject", "background", "colour"],
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 40, "ignore_eos": True},
+        {"max_tokens": 40, "ignore_eos": True, "presence_penalty": 0.8, "repetition_penalty": 1.2},
+        {"max_tokens": 80, "structured_outputs": {"json": FORM}},
+        {"max_tokens": 80, "structured_outputs": {"json": FORM}, "frequency_penalty": 0.4, "min_tokens": 20},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_many_at_a_time_guess_too(engines, options, temperature):
+    """Eight of them, and with what depends on all tokens before: penalties and grammars."""
+    prompts = [f"{number}: {text}" for number, text in enumerate(3 * REPEATING)][:8]
+    found = []
+    for llm in engines:
+        before = llm.stats()
+        answers = llm.chat_batch(prompts, temperature=temperature, seed=5, **options)
+        after = llm.stats()
+        found.append([answer.token_ids for answer in answers])
+        steps, before_steps = after.steps, before.steps
+        right = steps.accepted_tokens_total - before_steps.accepted_tokens_total
+    assert found[0] == found[1]
+    assert right > 0
 
 
 def test_answers_that_may_not_end_early_are_the_same(engines):

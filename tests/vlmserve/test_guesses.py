@@ -34,7 +34,7 @@ class Known:
 
 
 class Head:
-    """The MTP head in plain torch, by `README_embeddings_mtp`'s formula: entry i joins hidden state i and the embedding
+    """The MTP head in plain torch, as published: entry i joins hidden state i and the embedding
     of token i + 1."""
 
     heads, kv_heads, dim, turning, theta, axes = 4, 2, 32, 8, 500.0, [0, 1, 2, 0]
@@ -173,7 +173,7 @@ def test_guesses_are_the_reference_s(family, settings, monkeypatch):
         step.input_ids[tokens] = truth % 448
 
     monkeypatch.setattr(MTPDrafter, "draft", draft)
-    with LLM(str(folder), num_threads=1, speculative_algorithm="mtp", **settings) as llm:
+    with LLM(str(folder), num_threads=1, speculative_algorithm="mtp", **FOUR, **settings) as llm:
         kv, keys = llm.engine.loop.schedulers[0].kv, llm._runner.kv_cache.layers[-1].keys
         plain_share = kv.share
 
@@ -195,7 +195,7 @@ def test_guesses_are_the_reference_s(family, settings, monkeypatch):
 @pytest.mark.slow
 def test_two_processes_guess_alike(family):
     folder, cases = family
-    with LLM(str(folder), num_threads=1, tp_size=2, speculative_algorithm="mtp") as llm:
+    with LLM(str(folder), num_threads=1, tp_size=2, speculative_algorithm="mtp", **FOUR) as llm:
         scheduler, seen = llm.engine.loop.schedulers[0], 0
         plain = scheduler.process_batch_result
 
@@ -224,6 +224,7 @@ class Knowing:
         return (*drafts[: index % 5], *((token + 1) % 448 for token in drafts[index % 5 :]))
 
 
+FOUR = {"speculative_num_draft_tokens": DRAFTS}  # always so many
 SMALL = {"max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01}
 
 
@@ -231,9 +232,11 @@ SMALL = {"max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_algorithm": "ngram", "chunked_prefill_size": 16, "mamba_track_interval": 64},
-        pytest.param({"speculative_algorithm": "ngram", "mamba_track_interval": 64, **SMALL}, marks=pytest.mark.slow),
-        {"speculative_algorithm": "mtp", "chunked_prefill_size": 48, **SMALL},
+        {"speculative_algorithm": "ngram", **FOUR, "chunked_prefill_size": 16, "mamba_track_interval": 64},
+        pytest.param(
+            {"speculative_algorithm": "ngram", **FOUR, "mamba_track_interval": 64, **SMALL}, marks=pytest.mark.slow
+        ),
+        {"speculative_algorithm": "mtp", **FOUR, "chunked_prefill_size": 48, **SMALL},
     ],
 )
 def test_answers_of_many_at_a_time(family, settings):
@@ -248,10 +251,10 @@ def test_answers_of_many_at_a_time(family, settings):
         for messages, answer in zip(turns, wanted, strict=True):
             messages.insert(-1, {"role": "assistant", "content": answer.text})
         wanted += plain.chat_batch(turns, random)
-    with LLM(str(folder), num_threads=1, disable_overlap_schedule=True, **settings) as llm:
+    with LLM(str(folder), num_threads=1, **settings) as llm:
         scheduler = llm.engine.loop.schedulers[0]
         if settings["speculative_algorithm"] == "ngram":
-            scheduler._drafter = Knowing(wanted)
+            scheduler._guesser._drafter = Knowing(wanted)
         done = llm.chat_batch(asked, random) + llm.chat_batch(turns, random)
         assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
         stats = llm.stats()

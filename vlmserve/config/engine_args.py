@@ -55,6 +55,10 @@ _MAX_PIXELS = Allowed(
     words="auto, checkpoint, or a whole number of 1 or more",
     holds=lambda value: value in (AUTO, CHECKPOINT) or (isinstance(value, int) and value >= 1),
 )
+_AUTO_OR_COUNT = Allowed(
+    words="auto, or a whole number of 0 (none) or more",
+    holds=lambda value: value == AUTO or (isinstance(value, int) and value >= 0),
+)
 _BATCH_SIZES = Allowed(
     words="whole numbers of 1 or more, with commas between them", holds=lambda sizes: re.fullmatch(_SIZES, sizes)
 )
@@ -366,7 +370,12 @@ class EngineArgs:
         "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 checkpoint",
         common=True,
     )
-    speculative_num_draft_tokens: int = _scheduling(4, "most tokens guessed at a time", AT_LEAST_1)
+    speculative_num_draft_tokens: int | str = _scheduling(
+        AUTO,
+        "tokens guessed at a time; auto: 4 at most (8 without an algorithm, where the grammar of an answer leaves one "
+        "text on), and fewer or none where that is faster; 0: none",
+        _AUTO_OR_COUNT,
+    )
     max_prefill_tokens: int = _scheduling(
         8192, "most prompt tokens in one step, also with --chunked-prefill-size -1", AT_LEAST_1
     )
@@ -411,6 +420,13 @@ class EngineArgs:
     def decode_slowdown(self) -> float:
         """Return --max-decode-slowdown as a number; 0 is no limit."""
         return 2.0 if self.max_decode_slowdown is None else self.max_decode_slowdown
+
+    @property
+    def most_drafts(self) -> int:
+        """Return the most tokens of a request that are guessed at a time."""
+        if isinstance(self.speculative_num_draft_tokens, int):
+            return self.speculative_num_draft_tokens
+        return 8 if self.speculative_algorithm == "none" else 4
 
     @property
     def cuda_graph_sizes(self) -> tuple[int, ...] | None:

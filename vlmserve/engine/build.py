@@ -14,13 +14,14 @@ import torch
 
 from vision.encoder_pool import EncoderPool
 from vision.towers.tower_graphs import capture_on_gpu
-from vlmserve.config.engine_args import EngineArgs, StartSettings
+from vlmserve.config.engine_args import AUTO, EngineArgs, StartSettings
 from vlmserve.engine.activation_memory import cuda_meter, estimate_activations, measure_activations, step_limits
 from vlmserve.engine.encoder import auto_max_pixels, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, Pools, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.model_loading import bytes_per_token, load, prepare_device
 from vlmserve.engine.recurrent import (
+    guessed_tokens,
     num_states,
     recurrent_cache,
     request_states,
@@ -49,10 +50,12 @@ from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
 from vlmserve.memory.sizing import Activations, graph_room, host_pool_size, kv_cache_size
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
+from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.drafts import make_drafter
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
+from vlmserve.scheduler.guessing import Guesser
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.req_media import FairOrder
@@ -328,8 +331,14 @@ def _scheduler(
         grammars=_grammars(args, runner),
         send=send,
         encoder_order=encoder_order,
-        drafter=make_drafter(args.speculative_algorithm, args.speculative_num_draft_tokens),
+        guesser=_guesser(args, runner.model.config),
     )
+
+
+def _guesser(args: EngineArgs, config: ModelConfig) -> Guesser:
+    drafter = make_drafter(args.speculative_algorithm, args.most_drafts)
+    most = args.most_drafts if guessed_tokens(args) or config.linear is None else 0
+    return Guesser(drafter, most=most, adapts=args.speculative_num_draft_tokens == AUTO)
 
 
 def _device_queue(args: EngineArgs, device: torch.device, threads: int) -> DeviceQueue:

@@ -268,6 +268,9 @@ class EventLoop:
         return sum(map(len, self._running))
 
     def _depth(self) -> int:
+        # the stages of a pipeline (depth 3 and more) have different requests, and need no request twice
+        if self.device.depth == 2 and any(scheduler.guesses for scheduler in self.schedulers):
+            return 1
         return self.device.depth if self._num_decoding() >= self.device.least_reqs else 1
 
     def _encoding_group(self) -> int:

@@ -114,9 +114,9 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
         activations=estimate_activations(outline, limits.of_all_groups(args)),
     )
     longest = min(max_model_len, tokens - args.page_size)
-    if args.speculative_algorithm != "none" and args.speculative_num_draft_tokens >= longest:
+    if args.speculative_algorithm != "none" and args.most_drafts >= longest:
         raise EngineError(
-            f"--speculative-num-draft-tokens is {args.speculative_num_draft_tokens}, and must be below {longest}, the "
+            f"--speculative-num-draft-tokens is {args.most_drafts}, and must be below {longest}, the "
             "tokens of the longest request (--max-model-len, --max-total-tokens)"
         )
 

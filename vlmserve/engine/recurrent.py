@@ -39,7 +39,7 @@ def recurrent_cache(
     if shape is None:
         return None
     cache = RecurrentCache(num_states, shape, device, padded=padded)
-    if num_states and (tokens := _guessed_tokens(args)):
+    if num_states and (tokens := guessed_tokens(args)):
         cache.guesses = GuessCache(args.max_running_requests, tokens, shape, device)
     return cache
 
@@ -65,7 +65,7 @@ def state_bytes(
 def bytes_of_states(args: EngineArgs, shape: StateShape, max_model_len: int, *, padded: bool = False) -> int:
     """Return the bytes of all states, the blank one included, and of what steps with guesses keep. padded: see
     `RecurrentCache`."""
-    guesses = args.max_running_requests * shape.guess_bytes(_guessed_tokens(args))
+    guesses = args.max_running_requests * shape.guess_bytes(guessed_tokens(args))
     return (1 + num_states(args, shape, max_model_len) + padded) * shape.nbytes + guesses
 
 
@@ -94,9 +94,10 @@ def supported_args(args: EngineArgs, config: ModelConfig) -> EngineArgs:
     return args
 
 
-def _guessed_tokens(args: EngineArgs) -> int:
-    """Return the tokens of a request with guesses in a step, at most; 0 without guesses."""
-    return 0 if args.speculative_algorithm == "none" else 1 + args.speculative_num_draft_tokens
+def guessed_tokens(args: EngineArgs) -> int:
+    """Return the tokens of a request with guesses in a step, at most, that states can go back behind; 0 without
+    guesses. Those of grammars alone are not worth the memory."""
+    return 0 if args.speculative_algorithm == "none" else 1 + args.most_drafts
 
 
 def _keeps_snapshots(args: EngineArgs) -> bool:

@@ -22,6 +22,7 @@ class MTPDrafter:
 
     def draft(self, step: ForwardBatch, inputs: DraftInputs, states: torch.Tensor) -> None:
         """Guess the likeliest next tokens of requests, one behind the other, and write them to the step's input_ids.
+        Guesses that are given stay.
 
         states: int64 [B], of all requests. The guesses' KV goes to the slots of the tokens that they are made from. It
         is made of the head's own output in part, and `extend` replaces it.
@@ -31,6 +32,7 @@ class MTPDrafter:
         owners = states[order]
         hidden, positions = self._cache.hidden[owners], self._cache.positions[owners].t()
         ids = step.input_ids[firsts]
+        given = inputs.given.tensor.split(inputs.counts)
         for number, count in enumerate(inputs.counts):
             rows, firsts, lens, hidden = (part[:count] for part in (rows, firsts, lens, hidden))
             batch = ForwardBatch(
@@ -49,7 +51,7 @@ class MTPDrafter:
             )
             step.attn_backend.init_forward_metadata(batch)
             hidden = self._head(self._model.embed_tokens(batch.input_ids), hidden, batch.positions, batch)
-            ids = self._likeliest(hidden)
+            ids = torch.where(given[number] < 0, self._likeliest(hidden), given[number])
             step.input_ids[firsts + number + 1] = ids
 
     def extend(self, step: ForwardBatch, states: torch.Tensor, embeds: torch.Tensor, hidden: torch.Tensor) -> None:

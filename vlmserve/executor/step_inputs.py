@@ -68,7 +68,8 @@ class DraftInputs:
 
     order: int64 [n], the numbers of requests with guesses, those with most first. counts: how many of these have a
     first guess, a second one, and so on. prefix_lens: int32 [n], with host_lens on the host, tokens before the step.
-    tokens: int64, the batch tokens that are guesses.
+    tokens: int64, the batch tokens that are guesses. given: int64, all first guesses, all second ones, and so on; -1
+    for those to be made.
     """
 
     def __init__(self, batch: ModelWorkerBatch, upload: Upload) -> None:
@@ -77,6 +78,10 @@ class DraftInputs:
         self.host_lens = batch.prefix_lens[order].tolist()
         self.order, self.prefix_lens = upload.add(order), upload.add(batch.prefix_lens[order].astype(np.int32))
         self.tokens = upload.add(drafted(batch))
+        firsts = (batch.seq_lens - batch.prefix_lens).cumsum()[order] - batch.num_drafts[order]
+        self.given = upload.add(
+            np.concatenate([batch.input_ids[firsts[:count] + number] for number, count in enumerate(self.counts)])
+        )
 
 
 def drafted(batch: ModelWorkerBatch) -> np.ndarray:

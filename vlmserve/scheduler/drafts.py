@@ -34,8 +34,8 @@ class WorkerDrafter:
         self._drafts = (-1,) * num_draft_tokens
 
     def propose(self, req: Req) -> tuple[int, ...]:
-        """Return as many places as may be guessed."""
-        return self._drafts
+        """Return as many places as may be guessed. Penalties and grammars have to know the tokens before."""
+        return () if req.is_penalised or req.grammar is not None else self._drafts
 
 
 class NGramDrafter:

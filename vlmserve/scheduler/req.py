@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,6 +18,28 @@ TURNS_PER_CHOICE = 8
 """The second of several answers to a prompt waits as if so many more requests had come before it, and so on."""
 
 
+class GuessRate:
+    """How often a request's guesses are right, given that those before were."""
+
+    _SMOOTH, _REST = 0.2, 16
+
+    def __init__(self, first: float) -> None:
+        self._rate = first
+        self._passed = 0
+
+    def note(self, guesses: int, right: int) -> None:
+        """Note that so many guesses were made, of which the first ones were right."""
+        for is_right in [True] * right + [False] * (right < guesses):
+            self._rate += self._SMOOTH * (is_right - self._rate)
+
+    def worth(self, most: int, *, least_likely: float) -> int:
+        """Return how many tokens are worth guessing. Where none is, one is tried now and then."""
+        if self._rate < least_likely:
+            self._passed = (self._passed + 1) % self._REST
+            return not self._passed
+        return min(most, int(math.log(least_likely) / math.log(min(self._rate, 0.99))))
+
+
 class Req:
     """A request between arrival and its last token.
 
@@ -29,7 +52,8 @@ class Req:
         |<- fill_len: tokens of the prompt, of the output, and `in_flight` ones that only the worker knows ->|
 
     drafts: guesses of its next tokens, in a step that is in flight. They count among the tokens in flight; wrong ones
-    are dropped, together with their KV.
+    are dropped, together with their KV. is_forced: a grammar left one text on, and this is the text. guess_rate,
+    forced_rate: of either kind of guesses.
 
     The first `protected_len` of its KV slots belong to the prefix cache. The request has locked them, and `last_node`
     is the lock's handle. The slots from there to kv_len are the request's own.
@@ -93,6 +117,8 @@ class Req:
         self.output_ids: list[int] = []
         self.in_flight = 0
         self.drafts: tuple[int, ...] = ()
+        self.is_forced = False
+        self.guess_rate, self.forced_rate = GuessRate(0.7), GuessRate(0.9)
         self.req_pool_idx: int | None = None
         self.state: int | None = None
         self.state_lag = 0
@@ -120,9 +146,9 @@ class Req:
 
     @property
     def may_draft(self) -> bool:
-        """Return True if its next tokens may be guessed: all tokens so far are known, and sampling depends on none."""
-        by_history = self.is_penalised or self.samples_by_history
-        return not self.in_flight and not by_history and self.returns.hidden_states != "all"
+        """Return True if its next tokens may be guessed: all tokens so far are known, and no logits processor looks at
+        them one by one."""
+        return not self.in_flight and not self.logits_processors and self.returns.hidden_states != "all"
 
     @property
     def matchable_len(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from vlmserve.executor.model_worker_batch import LogitsProcessing, LogprobRows, PromptLogprobRows, SamplingBatchInfo
-from vlmserve.scheduler.grammar.matcher import Matcher, masks_of
+from vlmserve.scheduler.grammar.matcher import masks_of
 from vlmserve.scheduler.req import Req
 
 _NEVER = -1e9  # added to the logits of tokens that must not be sampled, unless no other token may be
@@ -23,7 +23,7 @@ class SamplingArrays:
         self._reqs: list[Req] = []
         self._kept = info_of([])
         self._by_history: list[int] = []
-        self._matchers: list[Matcher] = []
+        self._ruled: list[tuple[int, Req]] = []
         self._by_length: list[int] = []
 
     def info(
@@ -35,13 +35,13 @@ class SamplingArrays:
         output_indices: its index in the answer.
 
         Logits processors and grammars see the tokens that are known now. Requests that have any of them must have no
-        token in flight. Penalties may count tokens in flight: the worker gets the places of these tokens.
+        token in flight but guesses. Penalties may count tokens in flight: the worker gets the places of these tokens.
         """
         if reqs != self._reqs:
             self._reqs, self._kept = reqs, info_of(reqs)
             self._by_history = [i for i, req in enumerate(reqs) if req.is_penalised or req.logits_processors]
             self._by_length = [i for i, req in enumerate(reqs) if req.sampling_params.min_tokens]
-            self._matchers = [req.grammar for req in reqs if req.grammar is not None]
+            self._ruled = [(i, req) for i, req in enumerate(reqs) if req.grammar is not None]
         counts: list[tuple[int, int, int]] = []
         seen: list[np.ndarray] = []
         seen_of: list[int] = []
@@ -49,7 +49,7 @@ class SamplingArrays:
         in_flight: list[tuple[int, int]] = []
         for i in self._by_history:
             req, p = reqs[i], reqs[i].sampling_params
-            known = np.asarray(req.output_ids[: output_indices[i]], dtype=np.int64)
+            known = np.asarray([*req.output_ids, *req.drafts][: output_indices[i]], dtype=np.int64)
             if req.is_penalised:
                 in_flight += [(i, req.prompt_len + index) for index in range(len(known), output_indices[i])]
             if p.presence_penalty or p.frequency_penalty:
@@ -77,7 +77,7 @@ class SamplingArrays:
             seen_rows=np.repeat(_ints(seen_of), [len(ids) for ids in seen]) if seen else _NO_IDS,
             seen_ids=np.concatenate(seen) if seen else _NO_IDS,
             processing=tuple(processing),
-            bitmasks=masks_of(self._matchers),
+            bitmasks=masks_of([(m, output_indices[i] - len(r.output_ids)) for i, r in self._ruled if (m := r.grammar)]),
             in_flight_rows=_ints([row for row, _ in in_flight]),
             in_flight_places=_ints([place for _, place in in_flight]),
         )

@@ -92,7 +92,8 @@ class ScheduleBatch:
     advances the lengths of its requests as if it had been computed.
 
     allowed_s: the seconds that its prompts may take, see `StepCosts`. sampling: kept from step to step by the caller.
-    samples_late: the next tokens depend on tokens in flight, so sampling waits for these.
+    guesses: it was decided when guessing paid. samples_late: the next tokens depend on tokens in flight, so sampling
+    waits for these.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class ScheduleBatch:
         sampling: SamplingArrays,
         *,
         allowed_s: float = math.inf,
+        guesses: bool = False,
     ) -> None:
         self.kv = kv
+        self.guesses = guesses
         self.allowed_s = allowed_s
         self._sampling = sampling if decoding else SamplingArrays()  # a prompt step would only push out those kept
         self.forward_mode = mode

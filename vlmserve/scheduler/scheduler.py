@@ -33,9 +33,9 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.models.attention.base import ForwardMode
 from vlmserve.scheduler.admission import PromptAdmission, may_be_tried
 from vlmserve.scheduler.decode_gap import GapRule
-from vlmserve.scheduler.drafts import Drafter
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
+from vlmserve.scheduler.guessing import Guesser
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.meter import SchedulerMeter, check_pools
@@ -80,9 +80,9 @@ class Due(NamedTuple):
 class Scheduler:
     """Owns every request from arrival to its last token. Single-threaded.
 
-    max_req_len: the most tokens of prompt and answer of one request together. drafter: guesses tokens of requests that
-    decode. send: gets the outputs of requests that end early. encoder_order: the order that all schedulers over one
-    encoder share; None: this scheduler is alone.
+    max_req_len: the most tokens of prompt and answer of one request together. guesser: of requests that decode. send:
+    gets the outputs of requests that end early. encoder_order: the order that all schedulers over one encoder share;
+    None: this scheduler is alone.
     """
 
     def __init__(
@@ -96,12 +96,14 @@ class Scheduler:
         media_keys: MediaKeyTable,
         grammars: GrammarQueue | None = None,
         send: Callable[[SchedulerOutput], None],
-        drafter: Drafter | None = None,
+        guesser: Guesser | None = None,
         encoder_order: FairOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
-        self._drafter = drafter
+        self._guesser = guesser or Guesser(None, most=0, adapts=False)
+        self._clock = clock
+        self._decoded_at: float | None = None  # when the last step came, if it was of decoding alone
         self._send = send
         self.due = Due()
         self.meter = SchedulerMeter()
@@ -304,21 +306,24 @@ class Scheduler:
         if alone:
             self._ratio.decay()
         self.kv.extend_by_one(reqs)
-        if self._drafter is not None:
-            self._draft(reqs, self._drafter)
+        if self.guesses:
+            self._guesser.propose(reqs)
+            for req in reqs:
+                if req.drafts and not self.kv.extend(req, len(req.drafts)):
+                    req.drafts = ()
         return reqs
 
-    def _draft(self, reqs: Sequence[Req], drafter: Drafter) -> None:
-        for req in reqs:
-            drafts = drafter.propose(req)[: req.remaining_new_tokens - 1] if req.may_draft else ()
-            if drafts and self.kv.extend(req, len(drafts)):
-                req.drafts = drafts
+    @property
+    def guesses(self) -> bool:
+        """Whether the next step may have guesses. Such steps do not overlap."""
+        return self._guesser.guesses(self.running_batch.reqs)
 
     def _make_batch(self, prompts: Sequence[Req], decoding: Sequence[Req]) -> ScheduleBatch:
         """Make a step of requests that have their slots. A prompt that it completes decodes from here on."""
         sampling, beside = self.running_batch.sampling, len(self.running_batch) > 0
         allowed_s = self._costs.allowed_s(beside=beside)
-        batch = ScheduleBatch(self.kv, _mode(prompts, decoding), prompts, decoding, sampling, allowed_s=allowed_s)
+        mode, guesses = _mode(prompts, decoding), self.guesses
+        batch = ScheduleBatch(self.kv, mode, prompts, decoding, sampling, allowed_s=allowed_s, guesses=guesses)
         for part in batch.prompts:
             if part.completes:
                 self.waiting_queue.set_in_progress(part.req, False)
@@ -343,6 +348,7 @@ class Scheduler:
 
     def encoded(self, seconds: float) -> None:
         """Note that a slice of encoding took so long."""
+        self._decoded_at = None
         if not self.is_idle():  # otherwise it encoded ahead of time
             self._costs.encoded(seconds)
         self.meter.encoded(seconds)
@@ -356,6 +362,7 @@ class Scheduler:
         if not self.is_idle():
             return self._resolve_stall()
         self.due = Due()
+        self._decoded_at = None
         self._ratio.reset()
         if self._args.check_pools_when_idle:
             self.check_pools(held_bytes=held_bytes)
@@ -425,6 +432,8 @@ class Scheduler:
             seconds=result.compute_s,
         )
         self.meter.computed(*parts_s, decoding=len(batch.decoding))
+        before, self._decoded_at = self._decoded_at, None if batch.prompt_tokens else self._clock()
+        brought_tokens = 0
         outputs: list[TokenOutput] = []
         for brought in part_results(batch, result):
             part, req = brought.part, brought.part.req
@@ -433,6 +442,7 @@ class Scheduler:
             self.kv.commit(req, part.end - part.tokens_sampled + len(brought.tokens))
             if part.drafts:
                 self._drop_drafts(req, len(part.drafts) + 1 - len(brought.tokens))
+            brought_tokens += len(brought.tokens)
             if part.start < req.prompt_len:
                 req.media.hold_from(part.end)
                 self.kv.share(req)
@@ -447,11 +457,16 @@ class Scheduler:
                 self._cut_off(req, error(500, brought.failure))
                 continue
             outputs.append(self._take_tokens(req, brought))
+        if before is not None and self._decoded_at is not None:
+            reqs = len(batch.decoding)
+            seconds = self._decoded_at - before
+            self._guesser.stepped(seconds, guessed=batch.guesses, reqs=reqs, tokens=brought_tokens)
         return outputs
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
         self.kv.truncate(req, req.kv_committed_len)
         self.meter.drafted(len(req.drafts), wrong)
+        self._guesser.checked(req, len(req.drafts) - wrong)
         req.state_lag = len(req.drafts) + 1 - wrong
         req.drafts = ()
         req.in_flight -= wrong

@@ -31,28 +31,47 @@ class FakeMatcher:
         self._count = 0
         self.grammar = self
         self.failure = ""
+        self.guesses: tuple[int, ...] = ()
+        self._masks: list[np.ndarray] = []
+        self._asked: tuple[tuple[int, ...], int] = ((), 0)
 
     @property
     def is_over(self) -> bool:
         return self._count == self._end
 
-    def mask(self) -> np.ndarray:
+    def mask(self, ahead: int) -> np.ndarray | None:
+        return self._masks[ahead] if self._masks else None
+
+    def next_mask(self) -> np.ndarray:
         bits = [(self._sum + token) % self._divisor != 0 for token in range(fake.VOCAB)]
         bits += [False] * (-len(bits) % 32)
         return np.packbits(bits, bitorder="little").view(np.int32)
 
     words = -(-fake.VOCAB // 32)
 
-    def ask(self, matchers: list[FakeMatcher]) -> None:
-        assert matchers == [self]
+    def ask(self, matchers: dict[FakeMatcher, tuple[int, ...]], most: int) -> None:
+        self._asked = matchers[self], most
 
-    def take_masks(self, matchers: list[FakeMatcher]) -> np.ndarray:
-        return self.mask()[None]
+    def take_masks(self, matchers: dict[FakeMatcher, tuple[int, ...]]) -> None:
+        """The proposals that fit, and masks of the tokens behind them."""
+        kept, (proposed, most) = (self._sum, self._count), self._asked
+        self._masks, guesses = [self.next_mask()], list[int]()
+        for guess in proposed[:most]:
+            if self._count + 1 == self._end or not self._allows(guess):
+                break
+            guesses.append(guess)
+            self._sum, self._count = self._sum + guess, self._count + 1
+            self._masks.append(self.next_mask())
+        self.guesses, (self._sum, self._count) = tuple(guesses), kept
+
+    def _allows(self, token: int) -> bool:
+        return bool(self.next_mask()[token // 32] >> token % 32 & 1)
 
     def accept(self, token: int) -> None:
-        assert self.mask()[token // 32] >> token % 32 & 1
+        assert self._allows(token)
         self._sum += token
         self._count += 1
+        self._masks, self.guesses = [], ()
 
     def end(self) -> None:
         pass

@@ -30,7 +30,7 @@ def answer(prompt: list[tuple], length: int, delta: int, matcher=None) -> list[i
     while len(out) < length and not (matcher is not None and matcher.is_over):
         token = next_token(history)
         if matcher is not None:
-            token = next_allowed(token, matcher.mask())
+            token = next_allowed(token, matcher.next_mask())
             matcher.accept(token)
         out.append(token)
         history.append((("id", out[-1]), (len(history) + delta,) * 3))
@@ -93,14 +93,16 @@ class FakeWorker:
             self.states[copy.target] = self.states[copy.source]
             self.resumed += copy.source != BLANK
         at = 0
-        histories, before, drafts = [], [], []
+        histories, before, drafts, made_here = [], [], [], False
         num_drafts = batch.num_drafts if len(batch.num_drafts) else np.zeros(len(batch.seq_lens), np.int64)
         parts = zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, num_drafts, strict=True)
         for row, start, end, guesses in parts:
             for position in range(start, end):
                 slot = int(batch.out_cache_loc[at])
-                if position >= end - guesses and batch.input_ids[at] < 0:
-                    what[at] = "id", guess([self.kv[slot] for slot in self.table[row, :position]])
+                if position >= end - guesses:
+                    made_here |= batch.input_ids[at] < 0
+                    if batch.input_ids[at] < 0:
+                        what[at] = "id", guess([self.kv[slot] for slot in self.table[row, :position]])
                     drafts.append(what[at][1])
                 self.table[row, position] = slot
                 self.kv[slot] = (what[at], tuple(batch.positions[:, at].tolist()))
@@ -111,7 +113,7 @@ class FakeWorker:
         asked = batch.prompt_logprobs
         scores = None if asked is None else self._scores([before[token] for token in asked.tokens], asked)
         hidden = [[score(history[:end], 0)] for history, end in (before[token] for token in batch.hidden_tokens)]
-        return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1), drafts
+        return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1), drafts if made_here else []
 
     def _advance_states(self, batch: ModelWorkerBatch, histories: list[list], num_drafts: np.ndarray) -> None:
         """What a state is of must be what its request's slots hold."""

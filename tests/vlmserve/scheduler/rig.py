@@ -29,6 +29,7 @@ from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.drafts import Drafter, WorkerDrafter
+from vlmserve.scheduler.guessing import Guesser
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
@@ -172,7 +173,7 @@ class Rig:
             media_keys=MediaKeyTable(),
             grammars=self.grammars if has_grammars else None,
             send=send,
-            drafter=self._drafter(),
+            guesser=Guesser(self._drafter(), most=knobs.drafts, adapts=False),
             encoder_order=order,
             clock=lambda: self.now,
         )

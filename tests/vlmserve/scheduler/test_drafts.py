@@ -64,15 +64,11 @@ def test_a_stop_token_ends_the_answer_there_among_guesses_too(place, drafts):
     rig.check_nothing_is_left()
 
 
-def test_nothing_is_guessed_where_slots_are_short_or_penalties_need_the_last_token():
+def test_nothing_is_guessed_where_slots_are_short():
     rig = Rig(Knobs(pool=32, page=1, context=32, drafts=30))
-    rig.run(request("a", list(range(20)), new=10))
-    assert rig.loop.stats().steps.draft_tokens_total > 0
-    message = request("b", [1, 2, 3], new=10, presence_penalty=0.5)
-    rig.handle(message)
-    before = rig.loop.stats().steps.draft_tokens_total
-    rig.run()
-    assert rig.loop.stats().steps.draft_tokens_total == before
+    message = request("a", list(range(20)), new=10)
+    rig.run(message)
+    assert 0 < rig.loop.stats().steps.draft_tokens_total < 30
     rig.check_answers(message)
 
 

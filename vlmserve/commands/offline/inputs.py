@@ -148,7 +148,7 @@ class EngineSettings(OtherNames, total=False):
     max_time_between_tokens_s: float | None
     max_step_s: float
     speculative_algorithm: Literal["none", "ngram", "mtp"]
-    speculative_num_draft_tokens: int
+    speculative_num_draft_tokens: int | str
     max_prefill_tokens: int
     schedule_conservativeness: float
     disable_cuda_graph: bool

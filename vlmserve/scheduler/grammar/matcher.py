@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import numpy as np
+
+FITS, MISFIT = -1, -2
+"""What the first row of a matcher's answer begins with: whether the tokens that have come fit."""
 
 _MOST_BLOCKED_S = 10.0
 """Wall-clock time that a grammar's process may take for a step. The kernel limits its CPU time to far less, so only a
@@ -42,7 +45,7 @@ class Patience:
 
 class Matcher:
     """One answer's way through its grammar. number: its name in the grammar's process. patience: with its client.
-    is_over: the token that ends the answer has come."""
+    is_over: the token that ends the answer has come. guesses: tokens that fit next, see `look_ahead`."""
 
     def __init__(self, grammar: CompiledGrammar, number: int, patience: Patience) -> None:
         self.grammar = grammar
@@ -50,6 +53,8 @@ class Matcher:
         self.patience = patience
         self.is_over = False
         self.fits = True
+        self.guesses: tuple[int, ...] = ()
+        self._masks: np.ndarray | None = None
         self._news: list[int] = []
 
     @property
@@ -60,12 +65,22 @@ class Matcher:
     def accept(self, token_id: int) -> None:
         """Go on with the answer's next token. Whether the grammar allows it, the next masks tell."""
         self._news.append(token_id)
+        self._masks, self.guesses = None, ()
         self.is_over = token_id in self.grammar.stop_ids
 
     def take_news(self) -> list[int]:
         """Return the tokens that have come since the last call."""
         news, self._news = self._news, []
         return news
+
+    def see(self, masks: np.ndarray, guesses: tuple[int, ...]) -> None:
+        """Keep the masks of the next tokens, int32 [1 + guesses, words]: the next one's, and those behind each
+        guess."""
+        self._masks, self.guesses = masks, guesses
+
+    def mask(self, ahead: int) -> np.ndarray | None:
+        """Return the mask int32 [words] of the token behind so many guesses; None if it was not looked at."""
+        return None if self._masks is None else self._masks[ahead]
 
     def end(self) -> None:
         """Give the place up: the answer has ended."""
@@ -100,32 +115,34 @@ class CompiledGrammar:
         """Forget a matcher. The process hears of it with the next step."""
         self._ended.append(number)
 
-    def ask(self, matchers: Sequence[Matcher]) -> None:
-        """Tell the process which tokens have come, and ask for the masks of the next ones."""
-        news = [(matcher.number, matcher.take_news()) for matcher in matchers]
+    def ask(self, matchers: Mapping[Matcher, Sequence[int]], most: int) -> None:
+        """Tell the process which tokens have come, and ask for the masks of the next ones. See `look_ahead`."""
+        news = [(matcher.number, matcher.take_news(), list(guesses)) for matcher, guesses in matchers.items()]
         ended, self._ended = self._ended, []
         share = max(matcher.patience.share for matcher in matchers)  # one client's past fails no other client's answers
         try:
-            self._pipe.send((news, ended, share))
+            self._pipe.send((news, ended, share, most))
         except OSError:  # the process has ended, or the pipe is closed
             self.close(_TOO_SLOW)
 
-    def take_masks(self, matchers: Sequence[Matcher]) -> np.ndarray | None:
-        """Wait for the masks, int32 [matchers, words]. None: the process has ended, and with it the grammar."""
+    def take_masks(self, matchers: Iterable[Matcher]) -> None:
+        """Wait for the masks, and give them to the matchers. If the process has ended, its grammar has failed."""
         if self.failure:
-            return None
+            return
         try:
             if not self._pipe.poll(_MOST_BLOCKED_S):
                 raise EOFError
-            answer = np.frombuffer(self._pipe.recv_bytes(), dtype=np.int32).reshape(len(matchers), 1 + self.words)
+            answer = np.frombuffer(self._pipe.recv_bytes(), dtype=np.int32).reshape(-1, 1 + self.words)
         except (EOFError, OSError):
             self.close(_TOO_SLOW)
             for patience in {matcher.patience for matcher in matchers}:
                 patience.lose()
-            return None
-        for matcher, fits in zip(matchers, answer[:, 0], strict=True):
-            matcher.fits = bool(fits)
-        return answer[:, 1:]
+            return
+        # a matcher's first row says whether its tokens fit; behind it is a row for each guess, with the guess
+        starts = [*np.flatnonzero(answer[:, 0] < 0), len(answer)]
+        for matcher, first, last in zip(matchers, starts[:-1], starts[1:], strict=True):
+            matcher.fits = answer[first, 0] == FITS
+            matcher.see(answer[first:last, 1:], tuple(answer[first + 1 : last, 0].tolist()))
 
     def close(self, why: str) -> None:
         """Let the process go: it ends by itself, at the latest when its CPU time is over. why: the failure of answers
@@ -136,22 +153,32 @@ class CompiledGrammar:
             self._closed()
 
 
-def masks_of(matchers: Sequence[Matcher]) -> np.ndarray:
-    """Return the masks int32 [rows, words] of matchers over one vocabulary: a bit for each token, the lowest first, 1
-    if the token may come next. All bits of a row are 1 once nothing makes sense any more: the request is about to end.
+def look_ahead(proposals: Mapping[Matcher, Sequence[int]], most: int = 0) -> None:
+    """Have all matchers know the masks of their next tokens, and guess some.
 
-    The processes of different grammars work at the same time.
+    Where a grammar leaves one text on, its tokens are the guesses. Elsewhere they are the proposals, as far as these
+    fit. The processes of different grammars work at the same time. most: guesses of an answer.
     """
-    masks = np.full((len(matchers), matchers[0].grammar.words if matchers else 0), -1, dtype=np.int32)
-    rows: dict[CompiledGrammar, list[int]] = defaultdict(list)
-    for row, matcher in enumerate(matchers):
+    asked: dict[CompiledGrammar, dict[Matcher, Sequence[int]]] = defaultdict(dict)
+    for matcher, proposed in proposals.items():
         if not matcher.failure and not matcher.is_over:
-            rows[matcher.grammar].append(row)
-    asked = {grammar: [matchers[row] for row in its] for grammar, its in rows.items()}
-    for grammar, its in asked.items():
-        grammar.ask(its)
-    for grammar, its in asked.items():
-        found = grammar.take_masks(its)
+            asked[matcher.grammar][matcher] = proposed
+    for grammar, matchers in asked.items():
+        grammar.ask(matchers, most)
+    for grammar, matchers in asked.items():
+        grammar.take_masks(matchers)
+
+
+def masks_of(rows: Sequence[tuple[Matcher, int]]) -> np.ndarray:
+    """Return the masks int32 [rows, words] of tokens: a bit for each token of the vocabulary, the lowest first, 1 if it
+    may come. All bits of a row are 1 once nothing makes sense any more: the request is about to end.
+
+    rows: an answer's matcher, and how many guesses stand before the token.
+    """
+    masks = np.full((len(rows), rows[0][0].grammar.words if rows else 0), -1, dtype=np.int32)
+    look_ahead({matcher: () for matcher, _ in rows if matcher.mask(0) is None})
+    for row, (matcher, ahead) in enumerate(rows):
+        found = None if matcher.failure or matcher.is_over else matcher.mask(ahead)
         if found is not None:
-            masks[rows[grammar]] = found
+            masks[row] = found
     return masks

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from vlmserve.ipc.messages import THINK_END, GrammarSpec
+from vlmserve.scheduler.grammar.matcher import FITS, MISFIT
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.process.child import die_with_parent
 from vlmserve_common.process.limits import ProcessLimits, confine
@@ -58,7 +60,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
     settings = json.loads(sys.argv[3])
-    compiler, info = make_compiler(settings["folder"], settings["vocab_size"], settings["stop_token_ids"])
+    compiler, info, encode = make_compiler(settings["folder"], settings["vocab_size"], settings["stop_token_ids"])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     gc.collect()
     gc.freeze()  # the forks share these pages
@@ -72,13 +74,15 @@ def main() -> None:
             try:
                 control.close()
                 die_with_parent(own, signal.SIGKILL)
-                _serve(Connection(fds[0]), compiler, info, settings)
+                _serve(Connection(fds[0]), compiler, info, encode, settings)
             finally:
                 os._exit(0)
         os.close(fds[0])
 
 
-def _serve(pipe: Connection, compiler: Any, info: Any, settings: dict[str, Any]) -> None:
+def _serve(
+    pipe: Connection, compiler: Any, info: Any, encode: Callable[[str], list[int]], settings: dict[str, Any]
+) -> None:
     """Compile the grammar that comes through a pipe, and answer for it until the pipe is closed."""
     confine(ProcessLimits(memory_bytes=settings["memory_bytes"]))
     spec = GrammarSpec(**json.loads(pipe.recv_bytes()))
@@ -93,45 +97,70 @@ def _serve(pipe: Connection, compiler: Any, info: Any, settings: dict[str, Any])
     signal.setitimer(signal.ITIMER_PROF, 0)
     pipe.send_bytes(COMPILED + str(_own_bytes()).encode())
     try:
-        _fill_masks(pipe, compiled, -(-info.vocab_size // 32))
+        _fill_masks(pipe, compiled, encode, -(-info.vocab_size // 32))
     except (EOFError, OSError):
         return  # nobody has this grammar any more
 
 
-def _fill_masks(pipe: Connection, compiled: Any, words: int) -> None:
+def _fill_masks(pipe: Connection, compiled: Any, encode: Callable[[str], list[int]], words: int) -> None:
     """Answer for the steps of all answers with a grammar.
 
-    A step's message: for each row the number of its matcher and the tokens that came since; the numbers of answers that
-    have ended; and the part of `MAX_STEP_S` that the step gets. Its answer: int32 [rows, 1 + words], 1 or 0 for whether
-    the tokens fit, and the mask of the next.
+    A step's message: for each answer the number of its matcher, the tokens that came since, and guesses of the next
+    ones; the numbers of answers that have ended; the part of `MAX_STEP_S` that the step gets; and the most guesses of
+    an answer. Its answer: int32 [*, 1 + words]. For each answer there is a row that begins with `FITS` or `MISFIT`, and
+    a row that begins with the token for each guess that fits. Behind that is the mask of the token that comes next.
     """
     from xgrammar import GrammarMatcher
 
     matchers: dict[int, Any] = {}
     left_s = MAX_STEP_S
     while True:
-        rows, ended, share = pipe.recv()
+        asked, ended, share, most = pipe.recv()
         for number in ended:
             matchers.pop(number, None)
-        answer = np.full((len(rows), 1 + words), -1, dtype=np.int32)
-        masks = np.empty((1, words), dtype=np.int32)
+        rows = []
         began = time.process_time()
         # The kernel ends the process then, wherever it is.
         signal.setitimer(signal.ITIMER_PROF, min(left_s, MAX_STEP_S * share))
-        for row, (number, tokens) in enumerate(rows):
+        for number, tokens, guesses in asked:
             matcher = matchers.get(number) or matchers.setdefault(number, GrammarMatcher(compiled))
             if all(map(matcher.accept_token, tokens)):
-                matcher.fill_next_token_bitmask(masks, 0)
-                answer[row, 1:] = masks
+                rows += _look_ahead(matcher, guesses, most, encode, words)
             else:
-                answer[row, 0] = 0
+                rows.append(np.full(1 + words, -1, dtype=np.int32))
+                rows[-1][0] = MISFIT
         signal.setitimer(signal.ITIMER_PROF, 0)
         left_s = min(MAX_STEP_S, left_s - (time.process_time() - began) + USUAL_STEP_S + USUAL_ROW_S * len(rows))
-        pipe.send_bytes(answer.tobytes())
+        pipe.send_bytes(np.stack(rows).tobytes() if rows else b"")
 
 
-def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tuple[Any, Any]:
-    """Make a compiler and the tokens that it compiles for. folder: the checkpoint's. vocab_size: rows of logits.
+def _look_ahead(
+    matcher: Any, guesses: list[int], most: int, encode: Callable[[str], list[int]], words: int
+) -> list[np.ndarray]:
+    """Return the rows of an answer, see `_fill_masks`. Where one text goes on, its tokens are guessed instead."""
+    if most and not matcher.is_terminated():
+        guesses = encode(matcher.find_jump_forward_string()) or guesses
+    rows = [np.empty(1 + words, dtype=np.int32)]
+    rows[0][0] = FITS
+    for guess in [*guesses[:most], None]:
+        matcher.fill_next_token_bitmask(rows[-1][None, 1:], 0)
+        if guess is None or not matcher.accept_token(guess):
+            break
+        if matcher.is_terminated():  # no token comes behind it; it is sampled in any case
+            matcher.rollback(1)
+            break
+        rows.append(np.empty(1 + words, dtype=np.int32))
+        rows[-1][0] = guess
+    if len(rows) > 1:
+        matcher.rollback(len(rows) - 1)
+    return rows
+
+
+def make_compiler(
+    folder: str, vocab_size: int, stop_token_ids: list[int]
+) -> tuple[Any, Any, Callable[[str], list[int]]]:
+    """Make a compiler, the tokens that it compiles for, and the way from a text to tokens. folder: the checkpoint's.
+    vocab_size: rows of logits.
 
     Special tokens have no text: an answer's text cannot contain them.
     """
@@ -141,7 +170,7 @@ def make_compiler(folder: str, vocab_size: int, stop_token_ids: list[int]) -> tu
     special = tokenizer.special_ids
     vocab = [b"" if index in special else tokenizer.token_bytes(index) for index in range(vocab_size)]
     info = TokenizerInfo(vocab, VocabType.RAW, vocab_size=vocab_size, stop_token_ids=stop_token_ids)
-    return GrammarCompiler(info, max_threads=1, cache_enabled=False), info
+    return GrammarCompiler(info, max_threads=1, cache_enabled=False), info, tokenizer.encode
 
 
 def compile_grammar(compiler: Any, spec: GrammarSpec) -> Any:

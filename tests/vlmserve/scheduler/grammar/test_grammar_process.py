@@ -11,7 +11,7 @@ import pytest
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.ipc.messages import GrammarSpec
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
-from vlmserve.scheduler.grammar.matcher import Patience, masks_of
+from vlmserve.scheduler.grammar.matcher import Patience, look_ahead, masks_of
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import BadRequestError
 
@@ -35,7 +35,7 @@ def spec(kind, text, **more):
 
 
 def allowed(matcher) -> set[int]:
-    found = np.flatnonzero(np.unpackbits(masks_of([matcher])[0].view(np.uint8), bitorder="little"))
+    found = np.flatnonzero(np.unpackbits(masks_of([(matcher, 0)])[0].view(np.uint8), bitorder="little"))
     return set(found[found < VOCAB].tolist())
 
 
@@ -56,6 +56,35 @@ OBJECT = {
     "properties": {"name": {"type": "string"}, "n": {"type": "integer", "minimum": 0, "maximum": 12}},
     "required": ["n"],
 }
+
+
+def test_where_one_text_goes_on_its_tokens_are_guessed_with_their_masks(process):
+    """The masks behind guesses are those that come without any, and no guess changes the place in the grammar."""
+    compiled = process.compile(spec("regex", '(\\{"number of circles": )[0-9]{1,3}(, "colours": \\[\\]\\})'))
+    matcher, stepping = compiled.matcher(Patience()), compiled.matcher(Patience())
+    text = '{"number of circles": '
+    look_ahead({matcher: ()}, most=64)
+    assert TOKENIZER.decode(matcher.guesses) == text
+    seen = masks_of([(matcher, ahead) for ahead in range(1 + len(matcher.guesses))])
+    for token, mask in zip([*matcher.guesses, None], seen, strict=True):
+        assert (masks_of([(stepping, 0)]) == mask).all()
+        if token is not None:
+            stepping.accept(token)
+    for token in TOKENIZER.encode(text):
+        matcher.accept(token)
+    digits = [TOKENIZER.encode(digit)[0] for digit in "12"]
+    look_ahead({matcher: (*digits, END, *digits)}, most=64)  # any number fits here, and no end
+    assert matcher.guesses == tuple(digits)
+    look_ahead({matcher: (*digits,)}, most=1)
+    assert matcher.guesses == tuple(digits[:1])
+    for token in [*digits, digits[0]]:
+        matcher.accept(token)
+    look_ahead({matcher: digits}, most=64)
+    assert TOKENIZER.decode(matcher.guesses) == ', "colours": []}'
+    look_ahead({matcher: digits}, most=0)
+    assert matcher.guesses == ()
+
+
 NUMBER = {"type": "regex", "pattern": "[0-9]+"}
 TAG = {"type": "tag", "begin": "<a>", "end": "</a>", "content": NUMBER}
 CASES = [
@@ -165,7 +194,7 @@ def test_what_explodes_late_ends_alone_and_is_compiled_again(process):
         for matcher in (matchers[0], matchers[2]):
             matcher.accept(token)
     for _ in range(10_000):
-        masks_of(matchers)
+        look_ahead(dict.fromkeys(matchers, ()))
         if bad.failure:
             break
         for matcher in matchers:
@@ -192,7 +221,7 @@ def test_a_client_with_slow_grammars_gets_less_time_for_a_while(process):
         while count < 2**14:
             compiled = process.compile(busy)
             matchers = [compiled.matcher(patience) for _ in range(count)]
-            masks_of(matchers)
+            look_ahead(dict.fromkeys(matchers, ()))
             if compiled.failure:
                 return count
             compiled.close("done")
