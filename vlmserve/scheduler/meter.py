@@ -184,7 +184,13 @@ def describe(before: SchedulerStats | None, now: SchedulerStats, seconds: float)
         f"{since(lambda stats: stats.generation_tokens_total) / seconds:.1f} tokens/s",
         f"{since(lambda stats: stats.encoder.encoded)} pictures encoded",
     ]
-    return ", ".join(parts) + (f", {retracted} retracted" if retracted else "")
+    if retracted:
+        parts.append(f"{retracted} retracted")
+    drafted = since(lambda stats: stats.steps.draft_tokens_total)
+    if drafted:
+        right = since(lambda stats: stats.steps.accepted_tokens_total)
+        parts.append(f"{right} of {drafted} guesses right")
+    return ", ".join(parts)
 
 
 def check_pools(stats: SchedulerStats, *, held_bytes: int, sessions: int, held_states: int = 0) -> None:

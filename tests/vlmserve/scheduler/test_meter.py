@@ -174,10 +174,12 @@ def test_what_it_says() -> None:
         prompt_tokens_computed_total=600,
         prefix_queries_total=1800,
         prefix_hits_total=1200,
+        draft_tokens_total=40,
+        accepted_tokens_total=30,
     )
     now = replace(now, encoder=PoolStats(encoded=7), steps=steps)
     assert describe(before, now, 10.0) == (
         "3 running, 2 queued, 1 waiting for the encoder, KV 30%, prefix hits 25%, 60.0 prompt tokens/s, 25.0 tokens/s, "
-        "7 pictures encoded, 4 retracted"
+        "7 pictures encoded, 4 retracted, 30 of 40 guesses right"
     )
     assert "prefix hits -," in describe(now, now, 10.0)
