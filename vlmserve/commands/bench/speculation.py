@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def _compare(sides: dict[str, LLM], form: str, requests: int, args: Any) -> dict
         answers[name] = [tuple(answer.token_ids) for answer in made]
 
     before = sides["on"].stats().steps
-    times = in_turns({name: lambda name=name: ask(name) for name in sides}, args.rounds)
+    times = in_turns({name: partial(ask, name) for name in sides}, args.rounds)
     after = sides["on"].stats().steps
     steps = after.drafts_total - before.drafts_total
     right = after.accepted_tokens_total - before.accepted_tokens_total
