@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests import hf_env  # noqa: F401
 from tests.fp8_checkpoints import FORMS, make_fp8
-from tests.tiny_checkpoints import FAMILIES, make_checkpoint
+from tests.tiny_checkpoints import FAMILIES, HYBRID, make_checkpoint
 from tests.vlmserve.models.dense_attention import assert_close, distance_of, logits_of, reference_logits
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.registry import load_model, outline_model
@@ -129,3 +129,16 @@ def test_dequantised_weights_are_rounded_once(plain, tmp_path):
     ours, truth = load_model(made, dtype=torch.bfloat16).state_dict(), load_model(same).state_dict()
     for name, value in ours.items():
         assert torch.equal(value, truth[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("form", ["block", "channel"])
+def test_the_head_that_guesses(tmp_path, form):
+    made, same = make_fp8(make_checkpoint(HYBRID, tmp_path / "plain", mtp=True), tmp_path, form, block=(32, 32))
+    ours, truth = (dict(load_model(folder, mtp=True).mtp.named_parameters()) for folder in (made, same))
+    assert len(ours) == 12
+    for name, parameter in ours.items():
+        assert_close(parameter, truth[name])
+    kept_as_they_are = load_model(made, mtp=True, keep_fp8=True).mtp
+    assert [name for name, layer in kept_as_they_are.named_modules() if getattr(layer, "fp8", None)] == [
+        f"layers.0.{name}" for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    ]
