@@ -14,7 +14,7 @@ from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.executor.mtp_drafter import MTPDrafter
-from vlmserve_common.errors import CheckpointError, SettingsError
+from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
 
 NEW, DRAFTS = 40, 4
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
@@ -276,3 +276,5 @@ def test_what_cannot_guess_is_refused(family, tmp_path):
     headless = make_checkpoint(HYBRID, tmp_path / "headless")
     with pytest.raises(CheckpointError, match=r"headless: speculative_algorithm mtp needs .* no tensors mtp.layers"):
         LLM(str(headless), speculative_algorithm="mtp")
+    with pytest.raises(EngineError, match="speculative_num_draft_tokens is 48, and must be below 48, the tokens"):
+        LLM(str(folder), speculative_algorithm="mtp", speculative_num_draft_tokens=48, max_total_tokens=64)

@@ -43,7 +43,12 @@ class StateShape:
     @property
     def _token_bytes(self) -> int:
         """Bytes of a token's hidden state and position."""
-        return self.hidden * self.conv_dtype.itemsize + (3 * 8 if self.hidden else 0)
+        return self.hidden * self.conv_dtype.itemsize + self.axes * torch.int64.itemsize
+
+    @property
+    def axes(self) -> int:
+        """Numbers of a kept position."""
+        return 3 if self.hidden else 0
 
 
 class RecurrentCache:
@@ -64,7 +69,7 @@ class RecurrentCache:
         self.conv = torch.zeros((count, *shape.conv), dtype=shape.conv_dtype, device=device)
         self.recurrent = torch.zeros((count, *shape.recurrent), dtype=torch.float32, device=device)
         self.hidden = torch.zeros((count, shape.hidden), dtype=shape.conv_dtype, device=device)
-        self.positions = torch.zeros((count, 3), dtype=torch.int64, device=device)
+        self.positions = torch.zeros((count, shape.axes), dtype=torch.int64, device=device)
 
     def copy(self, jobs: Iterable[StateCopy]) -> None:
         """Do copies one after the other."""
@@ -105,7 +110,7 @@ class GuessCache:
         self.corrections = zeros(layers, tokens, heads, value_dim)
         self.decay = zeros(layers, tokens, heads)
         self.hidden = zeros(tokens, shape.hidden, dtype=shape.conv_dtype)
-        self.positions = zeros(tokens, 3, dtype=torch.int64)
+        self.positions = zeros(tokens, shape.axes, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,13 @@
 import itertools
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from vlmserve.memory.recurrent_cache import GuessCache, RecurrentCache, StateShape
 from vlmserve.memory.recurrent_states import BLANK, RecurrentStates
 
 PAGE = 4
@@ -115,3 +118,13 @@ class StatesMachine(RuleBasedStateMachine):
 
 TestStates = StatesMachine.TestCase
 TestStates.settings = SETTINGS
+
+
+@pytest.mark.parametrize("hidden", [0, 7])
+def test_memory_is_counted_as_it_is_taken(hidden):
+    shape = StateShape(conv=(2, 3, 8), recurrent=(2, 4, 6, 5), conv_dtype=torch.bfloat16, hidden=hidden)
+    cache, guesses = RecurrentCache(3, shape, torch.device("cpu")), GuessCache(2, 5, shape, torch.device("cpu"))
+    taken = [
+        sum(part.nbytes for part in vars(one).values() if isinstance(part, torch.Tensor)) for one in (cache, guesses)
+    ]
+    assert taken == [4 * shape.nbytes, 2 * shape.guess_bytes(5)]
