@@ -366,7 +366,8 @@ template <class Weights, class X>
 void run_task(const Product& p, const Share& share, int64_t task) {
   int64_t panel = task / share.chunks, chunk = task % share.chunks;
   if (p.tiled) panel = task % p.panels, chunk = task / p.panels;  // the rows stay in the cache, and panels pass
-  const int64_t chunk_rows = ((share.rows + share.chunks - 1) / share.chunks + 31) / 32 * 32;
+  const int64_t even = (share.rows + share.chunks - 1) / share.chunks;
+  const int64_t chunk_rows = p.tiled ? (even + 31) / 32 * 32 : even;  // rows that lie together stay so
   const int64_t skipped = chunk * chunk_rows, row = share.row + skipped;
   const int64_t rows = std::min(share.rows - skipped, chunk_rows);
   const uint8_t* weights = share.weights + panel * panel_bytes<Weights>(p.inner, p.groups);
