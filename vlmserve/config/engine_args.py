@@ -361,7 +361,8 @@ class EngineArgs:
     )
     max_step_s: float = _scheduling(
         0.2,
-        "seconds that a chunk of a prompt or picture takes at most, about, while nothing decodes; 0: no limit",
+        "seconds that a chunk of a prompt or picture takes at most, about, while nothing decodes; 0: no limit; a "
+        "prompt's chunk may take five steps of decoding, if these take longer",
         _NOT_NEGATIVE,
     )
     speculative_algorithm: Literal["none", "ngram", "mtp"] = _scheduling(

@@ -44,12 +44,12 @@ class Guesser:
         for req in reqs:
             if self._drafter is not None and (most := self._worth(req.guess_rate)):
                 req.drafts = self._drafter.propose(req)[: min(most, req.remaining_new_tokens - 1)]
-        asked = {req.grammar: req for req in reqs if req.grammar is not None}
-        look_ahead({grammar: req.drafts for grammar, req in asked.items()}, self._most)
-        for grammar, req in asked.items():
+        ruled = [(req, req.grammar, self._worth(req.forced_rate)) for req in reqs if req.grammar is not None]
+        look_ahead({grammar: (req.drafts, max(most, len(req.drafts))) for req, grammar, most in ruled})
+        for req, grammar, most in ruled:
             proposed, fitting = req.drafts, grammar.guesses[: req.remaining_new_tokens - 1]
             req.is_forced = fitting != proposed[: len(fitting)]
-            req.drafts = fitting[: self._worth(req.forced_rate)] if req.is_forced else fitting
+            req.drafts = fitting[:most] if req.is_forced else fitting
 
     def checked(self, req: Req, right: int) -> None:
         """Note that so many of a request's drafts were right."""

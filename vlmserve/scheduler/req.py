@@ -51,9 +51,9 @@ class Req:
         |<- kv_len ----------------------------------------------->|<- extend_len: not scheduled yet ->|
         |<- fill_len: tokens of the prompt, of the output, and `in_flight` ones that only the worker knows ->|
 
-    drafts: guesses of its next tokens, in a step that is in flight. They count among the tokens in flight; wrong ones
-    are dropped, together with their KV. is_forced: a grammar left one text on, and this is the text. guess_rate,
-    forced_rate: of either kind of guesses.
+    drafts: guesses of its next tokens, in a step that is in flight; -1 for those that the worker makes. They count
+    among the tokens in flight; wrong ones are dropped, together with their KV. is_forced: a grammar left one text on,
+    and this is the text. guess_rate, forced_rate: of either kind of guesses.
 
     The first `protected_len` of its KV slots belong to the prefix cache. The request has locked them, and `last_node`
     is the lock's handle. The slots from there to kv_len are the request's own.

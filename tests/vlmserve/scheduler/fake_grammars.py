@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.vlmserve.scheduler import fake_worker as fake
 from vlmserve.ipc.messages import GrammarSpec
-from vlmserve.scheduler.grammar.matcher import Patience
+from vlmserve.scheduler.grammar.matcher import Patience, Proposal
 from vlmserve_common.errors import BadRequestError
 
 BAD = "bad"
@@ -33,7 +33,7 @@ class FakeMatcher:
         self.failure = ""
         self.guesses: tuple[int, ...] = ()
         self._masks: list[np.ndarray] = []
-        self._asked: tuple[tuple[int, ...], int] = ((), 0)
+        self._asked: Proposal = ((), 0)
 
     @property
     def is_over(self) -> bool:
@@ -49,10 +49,10 @@ class FakeMatcher:
 
     words = -(-fake.VOCAB // 32)
 
-    def ask(self, matchers: dict[FakeMatcher, tuple[int, ...]], most: int) -> None:
-        self._asked = matchers[self], most
+    def ask(self, matchers: dict[FakeMatcher, Proposal]) -> None:
+        self._asked = matchers[self]
 
-    def take_masks(self, matchers: dict[FakeMatcher, tuple[int, ...]]) -> None:
+    def take_masks(self, matchers: dict[FakeMatcher, Proposal]) -> None:
         """The proposals that fit, and masks of the tokens behind them."""
         kept, (proposed, most) = (self._sum, self._count), self._asked
         self._masks, guesses = [self.next_mask()], list[int]()

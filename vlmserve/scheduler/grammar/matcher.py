@@ -12,6 +12,9 @@ import numpy as np
 FITS, MISFIT = -1, -2
 """What the first row of a matcher's answer begins with: whether the tokens that have come fit."""
 
+Proposal = tuple[Sequence[int], int]
+"""Guesses of an answer's next tokens, and how many there may be of these or others."""
+
 _MOST_BLOCKED_S = 10.0
 """Wall-clock time that a grammar's process may take for a step. The kernel limits its CPU time to far less, so only a
 machine that is stuck comes to this."""
@@ -115,13 +118,13 @@ class CompiledGrammar:
         """Forget a matcher. The process hears of it with the next step."""
         self._ended.append(number)
 
-    def ask(self, matchers: Mapping[Matcher, Sequence[int]], most: int) -> None:
+    def ask(self, matchers: Mapping[Matcher, Proposal]) -> None:
         """Tell the process which tokens have come, and ask for the masks of the next ones. See `look_ahead`."""
-        news = [(matcher.number, matcher.take_news(), list(guesses)) for matcher, guesses in matchers.items()]
+        news = [(matcher.number, matcher.take_news(), *proposal) for matcher, proposal in matchers.items()]
         ended, self._ended = self._ended, []
         share = max(matcher.patience.share for matcher in matchers)  # one client's past fails no other client's answers
         try:
-            self._pipe.send((news, ended, share, most))
+            self._pipe.send((news, ended, share))
         except OSError:  # the process has ended, or the pipe is closed
             self.close(_TOO_SLOW)
 
@@ -153,18 +156,18 @@ class CompiledGrammar:
             self._closed()
 
 
-def look_ahead(proposals: Mapping[Matcher, Sequence[int]], most: int = 0) -> None:
+def look_ahead(proposals: Mapping[Matcher, Proposal]) -> None:
     """Have all matchers know the masks of their next tokens, and guess some.
 
     Where a grammar leaves one text on, its tokens are the guesses. Elsewhere they are the proposals, as far as these
-    fit. The processes of different grammars work at the same time. most: guesses of an answer.
+    fit. The processes of different grammars work at the same time.
     """
-    asked: dict[CompiledGrammar, dict[Matcher, Sequence[int]]] = defaultdict(dict)
+    asked: dict[CompiledGrammar, dict[Matcher, Proposal]] = defaultdict(dict)
     for matcher, proposed in proposals.items():
         if not matcher.failure and not matcher.is_over:
             asked[matcher.grammar][matcher] = proposed
     for grammar, matchers in asked.items():
-        grammar.ask(matchers, most)
+        grammar.ask(matchers)
     for grammar, matchers in asked.items():
         grammar.take_masks(matchers)
 
@@ -176,7 +179,7 @@ def masks_of(rows: Sequence[tuple[Matcher, int]]) -> np.ndarray:
     rows: an answer's matcher, and how many guesses stand before the token.
     """
     masks = np.full((len(rows), rows[0][0].grammar.words if rows else 0), -1, dtype=np.int32)
-    look_ahead({matcher: () for matcher, _ in rows if matcher.mask(0) is None})
+    look_ahead({matcher: ((), 0) for matcher, _ in rows if matcher.mask(0) is None})
     for row, (matcher, ahead) in enumerate(rows):
         found = None if matcher.failure or matcher.is_over else matcher.mask(ahead)
         if found is not None:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
@@ -105,24 +105,24 @@ def _serve(
 def _fill_masks(pipe: Connection, compiled: Any, encode: Callable[[str], list[int]], words: int) -> None:
     """Answer for the steps of all answers with a grammar.
 
-    A step's message: for each answer the number of its matcher, the tokens that came since, and guesses of the next
-    ones; the numbers of answers that have ended; the part of `MAX_STEP_S` that the step gets; and the most guesses of
-    an answer. Its answer: int32 [*, 1 + words]. For each answer there is a row that begins with `FITS` or `MISFIT`, and
-    a row that begins with the token for each guess that fits. Behind that is the mask of the token that comes next.
+    A step's message: for each answer the number of its matcher, the tokens that came since, guesses of the next ones,
+    and the most of these; the numbers of answers that have ended; and the part of `MAX_STEP_S` that the step gets. Its
+    answer: int32 [*, 1 + words]. For each answer there is a row that begins with `FITS` or `MISFIT`, and a row that
+    begins with the token for each guess that fits. Behind that is the mask of the token that comes next.
     """
     from xgrammar import GrammarMatcher
 
     matchers: dict[int, Any] = {}
     left_s = MAX_STEP_S
     while True:
-        asked, ended, share, most = pipe.recv()
+        asked, ended, share = pipe.recv()
         for number in ended:
             matchers.pop(number, None)
         rows = []
         began = time.process_time()
         # The kernel ends the process then, wherever it is.
         signal.setitimer(signal.ITIMER_PROF, min(left_s, MAX_STEP_S * share))
-        for number, tokens, guesses in asked:
+        for number, tokens, guesses, most in asked:
             matcher = matchers.get(number) or matchers.setdefault(number, GrammarMatcher(compiled))
             if all(map(matcher.accept_token, tokens)):
                 rows += _look_ahead(matcher, guesses, most, encode, words)
@@ -135,7 +135,7 @@ def _fill_masks(pipe: Connection, compiled: Any, encode: Callable[[str], list[in
 
 
 def _look_ahead(
-    matcher: Any, guesses: list[int], most: int, encode: Callable[[str], list[int]], words: int
+    matcher: Any, guesses: Sequence[int], most: int, encode: Callable[[str], list[int]], words: int
 ) -> list[np.ndarray]:
     """Return the rows of an answer, see `_fill_masks`. Where one text goes on, its tokens are guessed instead."""
     if most and not matcher.is_terminated():

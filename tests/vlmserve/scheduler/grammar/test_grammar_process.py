@@ -63,7 +63,7 @@ def test_where_one_text_goes_on_its_tokens_are_guessed_with_their_masks(process)
     compiled = process.compile(spec("regex", '(\\{"number of circles": )[0-9]{1,3}(, "colours": \\[\\]\\})'))
     matcher, stepping = compiled.matcher(Patience()), compiled.matcher(Patience())
     text = '{"number of circles": '
-    look_ahead({matcher: ()}, most=64)
+    look_ahead({matcher: ((), 64)})
     assert TOKENIZER.decode(matcher.guesses) == text
     seen = masks_of([(matcher, ahead) for ahead in range(1 + len(matcher.guesses))])
     for token, mask in zip([*matcher.guesses, None], seen, strict=True):
@@ -73,15 +73,15 @@ def test_where_one_text_goes_on_its_tokens_are_guessed_with_their_masks(process)
     for token in TOKENIZER.encode(text):
         matcher.accept(token)
     digits = [TOKENIZER.encode(digit)[0] for digit in "12"]
-    look_ahead({matcher: (*digits, END, *digits)}, most=64)  # any number fits here, and no end
+    look_ahead({matcher: ((*digits, END, *digits), 64)})  # any number fits here, and no end
     assert matcher.guesses == tuple(digits)
-    look_ahead({matcher: (*digits,)}, most=1)
+    look_ahead({matcher: (digits, 1)})
     assert matcher.guesses == tuple(digits[:1])
     for token in [*digits, digits[0]]:
         matcher.accept(token)
-    look_ahead({matcher: digits}, most=64)
+    look_ahead({matcher: (digits, 64)})
     assert TOKENIZER.decode(matcher.guesses) == ', "colours": []}'
-    look_ahead({matcher: digits}, most=0)
+    look_ahead({matcher: (digits, 0)})
     assert matcher.guesses == ()
 
 
@@ -194,7 +194,7 @@ def test_what_explodes_late_ends_alone_and_is_compiled_again(process):
         for matcher in (matchers[0], matchers[2]):
             matcher.accept(token)
     for _ in range(10_000):
-        look_ahead(dict.fromkeys(matchers, ()))
+        look_ahead(dict.fromkeys(matchers, ((), 0)))
         if bad.failure:
             break
         for matcher in matchers:
@@ -221,7 +221,7 @@ def test_a_client_with_slow_grammars_gets_less_time_for_a_while(process):
         while count < 2**14:
             compiled = process.compile(busy)
             matchers = [compiled.matcher(patience) for _ in range(count)]
-            look_ahead(dict.fromkeys(matchers, ()))
+            look_ahead(dict.fromkeys(matchers, ((), 0)))
             if compiled.failure:
                 return count
             compiled.close("done")
