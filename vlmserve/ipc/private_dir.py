@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 # Between making a directory and locking it lies a moment in which it looks abandoned.
 _GRACE_S = 10.0
-# A unix socket's path holds 107 bytes; the longest name under the directory is a replica's detokenizer.
-_MAX_SOCKET_DIR_BYTES = 107 - len("/r999/detokenizer")
+# A unix socket's path holds 107 bytes; the longest name under the directory is what multiprocessing calls its own (a
+# replica's detokenizer has one byte less).
+_MAX_SOCKET_DIR_BYTES = 107 - len("/listener-xxxxxxxx")
 
 
 class PrivateDirectory(contextlib.AbstractContextManager["PrivateDirectory"]):

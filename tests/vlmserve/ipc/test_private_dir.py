@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
@@ -54,12 +57,25 @@ def test_the_base_is_short_enough_for_a_socket(tmp_path: Path, monkeypatch: pyte
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         monkeypatch.setenv("XDG_RUNTIME_DIR", short)
         assert socket_base() == Path(short)
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    assert socket_base() != long
+        sizes = [size for size in range(60, 108) if _takes_sockets(Path(short), size, monkeypatch)]
+    assert sizes == list(range(60, sizes[-1] + 1))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "missing"))
     assert socket_base() != tmp_path / "missing"
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(EngineError, match="set TMPDIR"):
         socket_base()
+
+
+def _takes_sockets(short: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a directory whose name has so many bytes is taken; if so, all sockets find room in it."""
+    base = short / ("x" * (size - len(str(short)) - 1))
+    base.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    if socket_base() != base:
+        return False
+    with PrivateDirectory(base) as directory, socket.socket(socket.AF_UNIX) as detokenizer:
+        (directory.path / "r999").mkdir()
+        detokenizer.bind(str(directory.path / "r999/detokenizer"))
+        monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(directory.path))  # type: ignore[attr-defined]
+        Listener(family="AF_UNIX").close()
+    return True
