@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, make_checkpoint
-from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, picture
+from tests.vlmserve.known_guesses import DRAFTS, FOUR, GREEDY, NEW, Known, agree, check_guesses, questions
+from tests.vlmserve.reference import Reference, assert_equal_answers
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.executor.mtp_drafter import MTPDrafter
 from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
-
-NEW, DRAFTS = 40, 4
-GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
-WORDS = "How many red circles are there on the left side of the blue square? "
-
-
-@dataclass
-class Known:
-    """A conversation with its greedy answer. drafts: int64 [answer tokens - 1, DRAFTS], the head's guesses once a token
-    of the answer is known; margins: of each over the next likely token. keys: of the head's entries."""
-
-    messages: list
-    answer: object
-    drafts: torch.Tensor
-    margins: torch.Tensor
-    keys: torch.Tensor
 
 
 class Head:
@@ -125,27 +108,13 @@ def known(folder: Path, asked: list) -> list[Known]:
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), mtp=True)
-    asked = [
-        *conversations()[1:7:2],
-        ask(WORDS * 2, picture(1, 256, 256), WORDS * 2),
-        ask(WORDS, picture(1, 256, 256), "Count."),
-    ]
-    return folder, known(folder, asked)
+    return folder, known(folder, questions())
 
 
 each_family = pytest.mark.parametrize(
     "family", [HYBRID_MOE, pytest.param(HYBRID, marks=pytest.mark.slow)], indirect=True
 )
 sparse = pytest.mark.parametrize("family", [HYBRID_MOE], indirect=True)
-
-
-def agree(case: Known, index: int, guesses: list[int]) -> int:
-    """Return how many guesses are the reference's, once token `index` of the answer is known: all but at a tie."""
-    for number, (own, want) in enumerate(zip(guesses, case.drafts[index].tolist(), strict=False)):
-        if own != want:
-            assert case.margins[index, number] < 1e-3, (index, guesses, case.drafts[index])
-            return number
-    return len(guesses)
 
 
 @each_family
@@ -158,37 +127,11 @@ def agree(case: Known, index: int, guesses: list[int]) -> int:
         ),
     ],
 )
-def test_guesses_are_the_reference_s(family, settings, monkeypatch):
-    """Token by token, behind any number of right guesses, in pictures' company, and behind cached prefixes."""
+def test_guesses_are_the_reference_s(family, settings):
+    """Token by token."""
     folder, cases = family
-    plain, case, seen = MTPDrafter.draft, cases[0], 0
-
-    def draft(self, step, inputs, states):
-        nonlocal seen
-        plain(self, step, inputs, states)
-        tokens, index = inputs.tokens.tensor, inputs.host_lens[0] - case.answer.prompt_tokens
-        seen += agree(case, index, step.input_ids[tokens].tolist())
-        truth = torch.tensor(case.answer.token_ids)[index + 1 :][: len(tokens)]
-        truth[index % 5 :] += 1  # so many are right
-        step.input_ids[tokens] = truth % 448
-
-    monkeypatch.setattr(MTPDrafter, "draft", draft)
     with LLM(str(folder), num_threads=1, speculative_algorithm="mtp", **FOUR, **settings) as llm:
-        kv, keys = llm.engine.loop.schedulers[0].kv, llm._runner.kv_cache.layers[-1].keys
-        plain_share = kv.share
-
-        def share(req):  # which replaces KV that is there already
-            slots = kv.slots(req, 1, req.kv_committed_len)
-            torch.testing.assert_close(keys[slots], case.keys[: len(slots)], rtol=1e-3, atol=1e-4)
-            plain_share(req)
-
-        kv.share = share
-        for case in [*cases, *cases[::-1]]:
-            assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
-        stats = llm.stats().steps
-        assert stats.prefix_hits_total
-        assert 0.2 < stats.accepted_tokens_total / stats.draft_tokens_total < 0.8
-        assert seen > 0.9 * stats.draft_tokens_total
+        check_guesses(llm, cases, -1)
 
 
 @each_family
@@ -224,7 +167,6 @@ class Knowing:
         return (*drafts[: index % 5], *((token + 1) % 448 for token in drafts[index % 5 :]))
 
 
-FOUR = {"speculative_num_draft_tokens": DRAFTS}  # always so many
 SMALL = {"max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01}
 
 

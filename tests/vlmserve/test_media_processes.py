@@ -18,7 +18,7 @@ from PIL import Image
 
 from tests.processors.clips import make_clip
 from tests.processors.helpers import encoded, picture
-from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_ends, gone, serving
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_ends, await_that, gone, serving
 from tests.vlmserve.server_process import media_part as part
 from vlmserve_common.transport.shm import SPARE_BYTES, SharedArrays
 
@@ -102,6 +102,7 @@ def test_the_same_answers_as_with_threads_and_a_killed_worker_harms_its_own_requ
         assert [ask(client, *parts) for parts in asked] == want
         assert "libtorch" not in Path(f"/proc/{processes.process.pid}/maps").read_text()
 
+    await_that(lambda: len(media_workers(processes)) == 2)  # one has just begun, and is not called so at once
     forks = fork_server(processes)
     children = children_of(forks)
     assert children == {*processes.children().values(), *media_workers(processes)}

@@ -55,6 +55,8 @@ _NEEDED = {
     "enable_eplb": {"tp_size": "2", "ep_size": "2"},
     "ep_num_redundant_experts": {"tp_size": "2", "ep_size": "2", "enable_eplb": "true"},
     "nnodes": {"tp_size": "4096", "dist_init_addr": "host:1"},
+    "speculative_algorithm": {"speculative_draft_model_path": "head"},
+    "speculative_draft_model_path": {"speculative_algorithm": "eagle3"},
     "node_rank": {"tp_size": "8192", "nnodes": "8192", "dist_init_addr": "host:1"},
 }
 """What a setting's other value does not go without."""

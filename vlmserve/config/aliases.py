@@ -156,7 +156,7 @@ _INSTEAD = {
     "all2all_backend": "moe_a2a_backend",
     "eplb_config": "ep_num_redundant_experts eplb_rebalance_num_iterations",
     "compilation_config O": "disable_cuda_graph cuda_graph_bs",
-    "speculative_config speculative_draft_model_path": "speculative_algorithm",
+    "speculative_config": "speculative_algorithm speculative_draft_model_path",
     # llama.cpp's
     "m hf hf_repo": "model",
     "a alias": "served_model_name",

@@ -58,10 +58,17 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append(_blame(args, dp_size=allowed, enable_dp_attention=by_groups))
     if args.enable_dp_attention and args.pp_size > 1:
         problems.append(problem(args, "pp_size", "1 with --enable-dp-attention"))
-    if args.speculative_algorithm == "mtp" and args.pp_size > 1:
-        problems.append("--speculative-algorithm mtp does not go with --pp-size above 1 yet")
-    if args.speculative_algorithm == "mtp" and args.enable_dp_attention:
-        problems.append("--speculative-algorithm mtp does not go with --enable-dp-attention yet")
+    algorithm = args.speculative_algorithm
+    if algorithm not in ("none", "ngram"):
+        for setting, there in (
+            ("--pp-size above 1", args.pp_size > 1),
+            ("--enable-dp-attention", args.enable_dp_attention),
+        ):
+            if there:
+                problems.append(f"--speculative-algorithm {algorithm} does not go with {setting} yet")
+    if (algorithm == "eagle3") != (args.speculative_draft_model_path is not None):
+        allowed = "a folder or id with --speculative-algorithm eagle3, and only then"
+        problems.append(problem(args, "speculative_draft_model_path", allowed))
     if args.num_replicas > 1 and args.nnodes > 1:
         allowed = "1 where --nnodes is above 1: all replicas are on one machine; for more, start a server on each"
         problems.append(problem(args, "dp_size", allowed))

@@ -365,11 +365,15 @@ class EngineArgs:
         "prompt's chunk may take five steps of decoding, if these take longer",
         _NOT_NEGATIVE,
     )
-    speculative_algorithm: Literal["none", "ngram", "mtp"] = _scheduling(
+    speculative_algorithm: Literal["none", "ngram", "mtp", "eagle3"] = _scheduling(
         "none",
         "guess next tokens and check several in one step, with the same answers; ngram: guess the tokens that "
-        "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 checkpoint",
+        "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 checkpoint; "
+        "eagle3: guess with the EAGLE-3 head of --speculative-draft-model-path",
         common=True,
+    )
+    speculative_draft_model_path: str | None = _scheduling(
+        None, "checkpoint folder or id of the EAGLE-3 head that guesses; it must be made for the model"
     )
     speculative_num_draft_tokens: int | str = _scheduling(
         AUTO,

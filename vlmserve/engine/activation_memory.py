@@ -198,6 +198,7 @@ def _dummy_batch(
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,
+        further=model.guessing_kv,
     )
     shape = state_shape(config, model.dtype)
     span = Span(start=0, length=tokens, prefix_len=0, state=1)

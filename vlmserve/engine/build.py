@@ -92,6 +92,7 @@ class _Parts:
     device: torch.device
     model: VisionLanguageModel
     attn_backend: AttentionBackend
+    draft_backend: AttentionBackend | None
     max_model_len: int
     auto_pixels: int | None
 
@@ -115,6 +116,7 @@ class _Parts:
             head_dim=config.head_dim,
             dtype=self.kv_dtype,
             device=self.device,
+            further=self.model.guessing_kv,
         )
 
     def recurrent_cache(self, num_states: int, *, padded: bool) -> RecurrentCache | None:
@@ -175,25 +177,30 @@ def _attention(args: EngineArgs, ranks: Ranks | None, device: torch.device, mode
     """Choose the attention backend, and find out how large requests and pictures may be."""
     config = model.config
     max_model_len = args.max_model_len or config.max_position_embeddings
-    spec = AttentionSpec(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        scaling=config.head_dim**-0.5,
-        dtype=model.dtype,
-        cache_dtype=cache_dtype(args.kv_cache_dtype, model.dtype),
-        page_size=args.page_size,
-        device=device,
-    )
-    attn_backend = choose_backend(args.attention_backend, spec)
-    attn_backend.reserve(args.max_running_requests, max_model_len + args.page_size)
+
+    def backend(config: ModelConfig) -> AttentionBackend:
+        spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scaling=config.head_dim**-0.5,
+            dtype=model.dtype,
+            cache_dtype=cache_dtype(args.kv_cache_dtype, model.dtype),
+            page_size=args.page_size,
+            device=device,
+        )
+        made = choose_backend(args.attention_backend, spec)
+        made.reserve(args.max_running_requests, max_model_len + args.page_size)
+        return made
+
     entry = model.comm.shard.is_entry
     return _Parts(
         args=args,
         ranks=ranks,
         device=device,
         model=model,
-        attn_backend=attn_backend,
+        attn_backend=backend(config),
+        draft_backend=backend(model.eagle.config.decoder) if model.eagle is not None else None,
         max_model_len=max_model_len,
         auto_pixels=auto_max_pixels(args, dtype=model.dtype, device=device) if entry else None,
     )
@@ -259,6 +266,7 @@ def _allocate(
         device=device,
         recurrent_cache=parts.recurrent_cache(states, padded=bool(plan.sizes)),
         logits_processors=processors,
+        draft_backend=parts.draft_backend,
         groups=1 if parts.model.comm.shard.rank else args.attention_groups,
     )
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from vlmserve.config.engine_args import AUTO, EngineArgs
+from vlmserve.config.model_path import resolve_model
 from vlmserve.engine.activation_memory import estimate_activations, step_limits
 from vlmserve.engine.encoder import SMALLEST_PIXELS, encoder_devices
 from vlmserve.engine.recurrent import state_bytes
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_part, weight_bytes
+from vlmserve.models.eagle import load_eagle_head
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
@@ -64,6 +66,7 @@ def load(
         model = random_model(Path(args.model), device, dtype, with_tower=with_tower, comm=comm, mtp=mtp)
     else:
         model = load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, comm=comm, mtp=mtp)
+    _attach_draft(args, model, device)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
@@ -73,7 +76,8 @@ def load(
 def bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers here."""
     config = model.config
-    return KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+    own = KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
+    return own + sum(shape.nbytes(kv_dtype) for shape in model.guessing_kv)
 
 
 def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
@@ -124,8 +128,19 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
 def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
     dtype, mtp = dtype_setting(args.dtype), args.speculative_algorithm == "mtp"
     if args.load_format == "dummy":
-        return random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), mtp=mtp)
-    return outline_model(Path(args.model), dtype, device, shard=shard, mtp=mtp)
+        outline = random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), mtp=mtp)
+    else:
+        outline = outline_model(Path(args.model), dtype, device, shard=shard, mtp=mtp)
+    _attach_draft(args, outline, "meta")
+    return outline
+
+
+def _attach_draft(args: EngineArgs, model: VisionLanguageModel, device: torch.device | str) -> None:
+    """Load what guesses tokens from a folder of its own, if anything does."""
+    if args.speculative_algorithm == "eagle3":
+        assert args.speculative_draft_model_path is not None, "checked with the settings"
+        folder = resolve_model(args.speculative_draft_model_path)
+        model.attach_eagle(load_eagle_head(folder, model.config, name=args.model, device=device, dtype=model.dtype))
 
 
 def _weights_here(args: EngineArgs, device: torch.device, outline: VisionLanguageModel, mode: Mode | None) -> int:

@@ -71,6 +71,7 @@ def _batch(mode: ForwardMode, requests: Sequence[tuple[int, int]], longest: int)
         req_pool_indices=rows,
         input_ids=np.zeros(len(places), dtype=np.int64),
         positions=np.repeat(places[None], 3, axis=0),
+        positions_before=np.repeat(np.maximum(prefixes - 1, 0)[None], 3, axis=0),
         seq_lens=prefixes + new,
         prefix_lens=prefixes,
         out_cache_loc=np.repeat(rows * longest, new) + places,

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vlmserve.executor.cuda_graphs import DecodeGraphs
+from vlmserve.executor.drafters import Drafter, EagleDrafter, MTPDrafter
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.launched_step import Forwarded, LaunchedResult, device_errors
 from vlmserve.executor.logits_processors import LogitsProcessors
@@ -25,7 +26,6 @@ from vlmserve.executor.model_worker_batch import (
     PendingResult,
     SamplingBatchInfo,
 )
-from vlmserve.executor.mtp_drafter import MTPDrafter
 from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
 from vlmserve.executor.step_inputs import StepInputs
@@ -46,7 +46,7 @@ class ModelRunner:
 
     recurrent_cache: for models with recurrent layers. groups: attention groups whose last sampled tokens are known
     here, those of one group behind those of the other (see `GroupLeader`). transfers: to and from the device; by
-    default the usual ones.
+    default the usual ones. draft_backend: attention of an EAGLE-3 head, if there is one.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class ModelRunner:
         logits_processors: LogitsProcessors | None = None,
         groups: int = 1,
         transfers: Transfers | None = None,
+        draft_backend: AttentionBackend | None = None,
     ) -> None:
         self._kv_transfer: KVTransfer | None = None
         self._graphs: DecodeGraphs | None = None
@@ -73,10 +74,13 @@ class ModelRunner:
         self.device = device
         self._transfers = transfers or transfers_for(device)
         self._logits_processors = logits_processors
-        self._drafter: MTPDrafter | None = None
+        self._drafter: Drafter | None = None
         if model.mtp is not None:
             assert recurrent_cache is not None, "an MTP head goes on from states"
             self._drafter = MTPDrafter(model, model.mtp, recurrent_cache)
+        elif model.eagle is not None:
+            assert draft_backend is not None, "an EAGLE-3 head attends"
+            self._drafter = EagleDrafter(model, model.eagle, draft_backend)
         # the token at each place of a request, by that modulo RECENT_TOKENS
         self._recent = torch.zeros((groups * req_to_token_pool.size, RECENT_TOKENS), dtype=torch.int64, device=device)
 
@@ -120,23 +124,22 @@ class ModelRunner:
                 assert self.recurrent_cache is not None, "states to advance, and no recurrent layers"
                 self.recurrent_cache.advance(*(part.tensor for part in inputs.advances))
             if inputs.drafts is not None:
-                assert self._drafter is not None, "guesses to be made, and no MTP head"
-                assert inputs.states is not None
-                self._drafter.draft(forward_batch, inputs.drafts, inputs.states.tensor)
+                assert self._drafter is not None, "guesses to be made, and nothing to make them"
+                self._drafter.draft(forward_batch, inputs)
             size = None if self._graphs is None else self._graphs.size_for(together or [batch])
             if self._graphs is not None and size is not None:
                 hidden = self._graphs.run(forward_batch, size)
                 if together:  # they may replay again before this one is sampled
                     hidden = hidden.clone()
-                embeds = None
+                given = None
             else:
                 embeds, *deepstack = self._embed(batch, forward_batch.input_ids, inputs)
+                given = embeds.clone() if self._drafter is not None else None  # layers may write over them
                 hidden = self._run(forward_batch, embeds, *deepstack)
             if self._drafter is not None:
-                assert inputs.states is not None
-                if embeds is None:
-                    embeds = self.model.embed_tokens(forward_batch.input_ids)
-                self._drafter.extend(forward_batch, inputs.states.tensor, embeds, hidden)
+                if given is None:
+                    given = self.model.embed_tokens(forward_batch.input_ids)
+                self._drafter.extend(forward_batch, inputs, given, hidden)
             self._copy_states(_ends_kept(batch))
             tiles = inputs.prompt_tiles
             return Forwarded(
@@ -166,7 +169,7 @@ class ModelRunner:
         """Upload a step's inputs, and write where its tokens lie to the request table."""
         pool = self.req_to_token_pool
         upload = Upload(self._transfers)
-        inputs = StepInputs(batch, self.model.config.vocab_size, upload)
+        inputs = StepInputs(batch, self.model.config.vocab_size, upload, self.model.eagle)
         pool.check_tokens(*inputs.table_host)
         upload.send()
         pool.write_tokens(inputs.table_rows.tensor, inputs.table_places.tensor, inputs.table_slots.tensor)

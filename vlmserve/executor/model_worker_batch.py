@@ -154,12 +154,13 @@ class ModelWorkerBatch:
     req_pool_indices int64 [B]. input_ids int64 [N]: real ids; -1 stands for the token sampled last at that
     req_pool_idx, which the worker knows and the host may not yet. num_drafts: int64 [B], how many of a request's last
     tokens are guesses; empty if none are. Guesses that are -1 are made by the worker. It samples a token behind each
-    guess, and the scheduler sees from these how many guesses were right. positions int64 [3, N]. seq_lens,
-    prefix_lens int64 [B]: lengths after and before this step. out_cache_loc int64 [N]: KV slots to write. mm_embeds: in
-    the order of their tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens: int64 [H],
-    batch tokens whose final hidden states are returned. kv_copies: between the tiers of the KV cache, to be done first.
-    states: int64 [B], where recurrent layers have the state of each request, none for models without such layers.
-    state_copies: to be done first, in this order. state_advances: to be done behind them. state_snapshots: to be made.
+    guess, and the scheduler sees from these how many guesses were right. positions int64 [3, N]. positions_before:
+    int64 [3, B], of each request's last token before this step; any if there is none. seq_lens, prefix_lens int64 [B]:
+    lengths after and before this step. out_cache_loc int64 [N]: KV slots to write. mm_embeds: in the order of their
+    tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens: int64 [H], batch tokens whose
+    final hidden states are returned. kv_copies: between the tiers of the KV cache, to be done first. states: int64 [B],
+    where recurrent layers have the state of each request, none for models without such layers. state_copies: to be done
+    first, in this order. state_advances: to be done behind them. state_snapshots: to be made.
     """
 
     step: int
@@ -167,6 +168,7 @@ class ModelWorkerBatch:
     req_pool_indices: np.ndarray
     input_ids: np.ndarray
     positions: np.ndarray
+    positions_before: np.ndarray
     seq_lens: np.ndarray
     prefix_lens: np.ndarray
     out_cache_loc: np.ndarray

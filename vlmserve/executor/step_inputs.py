@@ -6,6 +6,7 @@ import numpy as np
 
 from vlmserve.executor.logprobs import prompt_tiles
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS, MMEmbeds, ModelWorkerBatch
+from vlmserve.models.eagle import EagleHead
 from vlmserve_common.compute.transfers import Upload, Uploaded
 
 
@@ -15,10 +16,12 @@ class StepInputs:
     places: int64 [N] on the host, the place of each token in its request. sampled_last: where the last sampled tokens
     of these requests are. table_*: which entries of the request table are written, and with what: this step's, and
     those of new prefixes. single_*, guessed: see `RecurrentStep`; a triple for each `GuessedTokens`. advances: the
-    arrays of `RecurrentCache.advance`. drafts: if guesses are to be made.
+    arrays of `RecurrentCache.advance`. drafts: if guesses are to be made. The rest is for entries of an EAGLE-3 head,
+    if there is one. entry_positions: int64 [3, N]. last_places: int64 [B], of each request's last token before the
+    step. given_tokens: those whose embeddings are given.
     """
 
-    def __init__(self, batch: ModelWorkerBatch, vocab: int, upload: Upload) -> None:
+    def __init__(self, batch: ModelWorkerBatch, vocab: int, upload: Upload, eagle: EagleHead | None = None) -> None:
         self.extend_lens = batch.seq_lens - batch.prefix_lens
         ends = self.extend_lens.cumsum()
         owners = np.repeat(batch.req_pool_indices, self.extend_lens)
@@ -58,6 +61,14 @@ class StepInputs:
         made_here = len(batch.num_drafts) > 0 and bool((batch.input_ids[drafted(batch)] < 0).any())
         self.drafts = DraftInputs(batch, upload) if made_here else None
         self.mm_index = add(_tokens(batch.mm_embeds)) if batch.mm_embeds else None
+        self.entry_positions = self.last_places = self.given_tokens = None
+        if eagle is not None:
+            self.last_places = add(np.maximum(batch.prefix_lens - 1, 0))
+            before = np.roll(batch.positions, 1, axis=1)
+            before[:, ends - self.extend_lens] = batch.positions_before
+            self.entry_positions = add(np.tile(self.places - 1, (3, 1)) if eagle.config.turns_by_place else before)
+            given = (*batch.mm_embeds, *batch.input_embeds)
+            self.given_tokens = add(_tokens(given)) if given else None
         self.hidden_tokens = add(batch.hidden_tokens) if len(batch.hidden_tokens) else None
         asked = batch.prompt_logprobs
         self.prompt_tiles = prompt_tiles(asked, vocab, upload) if asked is not None else []

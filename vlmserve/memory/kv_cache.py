@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +20,18 @@ def cache_dtype(setting: str, model_dtype: torch.dtype) -> torch.dtype:
     return _EIGHT_BITS.get(setting, model_dtype)
 
 
+class KVShape(NamedTuple):
+    """One token's keys in one layer; its values have the same shape."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one token's keys and values."""
+        scale = torch.float32.itemsize if dtype == torch.int8 else 0
+        return 2 * self.num_kv_heads * (self.head_dim * dtype.itemsize + scale)
+
+
 class KVCache:
     """Keys and values of every layer by slot: per layer [num_slots, num_kv_heads, head_dim], page-major.
 
@@ -27,6 +41,8 @@ class KVCache:
 
     dtype float8_e4m3fn: values beyond 448 become 448. int8: each token's head is divided by a float of its own, so that
     its largest element becomes 127.
+
+    further: shapes of layers behind those of the model, which guess (see `models.eagle`).
     """
 
     def __init__(
@@ -38,22 +54,23 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        further: Sequence[KVShape] = (),
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        def scales() -> torch.Tensor | None:
-            return zeros(num_slots, num_kv_heads, dtype=torch.float32) if dtype == torch.int8 else None
+        def scales(heads: int) -> torch.Tensor | None:
+            return zeros(num_slots, heads, dtype=torch.float32) if dtype == torch.int8 else None
 
         self.dtype = dtype
         self.layers = [
             CacheLayer(
-                keys=zeros(num_slots, num_kv_heads, head_dim, dtype=dtype),
-                values=zeros(num_slots, num_kv_heads, head_dim, dtype=dtype),
-                key_scales=scales(),
-                value_scales=scales(),
+                keys=zeros(num_slots, *shape, dtype=dtype),
+                values=zeros(num_slots, *shape, dtype=dtype),
+                key_scales=scales(shape.num_kv_heads),
+                value_scales=scales(shape.num_kv_heads),
             )
-            for _ in range(num_layers)
+            for shape in (*[KVShape(num_kv_heads, head_dim)] * num_layers, *further)
         ]
 
     @functools.cached_property
@@ -64,8 +81,7 @@ class KVCache:
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Return the bytes of one slot over all layers."""
-        scale = torch.float32.itemsize if dtype == torch.int8 else 0
-        return 2 * num_layers * num_kv_heads * (head_dim * dtype.itemsize + scale)
+        return num_layers * KVShape(num_kv_heads, head_dim).nbytes(dtype)
 
     def write(
         self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor

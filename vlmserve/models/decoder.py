@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
-from vlmserve.models.attention.base import ForwardBatch, RadixAttention, RunLayers
+from vlmserve.models.attention.base import ForwardBatch, Projected, RadixAttention, RunLayers, position_and_store
 from vlmserve.models.config import ModelConfig
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.activations import activation
@@ -27,10 +27,18 @@ from vlmserve_common.kernels.quantized import Mode
 
 
 class DecoderAttention(nn.Module):
-    """Grouped-query attention over the KV cache. Subclasses may normalise heads of q and k: `norms`."""
+    """Grouped-query attention over the KV cache. Subclasses may normalise heads of q and k: `norms`. in_features: by
+    default the hidden size."""
 
     def __init__(
-        self, config: ModelConfig, comm: Communicator, layer_id: int, *, qkv_bias: bool, out_bias: bool
+        self,
+        config: ModelConfig,
+        comm: Communicator,
+        layer_id: int,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, comm, own = config.head_dim, comm.attention, config.of_part()
@@ -40,7 +48,7 @@ class DecoderAttention(nn.Module):
         parts: dict[str, int | Cut] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         if shard.is_whole:
             parts = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, bias=qkv_bias)
+        self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, comm=comm, what=what)
         self.attn = RadixAttention(own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id)
 
@@ -71,6 +79,11 @@ class DecoderAttention(nn.Module):
         """x [N, hidden] -> [N, hidden], added to `residual`."""
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         return self.o_proj(self.attn(qkv, rotary, self.norms(), forward_batch), residual=residual)
+
+    def store(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> None:
+        """Write the keys and values of x [N, in_features] to the cache, and attend to nothing."""
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        position_and_store(Projected(qkv, rotary, self.norms()), self.attn, forward_batch)
 
 
 class DecoderLayer(nn.Module):
@@ -172,11 +185,20 @@ class StageLayers(nn.ModuleList):
         return replace(rules, ignored=(*rules.ignored, *elsewhere))
 
 
+class Taps(Protocol):
+    """Reads hidden states before some layers, `taps`, ascending."""
+
+    taps: tuple[int, ...]
+
+    def write(self, tapped: torch.Tensor, forward_batch: ForwardBatch) -> None:
+        """Take those of a step, [N, taps, hidden]."""
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm, or a pipeline stage's part of these.
 
     layers: those here, in order. norm: the final one, of the last stage only. rotary: positions -> the angles that
-    attention layers turn by.
+    attention layers turn by. taps: may be set, to read hidden states on their way.
     """
 
     def __init__(
@@ -188,6 +210,7 @@ class Decoder(nn.Module):
         self.layers = StageLayers(layers, first=config.own_layers.start, whole=config.num_layers)
         self.norm = norm if comm.shard.stage.is_last else None
         self._rotary = rotary
+        self.taps: Taps | None = None
         self._comm = comm
         self._packed: DecoderLayers | None = None
         self._whole_layers = partial(
@@ -229,13 +252,20 @@ class Decoder(nn.Module):
         the layers here are for the next stage.
         """
         run = self._run_layers(self._rotary(positions), forward_batch)
-        x = input_embeds
-        done = 0
-        if deepstack_index is not None and deepstack_embeds is not None:
-            for embeds in deepstack_embeds[: len(self.layers)]:
-                x = run(x, done, done + 1).index_add_(0, deepstack_index, embeds)
-                done += 1
-        x = run(x, done, len(self.layers))
+        x, done = input_embeds, 0
+        deepstack = () if deepstack_embeds is None else deepstack_embeds[: len(self.layers)]
+        taps = () if self.taps is None else self.taps.taps
+        tapped = x.new_empty((len(x), len(taps), x.shape[1]))
+        for stop in sorted({*range(1, len(deepstack) + 1), *taps, len(self.layers)}):
+            if stop > done:
+                x = run(x, done, stop)
+            if deepstack_index is not None and 0 < stop <= len(deepstack):
+                x = x.index_add_(0, deepstack_index, deepstack[stop - 1])
+            if stop in taps:
+                tapped[:, taps.index(stop)] = x
+            done = stop
+        if self.taps is not None:
+            self.taps.write(tapped, forward_batch)
         return x if self.norm is None else self.norm(x)
 
     def join(self) -> None:

@@ -39,13 +39,15 @@ class MTPHead(nn.Module):
 
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
-    ) -> torch.Tensor:
-        """Return what logits of guesses are made of, [N, hidden], and write the KV of N entries.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the KV of N entries. Return what takes the hidden states' place for a further guess, and what logits
+        are made of, [N, hidden] each.
 
         embeds [N, hidden]: of the entries' tokens. hidden [N, hidden], positions int64 [3, N]: of the tokens before.
         """
         x = self._join(embeds, hidden)
-        return self.norm(self._layer(x, self._rotary(positions), forward_batch))
+        x = self.norm(self._layer(x, self._rotary(positions), forward_batch))
+        return x, x
 
     def store(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from vision.towers.blocks import VisionTower
 from vision.towers.loading import TOWER_WEIGHT_RULES
+from vlmserve.memory.kv_cache import KVShape
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
+from vlmserve.models.eagle import EagleHead
 from vlmserve.models.mtp import MTPHead
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.communicator import Communicator
@@ -73,6 +77,20 @@ class VisionLanguageModel(nn.Module):
         self.lm_head = None if config.tie_word_embeddings or not comm.shard.stage.is_last else _head(config)
         self._head_workspace = Workspace()
         self._packed_head: PackedWeight | None = None
+
+    def attach_eagle(self, head: EagleHead) -> None:
+        """Let a head guess further tokens, before `pack`."""
+        self.language_model.taps = head
+
+    @property
+    def eagle(self) -> EagleHead | None:
+        """The head of `attach_eagle`."""
+        return cast("EagleHead | None", self.language_model.taps)
+
+    @property
+    def guessing_kv(self) -> tuple[KVShape, ...]:
+        """The shapes of layers of the KV cache behind those of the config, for what guesses."""
+        return self.eagle.kv_shapes if self.eagle is not None else ()
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the decoder's and the head's weights out for this process's operators, quantised if `mode` says so. A

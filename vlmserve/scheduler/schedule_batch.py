@@ -183,6 +183,13 @@ class ScheduleBatch:
                 ],
                 axis=1,
             ),
+            positions_before=np.concatenate(
+                [
+                    *(req.positions(max(a - 1, 0), max(a, 1)) for req, a, _ in spans),
+                    np.broadcast_to(places - 1 + _ints([part.req.position_delta for part in ones]), (3, len(ones))),
+                ],
+                axis=1,
+            ),
             seq_lens=ends,
             prefix_lens=starts,
             out_cache_loc=np.concatenate(

@@ -28,6 +28,7 @@ _DTYPES = {
     "F16": torch.float16,
     "I32": torch.int32,
     "I64": torch.int64,
+    "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }

@@ -1,0 +1,78 @@
+"""Guessed tokens that are known beforehand, and what they are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tests.vlmserve.reference import ask, assert_equal_answers, conversations, picture
+from vlmserve import LLM, SamplingOverrides
+
+NEW, DRAFTS = 40, 4
+GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
+WORDS = "How many red circles are there on the left side of the blue square? "
+FOUR = {"speculative_num_draft_tokens": DRAFTS}  # always so many
+
+
+@dataclass
+class Known:
+    """A conversation with its greedy answer. drafts: int64 [answer tokens - 1, DRAFTS], what is guessed once a token
+    of the answer is known; margins: of each over the next likely token. keys: of the entries."""
+
+    messages: list
+    answer: object
+    drafts: torch.Tensor
+    margins: torch.Tensor
+    keys: torch.Tensor
+
+
+def agree(case: Known, index: int, guesses: list[int]) -> int:
+    """Return how many guesses are the reference's, once token `index` of the answer is known: all but at a tie."""
+    for number, (own, want) in enumerate(zip(guesses, case.drafts[index].tolist(), strict=False)):
+        if own != want:
+            assert case.margins[index, number] < 1e-3, (index, guesses, case.drafts[index])
+            return number
+    return len(guesses)
+
+
+def questions() -> list[list[dict]]:
+    """Conversations with and without pictures, one of which begins as another does."""
+    return [
+        *conversations()[1:7:2],
+        ask(WORDS * 2, picture(1, 256, 256), WORDS * 2),
+        ask(WORDS, picture(1, 256, 256), "Count."),
+    ]
+
+
+def check_guesses(llm: LLM, cases: list[Known], layer: int) -> None:
+    """Ask twice for each answer. All guesses must be those known, behind any number of right ones, in pictures'
+    company, and behind cached prefixes; and so must keys in a layer of the cache."""
+    drafter, case, seen = llm._runner._drafter, cases[0], 0
+    plain = drafter.draft
+
+    def draft(step, inputs):
+        nonlocal seen
+        plain(step, inputs)
+        tokens, index = inputs.drafts.tokens.tensor, inputs.drafts.host_lens[0] - case.answer.prompt_tokens
+        seen += agree(case, index, step.input_ids[tokens].tolist())
+        truth = torch.tensor(case.answer.token_ids)[index + 1 :][: len(tokens)]
+        truth[index % 5 :] += 1  # so many are right
+        step.input_ids[tokens] = truth % 448
+
+    drafter.draft = draft
+    kv, keys = llm.engine.loop.schedulers[0].kv, llm._runner.kv_cache.layers[layer].keys
+    plain_share = kv.share
+
+    def share(req):  # which replaces KV that is there already
+        slots = kv.slots(req, 1, req.kv_committed_len)
+        torch.testing.assert_close(keys[slots], case.keys[: len(slots)], rtol=1e-3, atol=1e-4)
+        plain_share(req)
+
+    kv.share = share
+    for case in [*cases, *cases[::-1]]:
+        assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
+    stats = llm.stats().steps
+    assert stats.prefix_hits_total
+    assert 0.2 < stats.accepted_tokens_total / stats.draft_tokens_total < 0.8
+    assert seen > 0.9 * stats.draft_tokens_total

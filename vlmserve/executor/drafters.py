@@ -1,0 +1,170 @@
+"""Guess tokens with a head that goes on from the model's hidden states, and keep the head's KV up to date: see
+`models.mtp` and `models.eagle`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from vlmserve.executor.step_inputs import StepInputs
+from vlmserve.memory.recurrent_cache import RecurrentCache
+from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
+from vlmserve.models.eagle import EagleHead
+from vlmserve.models.mtp import MTPHead
+from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.kernels.rows import argmax
+
+
+class Drafter(ABC):
+    """Guesses with a head whose entry of token i lies in the KV slot of token i: see `MTPHead`, `EagleHead`."""
+
+    def __init__(self, model: VisionLanguageModel, head: MTPHead | EagleHead) -> None:
+        self._model, self._head = model, head
+
+    def draft(self, step: ForwardBatch, inputs: StepInputs) -> None:
+        """Guess the likeliest next tokens of requests, one behind the other, and write them to the step's input_ids.
+        Guesses that are given stay.
+
+        The guesses' KV goes to the slots of the tokens that they are made from. It is made of the head's own output in
+        part, and `extend` replaces it.
+        """
+        drafts = inputs.drafts
+        assert drafts is not None
+        order, table, backend = drafts.order.tensor, step.req_to_token_pool.without_first(), self._backend(step)
+        rows, firsts, lens = step.req_pool_indices[order], step.extend_start_loc[order], drafts.prefix_lens.tensor
+        hidden, positions = self._last(step, inputs, order)
+        ids = step.input_ids[firsts]
+        given = drafts.given.tensor.split(drafts.counts)
+        for number, count in enumerate(drafts.counts):
+            rows, firsts, lens, hidden = (part[:count] for part in (rows, firsts, lens, hidden))
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                input_ids=ids[:count],
+                positions=positions[:, :count] + number,
+                req_pool_indices=rows,
+                seq_lens=lens + number,  # an entry fewer than there are tokens, this one included
+                extend_start_loc=torch.arange(count + 1, dtype=torch.int32, device=ids.device),
+                prefix_lens=[length - 1 + number for length in drafts.host_lens[:count]],
+                extend_lens=[1] * count,
+                out_cache_loc=step.out_cache_loc[firsts + number],
+                req_to_token_pool=table,
+                kv_cache=step.kv_cache,
+                attn_backend=backend,
+            )
+            backend.init_forward_metadata(batch)
+            hidden, predicting = self._head(self._embed(batch.input_ids), hidden, batch.positions, batch)
+            ids = torch.where(given[number] < 0, self._likeliest(predicting), given[number])
+            step.input_ids[firsts + number + 1] = ids
+
+    @abstractmethod
+    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Write the head's KV of a step that is computed, and keep what the next entry of each request is made of.
+
+        embeds [N, hidden]: what the model's first layer got. hidden: [N, hidden], final.
+        """
+
+    @abstractmethod
+    def _last(self, step: ForwardBatch, inputs: StepInputs, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the first entries of requests number `order` int64 [n] are made of, [n, hidden], and their
+        positions int64 [3, n]."""
+
+    def _backend(self, step: ForwardBatch) -> AttentionBackend:
+        return step.attn_backend
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._model.embed_tokens(ids)
+
+    def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest token int64 [N] of hidden states [N, hidden], the same at all ranks."""
+        return self._agreed(self._model.compute_logits(hidden))
+
+    def _agreed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest int64 [N] of the first rank's logits [N, vocab], at all ranks."""
+        comm = self._model.comm
+        if comm.collectives is None:
+            return argmax(logits)
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        return comm.collectives.broadcast(argmax(logits) if comm.shard.samples else ids)
+
+
+class MTPDrafter(Drafter):
+    """The head goes on from the last token's hidden state and position, which are part of a request's state. So they
+    come along with chunks, cached prefixes, and states that go back behind wrong guesses.
+    """
+
+    def __init__(self, model: VisionLanguageModel, head: MTPHead, cache: RecurrentCache) -> None:
+        super().__init__(model, head)
+        self._cache = cache
+
+    def _last(self, step: ForwardBatch, inputs: StepInputs, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert inputs.states is not None
+        owners = inputs.states.tensor[order]
+        return self._cache.hidden[owners], self._cache.positions[owners].t()
+
+    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See `Drafter`."""
+        cache, recurrent = self._cache, step.recurrent
+        assert recurrent is not None
+        assert inputs.states is not None
+        states = inputs.states.tensor
+        starts, lasts = step.extend_start_loc[:-1], step.extend_start_loc[1:] - 1
+        before, positions = hidden.roll(1, 0), step.positions.roll(1, 1)
+        before[starts], positions[:, starts] = cache.hidden[states], cache.positions[states].t()
+        self._head.store(embeds, before, positions, step)
+        cache.hidden[states], cache.positions[states] = hidden[lasts], step.positions[:, lasts].t()
+        for span in recurrent.spans:
+            for tokens, state in span.kept.items():
+                last = span.start + tokens - 1
+                cache.hidden[state], cache.positions[state] = hidden[last], step.positions[:, last]
+        for guessed in recurrent.guessed:
+            assert cache.guesses is not None
+            length = guessed.tokens.shape[1]
+            cache.guesses.hidden[guessed.rows, :length] = hidden[guessed.tokens]
+            cache.guesses.positions[guessed.rows, :length] = step.positions[:, guessed.tokens].permute(1, 2, 0)
+
+
+class EagleDrafter(Drafter):
+    """The head goes on from features that lie in the KV slot of each token. backend: for its heads."""
+
+    def __init__(self, model: VisionLanguageModel, head: EagleHead, backend: AttentionBackend) -> None:
+        super().__init__(model, head)
+        self._eagle, self._own_backend = head, backend
+
+    def _last(self, step: ForwardBatch, inputs: StepInputs, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert inputs.entry_positions is not None
+        positions = inputs.entry_positions.tensor[:, step.extend_start_loc[order]]
+        return self._eagle.features(self._slots_before(step, inputs, order), step), positions
+
+    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See `Drafter`."""
+        assert inputs.entry_positions is not None
+        slots = step.out_cache_loc.roll(1)
+        slots[step.extend_start_loc[:-1]] = self._slots_before(step, inputs)
+        if self._eagle.embed_tokens is not None:
+            own = self._eagle.embed_tokens(step.input_ids)
+            if inputs.given_tokens is not None:  # pictures, which it sees as the model does
+                own[inputs.given_tokens.tensor] = embeds[inputs.given_tokens.tensor]
+            embeds = own
+        self._eagle.store(embeds, self._eagle.features(slots, step), inputs.entry_positions.tensor, step)
+
+    @staticmethod
+    def _slots_before(
+        step: ForwardBatch, inputs: StepInputs, order: torch.Tensor | slice = slice(None)
+    ) -> torch.Tensor:
+        """Return the slot int64 [n] of the last token before the step of requests number `order`; any slot if there is
+        none."""
+        table = step.req_to_token_pool.req_to_token
+        assert inputs.last_places is not None
+        return table[step.req_pool_indices[order], inputs.last_places.tensor[order]].long()
+
+    def _backend(self, step: ForwardBatch) -> AttentionBackend:
+        return self._own_backend
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        own = self._eagle.embed_tokens
+        return super()._embed(ids) if own is None else own(ids)
+
+    def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        head = self._eagle.lm_head
+        return self._eagle.target_ids(self._agreed(head(hidden))) if head is not None else super()._likeliest(hidden)
