@@ -24,7 +24,7 @@ class Known:
     answer: object
     drafts: torch.Tensor
     margins: torch.Tensor
-    keys: torch.Tensor
+    keys: torch.Tensor | None = None
 
 
 def agree(case: Known, index: int, guesses: list[int]) -> int:

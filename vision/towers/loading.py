@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     # under its name in a whole model: only tensors stored under that name belong to it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)
     return tower
+
+
+def joined_fingerprint(fingerprints: Sequence[bytes]) -> bytes:
+    """Return 32 bytes that identify one tower, or several whose embeddings lie side by side."""
+    return digest_fields(fingerprints) if len(fingerprints) > 1 else fingerprints[0]
 
 
 def tower_fingerprint(tower: VisionTower, vision_config: Mapping[str, Any], mode: Mode | None = None) -> bytes:

@@ -21,10 +21,10 @@ _VALUE_ROWS = 512
 
 
 class TowerRunner:
-    """A tower and its device."""
+    """A tower and its device. behind: a tower for the same values, whose embeddings lie behind the first one's."""
 
-    def __init__(self, tower: VisionTower, device: torch.device) -> None:
-        self._tower = tower
+    def __init__(self, tower: VisionTower, device: torch.device, *behind: VisionTower) -> None:
+        self._towers = (tower, *behind)
         self._device = device
 
     @torch.inference_mode()
@@ -54,19 +54,24 @@ class TowerRunner:
 
     def _packed_steps(self, patches: Sequence[TemporalPatch], limits: PieceLimits) -> Steps[torch.Tensor]:
         values = yield from _value_steps(patches, self._device)
-        return (yield from self._tower.steps(values, [(1, *patch.grid) for patch in patches], limits))
+        grids, parts = [(1, *patch.grid) for patch in patches], list[torch.Tensor]()
+        for tower in self._towers:
+            embeds = yield from tower.steps(values, grids, limits)
+            parts.append(embeds)
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def cost(self, patches: Sequence[TemporalPatch]) -> Mapping[Kind, float]:
         """Return the approximate cost of the pieces of `steps`."""
         total: dict[Kind, float] = {}
         for patch in patches:
-            for kind, cost in encoding_cost(self._tower, patch.num_patches).items():
-                total[kind] = total.get(kind, 0.0) + cost
+            for tower in self._towers:
+                for kind, cost in encoding_cost(tower, patch.num_patches).items():
+                    total[kind] = total.get(kind, 0.0) + cost
         return total
 
     def row_counts(self, patches: Sequence[TemporalPatch]) -> list[int]:
         """Return how many embeddings each temporal patch has."""
-        return [patch.num_patches // self._tower.spatial_merge_size**2 for patch in patches]
+        return [patch.num_patches // self._towers[0].spatial_merge_size ** 2 for patch in patches]
 
 
 def pixel_values(patches: Sequence[TemporalPatch], device: torch.device) -> torch.Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from vision.towers.loading import load_tower, tower_fingerprint
+from vision.towers.blocks import VisionTower
+from vision.towers.loading import joined_fingerprint, load_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch
 from vision.towers.tower_graphs import capture_on_gpu
@@ -33,15 +34,20 @@ def run_worker(parent: Parent, settings: WorkerSettings, device_name: str) -> No
     else:
         torch.cuda.set_device(device)
         fused.activate(settings.gpu_kernels, device)
-    tower = load_tower(settings.model, device=device, dtype=dtype_setting(settings.dtype))
-    mode = tower_mode(settings.quantization, device)
-    fingerprint = tower_fingerprint(tower, read_hf_config(settings.model)["vision_config"], mode)
-    pack_linears(tower, mode)
+    towers: list[VisionTower] = []
+    fingerprints, mode = [], tower_mode(settings.quantization, device)
+    for folder in [settings.model, *([settings.second] if settings.second is not None else [])]:
+        # the second one computes in the first one's dtype
+        dtype = next(towers[0].parameters()).dtype if towers else dtype_setting(settings.dtype)
+        tower = load_tower(folder, device=device, dtype=dtype)
+        fingerprints.append(tower_fingerprint(tower, read_hf_config(folder)["vision_config"], mode))
+        pack_linears(tower, mode)
+        if device.type != "cpu" and settings.cuda_graphs:
+            capture_on_gpu(tower, device)
+        towers.append(tower)
     if device.type == "cpu":
-        torch.set_num_threads(torch_threads(settings.threads, next(tower.parameters()).dtype))
-    elif settings.cuda_graphs:
-        capture_on_gpu(tower, device)
-    runner = TowerRunner(tower, device)
+        torch.set_num_threads(torch_threads(settings.threads, next(towers[0].parameters()).dtype))
+    runner, fingerprint = TowerRunner(towers[0], device, *towers[1:]), joined_fingerprint(fingerprints)
     channel = encoder_channel(parent.send, parent.receive, SharedArrays(settings.shared_dir))
     lent = LentRows(channel, share)
     offer = lent.offer(lambda: trial_rows(device)) if settings.may_lend(device_name) else None

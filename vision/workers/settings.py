@@ -12,18 +12,20 @@ from typing import Literal
 class WorkerSettings:
     """Settings that a worker gets when it starts.
 
-    `model`: a checkpoint folder. `devices`: "cpu", "cuda:1" ..., one worker each; a device may appear several times.
-    `dtype`: "float32", "bfloat16", "float16", or "auto" for the checkpoint's own. `threads`: of each worker on a CPU.
-    `cpu_kernels`: whether to use our operators on a CPU. `gpu_kernels`: the kernels on a GPU. `cuda_graphs`: capture
-    the layers on a GPU. `quantization`: w8a8 rounds weights and activations on a CPU. `rows_device`: the LLM's device,
-    which needs the rows. `shared_dir`: an existing private directory for `SharedArrays`, on tmpfs. `startup_timeout_s`:
-    for loading the tower. `ready_by`: the `time.monotonic` at which a first start's time is over, if that is earlier.
-    `batch_timeout_s`: for sending, encoding and sending back a batch.
+    `model`: a checkpoint folder. `second`: another one, whose tower's embeddings lie behind the first one's. `devices`:
+    "cpu", "cuda:1" ..., one worker each; a device may appear several times. `dtype`: "float32", "bfloat16", "float16",
+    or "auto" for the checkpoint's own. `threads`: of each worker on a CPU. `cpu_kernels`: whether to use our operators
+    on a CPU. `gpu_kernels`: the kernels on a GPU. `cuda_graphs`: capture the layers on a GPU. `quantization`: w8a8
+    rounds weights and activations on a CPU. `rows_device`: the LLM's device, which needs the rows. `shared_dir`: an
+    existing private directory for `SharedArrays`, on tmpfs. `startup_timeout_s`: for loading the tower. `ready_by`: the
+    `time.monotonic` at which a first start's time is over, if that is earlier. `batch_timeout_s`: for sending, encoding
+    and sending back a batch.
     """
 
     model: Path
     devices: tuple[str, ...]
     shared_dir: Path
+    second: Path | None = None
     rows_device: str = "cpu"
     dtype: str = "auto"
     threads: int = 1

@@ -66,8 +66,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         ):
             if there:
                 problems.append(f"--speculative-algorithm {algorithm} does not go with {setting} yet")
-    if (algorithm == "eagle3") != (args.speculative_draft_model_path is not None):
-        allowed = "a folder or id with --speculative-algorithm eagle3, and only then"
+    if (algorithm in ("eagle3", "draft_model")) != (args.speculative_draft_model_path is not None):
+        allowed = "a folder or id with --speculative-algorithm eagle3 or draft_model, and only then"
         problems.append(problem(args, "speculative_draft_model_path", allowed))
     if args.num_replicas > 1 and args.nnodes > 1:
         allowed = "1 where --nnodes is above 1: all replicas are on one machine; for more, start a server on each"

@@ -365,15 +365,18 @@ class EngineArgs:
         "prompt's chunk may take five steps of decoding, if these take longer",
         _NOT_NEGATIVE,
     )
-    speculative_algorithm: Literal["none", "ngram", "mtp", "eagle3"] = _scheduling(
+    speculative_algorithm: Literal["none", "ngram", "mtp", "eagle3", "draft_model"] = _scheduling(
         "none",
         "guess next tokens and check several in one step, with the same answers; ngram: guess the tokens that "
         "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 checkpoint; "
-        "eagle3: guess with the EAGLE-3 head of --speculative-draft-model-path",
+        "eagle3: guess with the EAGLE-3 head of --speculative-draft-model-path; draft_model: guess with the smaller "
+        "model there",
         common=True,
     )
     speculative_draft_model_path: str | None = _scheduling(
-        None, "checkpoint folder or id of the EAGLE-3 head that guesses; it must be made for the model"
+        None,
+        "checkpoint folder or id of what guesses: an EAGLE-3 head made for the model, or a smaller model with the same "
+        "tokens, with a tower of the same family or without one",
     )
     speculative_num_draft_tokens: int | str = _scheduling(
         AUTO,

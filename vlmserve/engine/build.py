@@ -193,14 +193,18 @@ def _attention(args: EngineArgs, ranks: Ranks | None, device: torch.device, mode
         made.reserve(args.max_running_requests, max_model_len + args.page_size)
         return made
 
-    entry = model.comm.shard.is_entry
+    entry, guesses = model.comm.shard.is_entry, None
+    if model.eagle is not None:
+        guesses = model.eagle.config.decoder
+    elif model.draft is not None:
+        guesses = model.draft.config
     return _Parts(
         args=args,
         ranks=ranks,
         device=device,
         model=model,
         attn_backend=backend(config),
-        draft_backend=backend(model.eagle.config.decoder) if model.eagle is not None else None,
+        draft_backend=None if guesses is None else backend(guesses),
         max_model_len=max_model_len,
         auto_pixels=auto_max_pixels(args, dtype=model.dtype, device=device) if entry else None,
     )
@@ -294,7 +298,7 @@ def build_loop(
     model, order = runner.model, FairOrder()
     # made when it is first called: its processes end with the caller's scheduler
     make_encoder = cache(
-        partial(build_encoder_pool, args, model.visual, dtype=model.dtype, device=runner.device, start=start)
+        partial(build_encoder_pool, args, *model.towers, dtype=model.dtype, device=runner.device, start=start)
     )
     schedulers = [_scheduler(args, runner, info, make_encoder, send=send, encoder_order=order) for _ in range(groups)]
     return EventLoop(

@@ -20,12 +20,13 @@ from vision.cache.embedding_cache import EmbeddingCache, MemoryTier
 from vision.cache.store import EmbeddingStore
 from vision.encoder_pool import EmbedShape, EncoderPool, PoolLimits
 from vision.towers.blocks import VisionTower, encoding_flops
-from vision.towers.loading import outline_tower, tower_fingerprint
+from vision.towers.loading import joined_fingerprint, outline_tower, tower_fingerprint
 from vision.towers.runner import TowerRunner
 from vision.workers.backend import EncoderBackend
 from vision.workers.inline import BATCHES_IN_WORK, InlineBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve.config.engine_args import AUTO, EngineArgs, StartSettings
+from vlmserve.config.model_path import resolve_model
 from vlmserve_common.checkpoint.hf_config import read_hf_config
 from vlmserve_common.compute.cpus import available_cpus, usable_threads
 from vlmserve_common.compute.devices import resolve_device
@@ -58,11 +59,11 @@ def resolve_warmup_patches(args: EngineArgs, device: torch.device) -> int:
     return min(resolve_max_patches(args, device), _WARMUP_PATCHES) * max(1, 2 * args.num_encoders)
 
 
-def embed_shape(tower: VisionTower, dtype: torch.dtype) -> EmbedShape:
-    """Return the shape of the embeddings that a tower makes."""
+def embed_shape(tower: VisionTower, dtype: torch.dtype, *behind: VisionTower) -> EmbedShape:
+    """Return the shape of the embeddings that towers make, side by side."""
     return EmbedShape(
         merge=tower.spatial_merge_size,
-        width=tower.out_hidden_size * (1 + tower.num_deepstack_layers),
+        width=sum(one.out_hidden_size * (1 + one.num_deepstack_layers) for one in (tower, *behind)),
         dtype=dtype,
     )
 
@@ -70,32 +71,40 @@ def embed_shape(tower: VisionTower, dtype: torch.dtype) -> EmbedShape:
 def build_encoder_pool(
     args: EngineArgs,
     tower: VisionTower,
-    *,
+    *behind: VisionTower,
     dtype: torch.dtype,
     device: torch.device,
     start: StartSettings | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
     """Build the encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. The tower may be on the
-    meta device if there are encoder processes, which load it.
+    meta device if there are encoder processes, which load it. behind: the tower of a model that guesses, if it has one.
 
     start: needed if `args` asks for encoder processes. store: keeps embeddings for good; by default the folder of
     `--embedding-cache-dir`. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
-    shape = embed_shape(tower, dtype)
+    shape = embed_shape(tower, dtype, *behind)
+    second = resolve_model(args.speculative_draft_model_path) if behind and args.speculative_draft_model_path else None
     space_bytes = args.encoder_cache_mib * 2**20
     with ExitStack() as stack:
         backend: EncoderBackend
         if args.num_encoders:
-            workers = _start_workers(args, dtype, device, start)
+            workers = _start_workers(args, dtype, device, start, second)
             stack.callback(workers.close)
             backend, fingerprint = workers, workers.wait_ready()
         else:
-            backend = InlineBackend(TowerRunner(tower, device), lane=lane_beside(device))
+            backend = InlineBackend(TowerRunner(tower, device, *behind), lane=lane_beside(device))
             mode = tower_mode(args.quantization, device)
-            fingerprint = tower_fingerprint(tower, hf_config["vision_config"], mode)  # of the weights as stored
-            pack_linears(tower, mode)
+            configs = [hf_config, *([read_hf_config(second)] if second is not None else [])]
+            fingerprint = joined_fingerprint(  # of the weights as stored
+                [
+                    tower_fingerprint(one, config["vision_config"], mode)
+                    for one, config in zip((tower, *behind), configs, strict=True)
+                ]
+            )
+            for one in (tower, *behind):
+                pack_linears(one, mode)
         if store is None and args.embedding_cache_dir is not None:
             store = open_store(args, fingerprint, shape, hf_config)
         pool = EncoderPool(
@@ -141,7 +150,7 @@ def open_store(args: EngineArgs, fingerprint: bytes, shape: EmbedShape, hf_confi
 
 
 def _start_workers(
-    args: EngineArgs, dtype: torch.dtype, device: torch.device, start: StartSettings | None
+    args: EngineArgs, dtype: torch.dtype, device: torch.device, start: StartSettings | None, second: Path | None
 ) -> ProcessBackend:
     assert start is not None, "encoder processes need a directory for arrays"
     # Imported only if there are such processes.
@@ -150,6 +159,7 @@ def _start_workers(
     devices = encoder_devices(args, device)
     settings = WorkerSettings(
         model=Path(args.model),
+        second=second,
         devices=devices,
         shared_dir=start.shared_dir,
         rows_device=str(device),

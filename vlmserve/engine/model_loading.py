@@ -17,15 +17,16 @@ from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_part, weight_bytes
 from vlmserve.models.eagle import load_eagle_head
 from vlmserve.models.random_weights import random_model
-from vlmserve.models.registry import load_model, outline_model, quantization_of
+from vlmserve.models.registry import load_draft_model, load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.gptq_awq import Scheme
+from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.tensors import dtype_setting
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import CheckpointError, EngineError
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.library import activate, active, multiplies_bytes, torch_threads
 from vlmserve_common.kernels.quantized import MODE_BITS, Mode
@@ -137,10 +138,25 @@ def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLang
 
 def _attach_draft(args: EngineArgs, model: VisionLanguageModel, device: torch.device | str) -> None:
     """Load what guesses tokens from a folder of its own, if anything does."""
-    if args.speculative_algorithm == "eagle3":
-        assert args.speculative_draft_model_path is not None, "checked with the settings"
-        folder = resolve_model(args.speculative_draft_model_path)
+    if args.speculative_draft_model_path is None:
+        return
+    folder = resolve_model(args.speculative_draft_model_path)
+    if args.speculative_algorithm == "draft_model":
+        _check_same_tokens(folder, Path(args.model))
+        model.attach_draft(load_draft_model(folder, model.config, device, model.dtype))
+    else:
         model.attach_eagle(load_eagle_head(folder, model.config, name=args.model, device=device, dtype=model.dtype))
+
+
+def _check_same_tokens(folder: Path, target: Path) -> None:
+    """CheckpointError unless two checkpoints have the same tokens, as far as both have any."""
+    own, theirs = (load_text_tokenizer(one) for one in (folder, target))
+    for index in range(min(own.num_ids, theirs.num_ids)):
+        if own.token_bytes(index) != theirs.token_bytes(index):
+            raise CheckpointError(
+                f"{folder} cannot guess for {target}: its token {index} is {own.token_bytes(index)!r}, there it is "
+                f"{theirs.token_bytes(index)!r}"
+            )
 
 
 def _weights_here(args: EngineArgs, device: torch.device, outline: VisionLanguageModel, mode: Mode | None) -> int:
@@ -149,7 +165,8 @@ def _weights_here(args: EngineArgs, device: torch.device, outline: VisionLanguag
     if args.num_encoders:
         encoder_devices(args, device)  # raises if one of them is missing
     if args.num_encoders or not shard.is_entry:
-        weights -= weight_bytes(outline.visual)  # encoder processes or the first rank load the tower
+        # encoder processes or the first rank load the towers
+        weights -= sum(weight_bytes(tower) for tower in outline.towers)
     embedding = outline.language_model.embed_tokens
     if active() is not None and outline.lm_head is None and embedding is not None and shard.stage.is_last:
         # the packed copy of the embedding that is a tied model's head

@@ -1,5 +1,5 @@
-"""Guess tokens with a head that goes on from the model's hidden states, and keep the head's KV up to date: see
-`models.mtp` and `models.eagle`."""
+"""What makes guesses: heads that go on from the model's hidden states (see `models.mtp` and `models.eagle`). For a
+smaller model that guesses, see `draft_model`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,46 @@ from vlmserve_common.kernels.rows import argmax
 
 
 class Drafter(ABC):
-    """Guesses with a head whose entry of token i lies in the KV slot of token i: see `MTPHead`, `EagleHead`."""
+    """Makes the guesses of steps."""
 
-    def __init__(self, model: VisionLanguageModel, head: MTPHead | EagleHead) -> None:
-        self._model, self._head = model, head
+    def __init__(self, model: VisionLanguageModel) -> None:
+        self._model = model
 
+    def begin(self, step: ForwardBatch, inputs: StepInputs) -> None:  # noqa: B027  most need not know
+        """Note a step, before anything of it is computed."""
+
+    @abstractmethod
     def draft(self, step: ForwardBatch, inputs: StepInputs) -> None:
         """Guess the likeliest next tokens of requests, one behind the other, and write them to the step's input_ids.
-        Guesses that are given stay.
+        Guesses that are given stay."""
 
-        The guesses' KV goes to the slots of the tokens that they are made from. It is made of the head's own output in
-        part, and `extend` replaces it.
+    @abstractmethod
+    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Prepare further guesses, when the model has computed the step.
+
+        embeds [N, hidden]: what the model's first layer got. hidden: [N, hidden], final.
         """
+
+    def _agreed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest int64 [N] of the first rank's logits [N, vocab], at all ranks."""
+        comm = self._model.comm
+        if comm.collectives is None:
+            return argmax(logits)
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        return comm.collectives.broadcast(argmax(logits) if comm.shard.samples else ids)
+
+
+class HeadDrafter(Drafter):
+    """Guesses with a head whose entry of token i lies in the KV slot of token i: see `MTPHead`, `EagleHead`. `extend`
+    writes the head's KV of the step's tokens."""
+
+    def __init__(self, model: VisionLanguageModel, head: MTPHead | EagleHead) -> None:
+        super().__init__(model)
+        self._head = head
+
+    def draft(self, step: ForwardBatch, inputs: StepInputs) -> None:
+        """See `Drafter`. The guesses' KV goes to the slots of the tokens that they are made from. It is made of the
+        head's own output in part, and `extend` replaces it."""
         drafts = inputs.drafts
         assert drafts is not None
         order, table, backend = drafts.order.tensor, step.req_to_token_pool.without_first(), self._backend(step)
@@ -58,13 +86,6 @@ class Drafter(ABC):
             step.input_ids[firsts + number + 1] = ids
 
     @abstractmethod
-    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Write the head's KV of a step that is computed, and keep what the next entry of each request is made of.
-
-        embeds [N, hidden]: what the model's first layer got. hidden: [N, hidden], final.
-        """
-
-    @abstractmethod
     def _last(self, step: ForwardBatch, inputs: StepInputs, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the first entries of requests number `order` int64 [n] are made of, [n, hidden], and their
         positions int64 [3, n]."""
@@ -79,16 +100,8 @@ class Drafter(ABC):
         """Return the likeliest token int64 [N] of hidden states [N, hidden], the same at all ranks."""
         return self._agreed(self._model.compute_logits(hidden))
 
-    def _agreed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest int64 [N] of the first rank's logits [N, vocab], at all ranks."""
-        comm = self._model.comm
-        if comm.collectives is None:
-            return argmax(logits)
-        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        return comm.collectives.broadcast(argmax(logits) if comm.shard.samples else ids)
 
-
-class MTPDrafter(Drafter):
+class MTPDrafter(HeadDrafter):
     """The head goes on from the last token's hidden state and position, which are part of a request's state. So they
     come along with chunks, cached prefixes, and states that go back behind wrong guesses.
     """
@@ -124,7 +137,7 @@ class MTPDrafter(Drafter):
             cache.guesses.positions[guessed.rows, :length] = step.positions[:, guessed.tokens].permute(1, 2, 0)
 
 
-class EagleDrafter(Drafter):
+class EagleDrafter(HeadDrafter):
     """The head goes on from features that lie in the KV slot of each token. backend: for its heads."""
 
     def __init__(self, model: VisionLanguageModel, head: EagleHead, backend: AttentionBackend) -> None:

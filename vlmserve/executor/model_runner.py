@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vlmserve.executor.cuda_graphs import DecodeGraphs
+from vlmserve.executor.draft_model import DraftModelDrafter
 from vlmserve.executor.drafters import Drafter, EagleDrafter, MTPDrafter
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.launched_step import Forwarded, LaunchedResult, device_errors
@@ -46,7 +47,7 @@ class ModelRunner:
 
     recurrent_cache: for models with recurrent layers. groups: attention groups whose last sampled tokens are known
     here, those of one group behind those of the other (see `GroupLeader`). transfers: to and from the device; by
-    default the usual ones. draft_backend: attention of an EAGLE-3 head, if there is one.
+    default the usual ones. draft_backend: attention of an EAGLE-3 head, or of a smaller model that guesses.
     """
 
     def __init__(
@@ -81,6 +82,11 @@ class ModelRunner:
         elif model.eagle is not None:
             assert draft_backend is not None, "an EAGLE-3 head attends"
             self._drafter = EagleDrafter(model, model.eagle, draft_backend)
+        elif model.draft is not None:
+            assert draft_backend is not None, "a smaller model attends"
+            self._drafter = DraftModelDrafter(
+                model, model.draft, draft_backend, kv_cache, req_to_token_pool, self._transfers
+            )
         # the token at each place of a request, by that modulo RECENT_TOKENS
         self._recent = torch.zeros((groups * req_to_token_pool.size, RECENT_TOKENS), dtype=torch.int64, device=device)
 
@@ -123,6 +129,8 @@ class ModelRunner:
             if inputs.advances is not None:
                 assert self.recurrent_cache is not None, "states to advance, and no recurrent layers"
                 self.recurrent_cache.advance(*(part.tensor for part in inputs.advances))
+            if self._drafter is not None:
+                self._drafter.begin(forward_batch, inputs)
             if inputs.drafts is not None:
                 assert self._drafter is not None, "guesses to be made, and nothing to make them"
                 self._drafter.draft(forward_batch, inputs)
@@ -169,7 +177,7 @@ class ModelRunner:
         """Upload a step's inputs, and write where its tokens lie to the request table."""
         pool = self.req_to_token_pool
         upload = Upload(self._transfers)
-        inputs = StepInputs(batch, self.model.config.vocab_size, upload, self.model.eagle)
+        inputs = StepInputs(batch, self.model, upload)
         pool.check_tokens(*inputs.table_host)
         upload.send()
         pool.write_tokens(inputs.table_rows.tensor, inputs.table_places.tensor, inputs.table_slots.tensor)
@@ -237,8 +245,10 @@ class ModelRunner:
             embeds[part.token : part.token + len(part.embeds)] = to_device(part.embeds, self.device).to(embeds)
         if inputs.mm_index is None:
             return embeds, None, None
-        index, mm_embeds = inputs.mm_index.tensor, self._mm_embeds(batch.mm_embeds)
-        parts = mm_embeds.to(embeds.dtype).view(len(mm_embeds), -1, embeds.shape[1]).transpose(0, 1)
+        index, inputs.mm_rows = inputs.mm_index.tensor, self._mm_embeds(batch.mm_embeds)
+        # a smaller model's come behind the model's own
+        own = inputs.mm_rows[:, : embeds.shape[1] * (1 + self.model.visual.num_deepstack_layers)]
+        parts = own.to(embeds.dtype).unflatten(1, (-1, embeds.shape[1])).transpose(0, 1)
         embeds = embeds.index_copy(0, index, parts[0])
         return embeds, index, parts[1:] if len(parts) > 1 else None
 

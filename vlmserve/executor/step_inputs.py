@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from vlmserve.executor.logprobs import prompt_tiles
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS, MMEmbeds, ModelWorkerBatch
-from vlmserve.models.eagle import EagleHead
+from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.transfers import Upload, Uploaded
 
 
@@ -18,10 +19,14 @@ class StepInputs:
     those of new prefixes. single_*, guessed: see `RecurrentStep`; a triple for each `GuessedTokens`. advances: the
     arrays of `RecurrentCache.advance`. drafts: if guesses are to be made. The rest is for entries of an EAGLE-3 head,
     if there is one. entry_positions: int64 [3, N]. last_places: int64 [B], of each request's last token before the
-    step. given_tokens: those whose embeddings are given.
+    step. given_tokens: those whose embeddings are given. draft_positions: int64 [3, N], in a smaller model that
+    guesses. mm_tokens: int64 [R] on the host, with mm_rows [R, width], to be set: the vision embeddings.
     """
 
-    def __init__(self, batch: ModelWorkerBatch, vocab: int, upload: Upload, eagle: EagleHead | None = None) -> None:
+    mm_rows: torch.Tensor | None = None
+
+    def __init__(self, batch: ModelWorkerBatch, model: VisionLanguageModel, upload: Upload) -> None:
+        self.batch = batch
         self.extend_lens = batch.seq_lens - batch.prefix_lens
         ends = self.extend_lens.cumsum()
         owners = np.repeat(batch.req_pool_indices, self.extend_lens)
@@ -60,8 +65,13 @@ class StepInputs:
         self.advances = [add(part) for part in np.array(fields, dtype=np.int64).T.copy()] if jobs else None
         made_here = len(batch.num_drafts) > 0 and bool((batch.input_ids[drafted(batch)] < 0).any())
         self.drafts = DraftInputs(batch, upload) if made_here else None
-        self.mm_index = add(_tokens(batch.mm_embeds)) if batch.mm_embeds else None
-        self.entry_positions = self.last_places = self.given_tokens = None
+        self.mm_tokens = _tokens(batch.mm_embeds)
+        self.mm_index = add(self.mm_tokens) if batch.mm_embeds else None
+        self.draft_positions = self.entry_positions = self.last_places = self.given_tokens = None
+        if model.draft is not None:
+            sees = isinstance(model.draft, VisionLanguageModel)
+            self.draft_positions = self.positions if sees else add(np.tile(self.places, (3, 1)))
+        eagle = model.eagle
         if eagle is not None:
             self.last_places = add(np.maximum(batch.prefix_lens - 1, 0))
             before = np.roll(batch.positions, 1, axis=1)
@@ -71,22 +81,23 @@ class StepInputs:
             self.given_tokens = add(_tokens(given)) if given else None
         self.hidden_tokens = add(batch.hidden_tokens) if len(batch.hidden_tokens) else None
         asked = batch.prompt_logprobs
-        self.prompt_tiles = prompt_tiles(asked, vocab, upload) if asked is not None else []
+        self.prompt_tiles = prompt_tiles(asked, model.config.vocab_size, upload) if asked is not None else []
 
 
 class DraftInputs:
     """The guesses that a step has made, on their way to the device.
 
-    order: int64 [n], the numbers of requests with guesses, those with most first. counts: how many of these have a
-    first guess, a second one, and so on. prefix_lens: int32 [n], with host_lens on the host, tokens before the step.
-    tokens: int64, the batch tokens that are guesses. given: int64, all first guesses, all second ones, and so on; -1
-    for those to be made.
+    order: int64 [n], with host_order on the host, the numbers of requests with guesses, those with most first. counts:
+    how many of these have a first guess, a second one, and so on. prefix_lens: int32 [n], with host_lens on the host,
+    tokens before the step. tokens: int64, the batch tokens that are guesses. given: int64, all first guesses, all
+    second ones, and so on; -1 for those to be made.
     """
 
     def __init__(self, batch: ModelWorkerBatch, upload: Upload) -> None:
         order = np.argsort(-batch.num_drafts, kind="stable")[: np.count_nonzero(batch.num_drafts)]
         self.counts = [int((batch.num_drafts > number).sum()) for number in range(batch.num_drafts.max())]
         self.host_lens = batch.prefix_lens[order].tolist()
+        self.host_order = order
         self.order, self.prefix_lens = upload.add(order), upload.add(batch.prefix_lens[order].astype(np.int32))
         self.tokens = upload.add(drafted(batch))
         firsts = (batch.seq_lens - batch.prefix_lens).cumsum()[order] - batch.num_drafts[order]
@@ -109,4 +120,5 @@ def places_of(batch: ModelWorkerBatch) -> np.ndarray:
 
 
 def _tokens(parts: tuple[MMEmbeds, ...]) -> np.ndarray:
-    return np.concatenate([np.arange(part.token, part.token + len(part.embeds)) for part in parts])
+    spans = [np.arange(part.token, part.token + len(part.embeds)) for part in parts]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *spans])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -72,6 +73,13 @@ class KVCache:
             )
             for shape in (*[KVShape(num_kv_heads, head_dim)] * num_layers, *further)
         ]
+
+    def behind(self, layers: int) -> KVCache:
+        """Return the same cache without its first layers."""
+        other = copy.copy(self)
+        other.layers = self.layers[layers:]
+        other.__dict__.pop("table", None)
+        return other
 
     @functools.cached_property
     def table(self) -> CacheTable:

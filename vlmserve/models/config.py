@@ -17,11 +17,12 @@ from vlmserve_common.errors import CheckpointError, EngineError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDefaults:
-    """Values that a family's config.json may leave out. has_experts: whether its MLPs are sparse. has_linear_attention:
-    whether most of its layers are gated delta nets. partial_rotary_factor: how much of a head turns."""
+    """Values that a family's config.json may leave out. mrope_section: None if all turns with time. has_experts:
+    whether its MLPs are sparse. has_linear_attention: whether most of its layers are gated delta nets.
+    partial_rotary_factor: how much of a head turns."""
 
     rope_theta: float
-    mrope_section: tuple[int, int, int]
+    mrope_section: tuple[int, int, int] | None = None
     has_experts: bool = False
     has_linear_attention: bool = False
     partial_rotary_factor: float = 1.0
@@ -281,7 +282,7 @@ def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, 
     if factor != 1:
         factor = rope.number("partial_rotary_factor", text.number("partial_rotary_factor", factor))
         rotary_dim = int(head_dim * factor)
-    section = rope.integers("mrope_section", defaults.mrope_section)
+    section = rope.integers("mrope_section", defaults.mrope_section or (rotary_dim // 2, 0, 0))
     if len(section) != 3 or sum(section) != rotary_dim // 2 or rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         what = "a head" if rotary_dim == head_dim else "what turns of a head"
         raise CheckpointError(

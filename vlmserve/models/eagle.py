@@ -182,10 +182,8 @@ def _read_config(folder: Path, reader: CheckpointReader, target: ModelConfig, na
         raise CheckpointError(
             f"{folder}: architectures is {kinds[:-1]}, and an EAGLE-3 head has LlamaForCausalLMEagle3"
         )
-    head_dim = top.positive("head_dim", top.positive("hidden_size") // top.positive("num_attention_heads"))
-    defaults = ModelDefaults(rope_theta=10_000.0, mrope_section=(head_dim // 2, 0, 0))
     top.allow("num_hidden_layers", top.integer("num_hidden_layers", 1), (1,))
-    decoder = read_model_config(hf_config, {}, defaults)
+    decoder = read_model_config(hf_config, {}, ModelDefaults(rope_theta=10_000.0))
     rope = top.section("rope_parameters" if top.has("rope_parameters") else "rope_scaling")
     target_size = top.positive("target_hidden_size", decoder.hidden_size)
     found = {_RULES.our_name(one) for one in reader.tensors}

@@ -15,6 +15,7 @@ from vlmserve_common.kernels.attention import HeadNorms
 
 QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24))
 QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
+TEXT_DEFAULTS = ModelDefaults(rope_theta=10_000.0)
 QWEN3_MOE_DEFAULTS = replace(QWEN3_DEFAULTS, has_experts=True)
 
 

@@ -16,9 +16,16 @@ from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
 from vlmserve.models.mtp import MTPHead
-from vlmserve.models.qwen import QWEN2_DEFAULTS, QWEN3_DEFAULTS, QWEN3_MOE_DEFAULTS, Qwen2Decoder, Qwen3Decoder
+from vlmserve.models.qwen import (
+    QWEN2_DEFAULTS,
+    QWEN3_DEFAULTS,
+    QWEN3_MOE_DEFAULTS,
+    TEXT_DEFAULTS,
+    Qwen2Decoder,
+    Qwen3Decoder,
+)
 from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
-from vlmserve.models.vlm import OF_THE_MTP_HEAD, WEIGHT_RULES, VisionLanguageModel
+from vlmserve.models.vlm import OF_THE_MTP_HEAD, WEIGHT_RULES, LanguageModel, VisionLanguageModel
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
 from vlmserve_common.checkpoint.gptq_awq import Scheme, quantized_tensors, read_scheme
@@ -53,6 +60,16 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS, mtp=MTPHead),
     }
 )
+
+
+TEXT_FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen2": Family(decoder=Qwen2Decoder, defaults=TEXT_DEFAULTS),
+        "qwen3": Family(decoder=Qwen3Decoder, defaults=TEXT_DEFAULTS),
+        "qwen3_moe": Family(decoder=Qwen3Decoder, defaults=replace(TEXT_DEFAULTS, has_experts=True)),
+    }
+)
+"""Models without a tower, which may guess for others."""
 
 
 def load_config(folder: Path, shard: Shard = WHOLE, *, mtp: bool = False) -> ModelConfig:
@@ -113,6 +130,39 @@ def load_model(
     return model
 
 
+def load_draft_model(
+    folder: Path, target: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> LanguageModel:
+    """Make a smaller model that guesses for `target`, computes in `dtype`, and may have no tower. On the meta device,
+    make its outline.
+
+    Raises CheckpointError as `load_model` does, for recurrent layers, and for a tower that takes other pictures than
+    the target's family.
+    """
+    hf_config, device = read_hf_config(folder, text_only=True), torch.device(device)
+    config = _model_config(folder, hf_config)
+    if config.linear is not None:
+        raise CheckpointError(f"{folder}: a {config.family} cannot guess for others, as it has recurrent layers")
+    if config.family in FAMILIES and config.family.removesuffix("_moe") != target.family.removesuffix("_moe"):
+        raise CheckpointError(
+            f"{folder}: a {config.family} cannot guess for a {target.family}, whose pictures have other tokens"
+        )
+    model: LanguageModel
+    if config.family in FAMILIES:
+        model = _outline(hf_config, config, dtype, ALONE)
+    else:
+        with torch.device("meta"):
+            decoder = TEXT_FAMILIES[config.family].decoder(config, dtype, ALONE)
+            model = LanguageModel(config, decoder, dtype, ALONE).to(dtype)
+    tensors = _Tensors(folder, hf_config, model, device)
+    if device.type == "meta":
+        tensors.match()
+        return model
+    _commit(model, device)
+    tensors.load()
+    return model
+
+
 class _Tensors:
     """A checkpoint's tensors, for a model that is on the meta device still."""
 
@@ -120,7 +170,7 @@ class _Tensors:
         self,
         folder: Path,
         hf_config: Mapping[str, Any],
-        model: VisionLanguageModel,
+        model: LanguageModel,
         device: torch.device,
         *,
         with_tower: bool = True,
@@ -129,10 +179,10 @@ class _Tensors:
         self._reader, self._rules = CheckpointReader(folder), model.language_model.layers.rules(WEIGHT_RULES)
         self._decoder, self._module = model.language_model, cast(nn.Module, model)
         if not with_tower:
-            parts = {name: part for name, part in model.named_children() if part is not model.visual}
+            parts = {name: part for name, part in model.named_children() if name != "visual"}
             self._module = nn.ModuleDict(parts)
             self._rules = replace(self._rules, ignored=(*self._rules.ignored, OF_THE_TOWER))
-        if model.mtp is not None:
+        if isinstance(model, VisionLanguageModel) and model.mtp is not None:
             if not any(name.startswith("mtp.layers.") for name in self._reader.tensors):
                 raise CheckpointError(f"{folder}: {_NO_MTP}, there are no tensors mtp.layers.*")
             # whatever of the head is not known here must not be passed over
@@ -192,14 +242,15 @@ def make_model(
     return model
 
 
-def _commit(model: VisionLanguageModel, device: torch.device, *, with_tower: bool) -> None:
-    for part in model.children():
-        if with_tower or part is not model.visual:
+def _commit(model: LanguageModel, device: torch.device, *, with_tower: bool = True) -> None:
+    for name, part in model.named_children():
+        if with_tower or name != "visual":
             give_memory(part, device)
     model.eval()
     # one buffer for the tower and one for the rest
     share_workspace(model)
-    share_workspace(model.visual)
+    if isinstance(model, VisionLanguageModel):
+        share_workspace(model.visual)
 
 
 def _outline(
@@ -217,7 +268,7 @@ _NO_MTP = "--speculative-algorithm mtp needs a checkpoint with an MTP head"
 def _model_config(
     folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHOLE, *, mtp: bool = False
 ) -> ModelConfig:
-    family = FAMILIES[hf_config["model_type"]]
+    family = {**FAMILIES, **TEXT_FAMILIES}[hf_config["model_type"]]
     try:
         generation = read_json(folder, "generation_config.json", required=False)
         config = read_model_config(hf_config, generation, family.defaults)

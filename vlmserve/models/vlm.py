@@ -1,4 +1,4 @@
-"""A whole model: vision tower, decoder and head."""
+"""Whole models: decoder and head, and with a vision tower."""
 
 from __future__ import annotations
 
@@ -41,64 +41,27 @@ WEIGHT_RULES = WeightRules(
 )
 
 
-class VisionLanguageModel(nn.Module):
-    """A tower, a decoder and a head. A tied model's head is its embedding. Only the last stage of a pipeline has a
-    head.
+class LanguageModel(nn.Module):
+    """A decoder and a head. A tied model's head is its embedding. Only the last stage of a pipeline has a head.
 
     config: of the whole model; `self.config` has the sizes of this process's part. dtype: computed in. comm: the part,
-    with its connections. mtp: guesses further tokens, if it is used.
+    with its connections.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        visual: VisionTower,
-        decoder: Decoder,
-        dtype: torch.dtype,
-        comm: Communicator,
-        mtp: MTPHead | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, decoder: Decoder, dtype: torch.dtype, comm: Communicator) -> None:
         super().__init__()
-        if visual.out_hidden_size != config.hidden_size:
-            raise CheckpointError(
-                f"config.json: the tower's embeddings have {visual.out_hidden_size} elements, the decoder's "
-                f"hidden_size is {config.hidden_size}"
-            )
-        if visual.num_deepstack_layers > config.num_layers:
-            raise CheckpointError(
-                f"config.json: {visual.num_deepstack_layers} deepstack_visual_indexes for {config.num_layers} layers"
-            )
         self.config = config.of_part()
         self.comm = comm
         self.dtype = dtype
-        self.visual = visual
         self.language_model = decoder
-        self.mtp = mtp
         self.lm_head = None if config.tie_word_embeddings or not comm.shard.stage.is_last else _head(config)
         self._head_workspace = Workspace()
         self._packed_head: PackedWeight | None = None
-
-    def attach_eagle(self, head: EagleHead) -> None:
-        """Let a head guess further tokens, before `pack`."""
-        self.language_model.taps = head
-
-    @property
-    def eagle(self) -> EagleHead | None:
-        """The head of `attach_eagle`."""
-        return cast("EagleHead | None", self.language_model.taps)
-
-    @property
-    def guessing_kv(self) -> tuple[KVShape, ...]:
-        """The shapes of layers of the KV cache behind those of the config, for what guesses."""
-        return self.eagle.kv_shapes if self.eagle is not None else ()
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the decoder's and the head's weights out for this process's operators, quantised if `mode` says so. A
         tied head gets a copy. The head's inputs are never rounded."""
         self.language_model.pack(mode)
-        if self.mtp is not None:
-            pack_linears(self.mtp, mode)
-            pack_experts(self.mtp, mode)
         mode = "int8" if mode == "w8a8" else mode
         if self.lm_head is not None:
             self.lm_head.pack(mode)
@@ -143,6 +106,71 @@ class VisionLanguageModel(nn.Module):
         if self.lm_head is not None:
             return self.lm_head(hidden).float()
         return linear(hidden, self._embedding.weight, workspace=self._head_workspace).float()
+
+
+class VisionLanguageModel(LanguageModel):
+    """A tower, a decoder and a head, and what guesses further tokens, if anything does.
+
+    mtp: a head of the checkpoint itself. eagle, draft: see `attach_eagle`, `attach_draft`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        visual: VisionTower,
+        decoder: Decoder,
+        dtype: torch.dtype,
+        comm: Communicator,
+        mtp: MTPHead | None = None,
+    ) -> None:
+        super().__init__(config, decoder, dtype, comm)
+        if visual.out_hidden_size != config.hidden_size:
+            raise CheckpointError(
+                f"config.json: the tower's embeddings have {visual.out_hidden_size} elements, the decoder's "
+                f"hidden_size is {config.hidden_size}"
+            )
+        if visual.num_deepstack_layers > config.num_layers:
+            raise CheckpointError(
+                f"config.json: {visual.num_deepstack_layers} deepstack_visual_indexes for {config.num_layers} layers"
+            )
+        self.visual = visual
+        self.mtp = mtp
+        self.draft: LanguageModel | None = None
+
+    def attach_eagle(self, head: EagleHead) -> None:
+        """Let a head guess further tokens, before `pack`."""
+        self.language_model.taps = head
+
+    def attach_draft(self, model: LanguageModel) -> None:
+        """Let a smaller model guess further tokens, before `pack`. Each process has all of it."""
+        self.draft = model
+
+    @property
+    def eagle(self) -> EagleHead | None:
+        """The head of `attach_eagle`."""
+        return cast("EagleHead | None", self.language_model.taps)
+
+    @property
+    def towers(self) -> tuple[VisionTower, ...]:
+        """Its tower, and that of the model that guesses, if it has one."""
+        return (self.visual, self.draft.visual) if isinstance(self.draft, VisionLanguageModel) else (self.visual,)
+
+    @property
+    def guessing_kv(self) -> tuple[KVShape, ...]:
+        """The shapes of layers of the KV cache behind those of the config, for what guesses."""
+        if self.draft is not None:
+            config = self.draft.config
+            return (KVShape(config.num_kv_heads, config.head_dim),) * config.num_kv_layers
+        return self.eagle.kv_shapes if self.eagle is not None else ()
+
+    def pack(self, mode: Mode | None = None) -> None:
+        """See `LanguageModel.pack`."""
+        super().pack(mode)
+        if self.mtp is not None:
+            pack_linears(self.mtp, mode)
+            pack_experts(self.mtp, mode)
+        if self.draft is not None:
+            self.draft.pack(mode)
 
 
 def _head(config: ModelConfig) -> Linear:

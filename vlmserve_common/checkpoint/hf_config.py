@@ -24,23 +24,28 @@ ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     }
 )
 """model_type -> what config.json calls the class, which identifies a family as well as its model_type."""
+TEXT_ARCHITECTURES: Mapping[str, str] = MappingProxyType(
+    {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+)
+"""The same of models without a tower, which may guess for others."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def read_hf_config(folder: Path) -> dict[str, Any]:
+def read_hf_config(folder: Path, *, text_only: bool = False) -> dict[str, Any]:
     """Read a checkpoint folder's config.json, with its model_type. CheckpointError if there is none, or if the family
-    is not supported."""
+    is not supported. text_only: models without a tower are supported, too."""
     if folder.is_dir() and not (folder / "config.json").exists():
         raise CheckpointError(f"{folder} has no config.json: it is not a checkpoint")
     hf_config = read_json(folder, "config.json")
     model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures") or []
-    for family, architecture in ARCHITECTURES.items():
+    families = {**ARCHITECTURES, **TEXT_ARCHITECTURES} if text_only else ARCHITECTURES
+    for family, architecture in families.items():
         if model_type == family or (model_type is None and architecture in architectures):
             return {**hf_config, "model_type": family}
     raise CheckpointError(
         f"{folder}: model_type {model_type!r} (architectures {architectures}) is not supported; supported are "
-        f"{', '.join(ARCHITECTURES)}"
+        f"{', '.join(families)}"
     )
 
 

@@ -147,7 +147,7 @@ class EngineSettings(OtherNames, total=False):
     max_decode_slowdown: float | None
     max_time_between_tokens_s: float | None
     max_step_s: float
-    speculative_algorithm: Literal["none", "ngram", "mtp", "eagle3"]
+    speculative_algorithm: Literal["none", "ngram", "mtp", "eagle3", "draft_model"]
     speculative_draft_model_path: str | None
     speculative_num_draft_tokens: int | str
     max_prefill_tokens: int
