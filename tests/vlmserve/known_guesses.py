@@ -74,5 +74,5 @@ def check_guesses(llm: LLM, cases: list[Known], layer: int) -> None:
         assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
     stats = llm.stats().steps
     assert stats.prefix_hits_total
-    assert 0.2 < stats.accepted_tokens_total / stats.draft_tokens_total < 0.8
-    assert seen > 0.9 * stats.draft_tokens_total
+    assert 0.2 < stats.guesses.right / stats.guesses.tokens < 0.8
+    assert seen > 0.9 * stats.guesses.tokens

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import logging
+from functools import reduce
 
 import pytest
 
 from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, HYBRID_MOE, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, known, over, picture
 from vlmserve import LLM, SamplingOverrides
+from vlmserve.ipc.messages import Guesses
 from vlmserve_common.errors import BadRequestError
 
 NEW = 12
@@ -251,6 +253,7 @@ def test_answers_are_the_same_in_fewer_steps(engines, temperature):
     found = []
     for llm in engines:
         before = llm.stats()
+        guesses_before = before.steps.guesses
         answers = [llm.chat(text, options, num_logprobs=1) for text in REPEATING]
         found.append((answers, llm.stats().forward_steps_total - before.forward_steps_total, llm.stats()))
     (plain, steps, _), (guessed, fewer, stats) = found
@@ -259,7 +262,9 @@ def test_answers_are_the_same_in_fewer_steps(engines, temperature):
         assert [entry.logprob for entry in one.logprobs] == pytest.approx(
             [entry.logprob for entry in other.logprobs], abs=1e-4
         )
-    assert stats.steps.accepted_tokens_total > 0
+    assert reduce(Guesses.plus, [one.guesses for one in guessed]).plus(guesses_before) == stats.steps.guesses
+    assert not any(one.guesses.steps for one in plain)
+    assert stats.steps.guesses.right > 0
     if temperature == 0:
         assert fewer < steps
 
@@ -291,7 +296,7 @@ def test_many_at_a_time_guess_too(engines, options, temperature):
         after = llm.stats()
         found.append([answer.token_ids for answer in answers])
         steps, before_steps = after.steps, before.steps
-        right = steps.accepted_tokens_total - before_steps.accepted_tokens_total
+        right = steps.guesses.right - before_steps.guesses.right
     assert found[0] == found[1]
     assert right > 0
 

@@ -42,6 +42,7 @@ _SAME_IN_VLLM = (
     *("request_generation_tokens", "request_queue_time_seconds", "request_prefill_time_seconds"),
     *("request_decode_time_seconds", "iteration_tokens_total"),
     *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    "spec_decode_num_accepted_tokens_per_pos",
 )
 ALIASES: Mapping[str, Mapping[str, _Alias]] = {
     "vllm": {
@@ -68,7 +69,7 @@ _LABELS: Mapping[str, Mapping[str, str]] = {"vllm": {"engine": "0"}, "sglang": {
 
 
 class Aliases:
-    """Makes the families under other names. prefixes: of `ALIASES`. clock: in seconds, for SGLang's two rates."""
+    """Makes the families under other names. prefixes: of `ALIASES`. clock: in seconds, for SGLang's three rates."""
 
     def __init__(self, prefixes: Sequence[str], model_name: str, *, clock: Callable[[], float]) -> None:
         self._prefixes = prefixes
@@ -83,10 +84,11 @@ class Aliases:
                 if alias.ours in known:
                     yield _renamed(known[alias.ours], f"{prefix}:{name}", alias, _LABELS[prefix])
         if "sglang" in self._prefixes and scheduler is not None:
-            throughput, hit_rate = self._recent.rates(scheduler)
+            throughput, hit_rate, accept_length = self._recent.rates(scheduler)
             for name, text, value in (
                 ("gen_throughput", "Tokens generated a second, of late", throughput),
                 ("cache_hit_rate", "Part of prompts found in the prefix cache, of late", hit_rate),
+                ("spec_accept_length", "Tokens of a step with guesses, of late", accept_length),
             ):
                 gauge = GaugeMetricFamily(f"sglang:{name}", text, labels=("model_name",))
                 gauge.add_metric((self._model_name,), value)
@@ -116,8 +118,9 @@ class _Recent:
         self._clock = clock
         self._marks: list[tuple[float, SchedulerStats]] = []
 
-    def rates(self, now: SchedulerStats) -> tuple[float, float]:
-        """Return the tokens generated a second, and the cached part of prompts; 0 while nothing is known."""
+    def rates(self, now: SchedulerStats) -> tuple[float, float, float]:
+        """Return the tokens generated a second, the cached part of prompts, and the mean tokens of a step with guesses;
+        0 while nothing is known."""
         at = self._clock()
         if not self._marks or at - self._marks[-1][0] >= _WINDOW_S:
             self._marks = [*self._marks[-1:], (at, now)]
@@ -125,7 +128,9 @@ class _Recent:
         queries = now.steps.prefix_queries_total - before.steps.prefix_queries_total
         hits = now.steps.prefix_hits_total - before.steps.prefix_hits_total
         generated = now.generation_tokens_total - before.generation_tokens_total
-        return generated / (at - since) if at > since else 0.0, hits / queries if queries else 0.0
+        guesses = now.steps.guesses.plus(before.steps.guesses, -1)
+        throughput = generated / (at - since) if at > since else 0.0
+        return throughput, hits / queries if queries else 0.0, guesses.accept_length
 
 
 PREFIX = "vlmserve:"
@@ -158,9 +163,9 @@ _COUNTERS = {
     "retracted_requests": ("Running requests taken back when KV slots ran out", "retracted_total"),
     "prefix_cache_queries": ("Tokens of prompts looked up in the prefix cache", "steps.prefix_queries_total"),
     "prefix_cache_hits": ("Tokens of prompts found in the prefix cache", "steps.prefix_hits_total"),
-    "spec_decode_num_drafts": ("Times that next tokens of an answer were guessed", "steps.drafts_total"),
-    "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.draft_tokens_total"),
-    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.accepted_tokens_total"),
+    "spec_decode_num_drafts": ("Times that next tokens of an answer were guessed", "steps.guesses.steps"),
+    "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.guesses.tokens"),
+    "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.guesses.right"),
     "expert_rebalances": ("Times that experts were placed anew", "experts.rebalances_total"),
     "experts_moved": ("Experts that got another place", "experts.moved_total"),
     "prompt_tokens_computed": ("Tokens of prompts that were computed", "steps.prompt_tokens_computed_total"),
@@ -235,6 +240,14 @@ class SchedulerCollector(Collector):
         yield from _families(_TIER_GAUGES, _TIER_COUNTERS, tiers, "tier")
         if replicas:
             yield from _families(_REPLICA_GAUGES, _REPLICA_COUNTERS, replicas, "replica")
+        right = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Guessed tokens that were right, by their place among those of a step",
+            labels=("model_name", "position"),
+        )
+        for position, count in enumerate(stats.steps.guesses.right_at):
+            right.add_metric((*labels, str(position)), count)
+        yield right
         for name, (text, where) in _HISTOGRAMS.items():
             histogram = HistogramMetricFamily(PREFIX + name, text, labels=("model_name",))
             values: HistogramStats = attrgetter(where)(stats)

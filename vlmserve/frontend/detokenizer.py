@@ -120,12 +120,14 @@ class DetokenizerManager:
 
 def _with_text(output: TokenOutput, text: str, kept: int, finish: FinishReason | None) -> TokenOutput:
     """Make the output that goes to the API. kept: how many of the tokens belong to the answer."""
+    right = len(output.token_ids) - 1  # of several tokens, all but the last were guessed
     return output._replace(
         text=text,
         token_ids=output.token_ids[:kept],
         finish_reason=finish,
         completion_tokens=output.completion_tokens - (len(output.token_ids) - kept),
         logprobs=None if output.logprobs is None else output.logprobs[:kept],
+        guesses=output.guesses.without(range(kept, right)) if output.guesses and kept < right else output.guesses,
     )
 
 

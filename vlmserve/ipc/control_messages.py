@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, TypeAlias, cast
 
-from vlmserve.ipc.messages import HistogramStats, SchedulerStats
+from vlmserve.ipc.messages import Guesses, HistogramStats, SchedulerStats
 
 Activity = Literal["CPU", "GPU"]
 
@@ -146,6 +146,8 @@ def _sum(one: Any, other: Any) -> Any:
     if isinstance(one, HistogramStats):
         counts = tuple(a + b for a, b in zip(one.counts, other.counts, strict=True))
         return HistogramStats(bounds=one.bounds, counts=counts, sum=one.sum + other.sum)
+    if isinstance(one, Guesses):
+        return one.plus(other)
     if dataclasses.is_dataclass(one):
         names = [field.name for field in dataclasses.fields(one)]
         sums = {name: _sum(getattr(one, name), getattr(other, name)) for name in names}

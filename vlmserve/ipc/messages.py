@@ -5,7 +5,8 @@ Messages are frozen dataclasses; `vlmserve_common.transport.wire` encodes them (
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -263,6 +264,44 @@ class StageTimes:
     retractions: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guesses:
+    """Guessed tokens that were checked. steps: how often tokens of an answer were guessed; tokens: how many in all.
+    right_at: how many first, second and further guesses of these steps were right."""
+
+    steps: int = 0
+    tokens: int = 0
+    right_at: tuple[int, ...] = ()
+
+    @property
+    def right(self) -> int:
+        """Return how many guesses were right."""
+        return sum(self.right_at)
+
+    @property
+    def accept_length(self) -> float:
+        """Return the mean number of tokens of a step with guesses: the right ones and one more; 0 without steps."""
+        return 1 + self.right / self.steps if self.steps else 0.0
+
+    def plus(self, other: Guesses, times: int = 1) -> Guesses:
+        """Add other figures so many times; -1 takes them away."""
+        places = zip_longest(self.right_at, other.right_at, fillvalue=0)
+        return Guesses(
+            steps=self.steps + times * other.steps,
+            tokens=self.tokens + times * other.tokens,
+            right_at=tuple(one + times * more for one, more in places),
+        )
+
+    def without(self, places: range) -> Guesses:
+        """Count one guess less as right at each of these places."""
+        return replace(self, right_at=tuple(count - (at in places) for at, count in enumerate(self.right_at)))
+
+    def __str__(self) -> str:
+        places = ", ".join(map(str, self.right_at)) or "none"
+        right = f"{self.right} of {self.tokens} guesses right ({places} by position)"
+        return f"{right}, accepted length {self.accept_length:.2f}"
+
+
 class TokenOutput(NamedTuple):
     """The result of one step for one answer: tokens from the scheduler, to which the detokenizer adds their text.
 
@@ -271,7 +310,8 @@ class TokenOutput(NamedTuple):
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
     stop, skip_special_tokens, min_tokens, include_stop: repeated from the sampling parameters in an answer's first
     output only; prompt_logprobs come with that output, too. hidden_states: float32 [n, hidden], of the prompt's last
-    token or of the new tokens. stages: in an answer's first and last output.
+    token or of the new tokens. stages: in an answer's first and last output. guesses: so far, if there were any; those
+    behind a stop string do not count as right.
 
     text: the new text, whole UTF-8 characters, never part of a stop string unless include_stop. Text may be held back
     (it may be part of a stop string or an incomplete character): then it comes with a later output than its tokens.
@@ -294,6 +334,7 @@ class TokenOutput(NamedTuple):
     stages: StageTimes | None = None
     min_tokens: int = 0
     include_stop: bool = False
+    guesses: Guesses | None = None
     text: str = ""
 
 
@@ -357,11 +398,10 @@ class StepStats:
 
     preempted_total: how often a request, running or in its prompt, lost its KV slots. prompt_tokens_computed_total:
     prompt tokens computed, also when computed again. prefix_queries_total, prefix_hits_total: tokens of computed
-    prompts, and how many of them the prefix cache had. drafts_total, draft_tokens_total, accepted_tokens_total: how
-    often next tokens of a request were guessed, tokens guessed, and guessed right. encode_seconds_total,
-    prefill_seconds_total, decode_seconds_total: what the device's thread spent on slices of encoding, on prompts, and
-    on requests that decode. decode_steps_total, decode_reqs_total: steps with requests that decode, and how many these
-    were. step_reqs, step_tokens: requests and tokens of each step of the model.
+    prompts, and how many of them the prefix cache had. encode_seconds_total, prefill_seconds_total,
+    decode_seconds_total: what the device's thread spent on slices of encoding, on prompts, and on requests that decode.
+    decode_steps_total, decode_reqs_total: steps with requests that decode, and how many these were. step_reqs,
+    step_tokens: requests and tokens of each step of the model.
     """
 
     encoding_reqs: int = 0
@@ -369,9 +409,7 @@ class StepStats:
     prompt_tokens_computed_total: int = 0
     prefix_queries_total: int = 0
     prefix_hits_total: int = 0
-    drafts_total: int = 0
-    draft_tokens_total: int = 0
-    accepted_tokens_total: int = 0
+    guesses: Guesses = Guesses()
     encode_seconds_total: float = 0.0
     prefill_seconds_total: float = 0.0
     decode_seconds_total: float = 0.0

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
+from vlmserve.ipc.messages import Guesses, HistogramStats, SchedulerStats, StepStats
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve_common.errors import EngineError
@@ -42,7 +42,7 @@ class SchedulerMeter:
     def __init__(self) -> None:
         self._step_reqs, self._step_tokens = Histogram(_REQS), Histogram(_TOKENS)
         self._prompt_tokens = self._queries = self._hits = self._preempted = 0
-        self._draft_steps = self._drafted = self._accepted = 0
+        self._guesses = Guesses()
         self._encode_s = self._prefill_s = self._decode_s = 0.0
         self._decode_steps = self._decode_tokens = 0
         self._encoding: list[Req] = []
@@ -93,11 +93,9 @@ class SchedulerMeter:
         self._queries += req.prompt_len
         self._hits += req.cached_tokens
 
-    def drafted(self, count: int, wrong: int) -> None:
-        """Note that so many guessed tokens of a request were checked, of which so many were wrong."""
-        self._draft_steps += 1
-        self._drafted += count
-        self._accepted += count - wrong
+    def checked(self, guesses: Guesses) -> None:
+        """Note a step's guesses for a request."""
+        self._guesses = self._guesses.plus(guesses)
 
     def preempted(self, req: Req) -> None:
         """Note that a request's KV slots were taken back, and it waits again."""
@@ -112,9 +110,7 @@ class SchedulerMeter:
             prompt_tokens_computed_total=self._prompt_tokens,
             prefix_queries_total=self._queries,
             prefix_hits_total=self._hits,
-            drafts_total=self._draft_steps,
-            draft_tokens_total=self._drafted,
-            accepted_tokens_total=self._accepted,
+            guesses=self._guesses,
             encode_seconds_total=self._encode_s,
             prefill_seconds_total=self._prefill_s,
             decode_seconds_total=self._decode_s,
@@ -186,10 +182,9 @@ def describe(before: SchedulerStats | None, now: SchedulerStats, seconds: float)
     ]
     if retracted:
         parts.append(f"{retracted} retracted")
-    drafted = since(lambda stats: stats.steps.draft_tokens_total)
-    if drafted:
-        right = since(lambda stats: stats.steps.accepted_tokens_total)
-        parts.append(f"{right} of {drafted} guesses right")
+    guesses = now.steps.guesses if before is None else now.steps.guesses.plus(before.steps.guesses, -1)
+    if guesses.steps:
+        parts.append(str(guesses))
     return ", ".join(parts)
 
 

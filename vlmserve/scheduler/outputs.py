@@ -118,6 +118,7 @@ def token_output(
         stages=req.times.so_far() if first or req.finish_reason is not None else None,
         min_tokens=req.sampling_params.min_tokens if first else 0,
         include_stop=req.sampling_params.include_stop_str_in_output and first,
+        guesses=req.guesses if req.guesses.steps else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import FinishReason, Guesses, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.scheduler.grammar.matcher import Matcher
 from vlmserve.scheduler.req_life import MOVES, PromptScores, ReqStatus, ReqTimes
@@ -53,7 +53,7 @@ class Req:
 
     drafts: guesses of its next tokens, in a step that is in flight; -1 for those that the worker makes. They count
     among the tokens in flight; wrong ones are dropped, together with their KV. is_forced: a grammar left one text on,
-    and this is the text. guess_rate, forced_rate: of either kind of guesses.
+    and this is the text. guess_rate, forced_rate: of either kind of guesses. guesses: those that were checked.
 
     The first `protected_len` of its KV slots belong to the prefix cache. The request has locked them, and `last_node`
     is the lock's handle. The slots from there to kv_len are the request's own.
@@ -118,6 +118,7 @@ class Req:
         self.in_flight = 0
         self.drafts: tuple[int, ...] = ()
         self.is_forced = False
+        self.guesses = Guesses()
         self.guess_rate, self.forced_rate = GuessRate(0.7), GuessRate(0.9)
         self.req_pool_idx: int | None = None
         self.state: int | None = None

@@ -24,6 +24,7 @@ from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
     FinishReason,
+    Guesses,
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
@@ -465,8 +466,11 @@ class Scheduler:
 
     def _drop_drafts(self, req: Req, wrong: int) -> None:
         self.kv.truncate(req, req.kv_committed_len)
-        self.meter.drafted(len(req.drafts), wrong)
-        self._guesser.checked(req, len(req.drafts) - wrong)
+        count, right = len(req.drafts), len(req.drafts) - wrong
+        guesses = Guesses(steps=1, tokens=count, right_at=(1,) * right + (0,) * wrong)
+        req.guesses = req.guesses.plus(guesses)
+        self.meter.checked(guesses)
+        self._guesser.checked(req, right)
         req.state_lag = len(req.drafts) + 1 - wrong
         req.drafts = ()
         req.in_flight -= wrong

@@ -14,7 +14,7 @@ from tests.vlmserve.server_process import ROOT
 from vlmserve.api.metrics import ALIASES, ServerMetrics
 from vlmserve.frontend.request_stats import MediaTotals, RequestStats, Timings
 from vlmserve.ipc.control_messages import sum_stats
-from vlmserve.ipc.messages import HistogramStats, SchedulerStats, StepStats
+from vlmserve.ipc.messages import Guesses, HistogramStats, SchedulerStats, StepStats
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 BOARD = json.loads((ROOT / "configs" / "grafana" / "vlmserve.json").read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def test_the_page_has_every_metric_with_its_type_and_labels(client: TestClient, 
     assert client.post("/v1/chat/completions", json={}).status_code == 400
     replicated = observed([0.0]).render(sum_stats([stats(), stats()]))
     shown = families(client.get("/metrics").text)
-    shown |= {name: own for name, own in families(replicated.decode()).items() if "replica" in own[1]}
+    shown |= {name: own for name, own in families(replicated.decode()).items() if {"replica", "position"} & own[1]}
     assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROWS} == shown
     assert len(ROWS) == len(shown)
 
@@ -69,10 +69,11 @@ def observed(clock: list[float], *prefixes: str) -> ServerMetrics:
     return metrics
 
 
-def stats(generated: int = 0, queries: int = 0, hits: int = 0) -> SchedulerStats:
+def stats(generated: int = 0, queries: int = 0, hits: int = 0, guesses: int = 1) -> SchedulerStats:
     steps = StepStats(
         prefix_queries_total=queries,
         prefix_hits_total=hits,
+        guesses=Guesses(steps=4 * guesses, tokens=10 * guesses, right_at=(3 * guesses, guesses)),
         step_tokens=HistogramStats(bounds=(1, 2), counts=(3, 1, 2), sum=25),
     )
     return replace(make_stats(num_running_reqs=3, num_waiting_reqs=2, generation_tokens_total=generated), steps=steps)
@@ -101,6 +102,8 @@ def test_figures_of_answers() -> None:
     assert found["vlmserve:request_queue_time_seconds_sum"] == 0.25, "of the whole answer only"
     assert found["vlmserve:request_encode_time_seconds_sum cached=true"] == 1.0
     assert found["vlmserve:request_fetch_time_seconds_count"] == 0
+    assert [found[f"vlmserve:spec_decode_num_accepted_tokens_per_pos_total position={at}"] for at in (0, 1)] == [3, 1]
+    assert found["vlmserve:spec_decode_num_accepted_tokens_total"] == 4
     assert [found[f"vlmserve:iteration_tokens_total_bucket le={le}"] for le in ("1.0", "2.0", "+Inf")] == [3, 4, 6]
     assert not any(name.startswith(("vllm:", "sglang:")) for name in found)
 
@@ -130,6 +133,7 @@ def test_vllms_names_have_the_same_figures() -> None:
         assert f"vllm:{name} engine=0" in found
     assert found["vllm:request_success_total engine=0 finished_reason=stop"] == 1
     assert found["vllm:time_per_output_token_seconds_count engine=0"] == 2
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total engine=0 position=1"] == 1
 
 
 def test_sglangs_names() -> None:
@@ -141,16 +145,18 @@ def test_sglangs_names() -> None:
     assert (found["sglang:num_requests_total"], found["sglang:num_aborted_requests_total"]) == (3, 1)
     assert found["sglang:cached_tokens_total"] == 12
     assert (found["sglang:gen_throughput"], found["sglang:cache_hit_rate"]) == (0, 0), "nothing to compare with yet"
+    assert found["sglang:spec_accept_length"] == 0
     clock[0] += 10.0
-    found = values(metrics, stats(generated=150, queries=30, hits=15))
+    found = values(metrics, stats(generated=150, queries=30, hits=15, guesses=3))
     assert (found["sglang:gen_throughput"], found["sglang:cache_hit_rate"]) == (10.0, 0.25)
+    assert found["sglang:spec_accept_length"] == 2.0
     clock[0] += 1.0  # somebody else asks just after
     assert values(metrics, stats(generated=161, queries=30, hits=15))["sglang:gen_throughput"] == 111 / 11
 
 
 def test_the_page_lists_other_engines_names() -> None:
     listed = set(re.findall(r"^\| `((?:vllm|sglang):\w+)`", PAGE, re.MULTILINE))
-    computed = {"sglang:gen_throughput", "sglang:cache_hit_rate"}
+    computed = {"sglang:gen_throughput", "sglang:cache_hit_rate", "sglang:spec_accept_length"}
     assert listed == {f"{prefix}:{name}" for prefix, names in ALIASES.items() for name in names} | computed
 
 

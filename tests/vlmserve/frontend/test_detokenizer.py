@@ -19,6 +19,7 @@ from vlmserve.ipc.messages import (
     BatchTokenOutput,
     EncodeOutput,
     FinishReason,
+    Guesses,
     RequestsLost,
     TokenLogprobs,
     TokenOutput,
@@ -174,11 +175,13 @@ def test_tokens_after_the_stop_string_are_dropped_with_their_logprobs():
     ids = [byte_id(b) for b in b"axyz"]
     logprobs = tuple(TokenLogprobs(token_id=i, logprob=-1.0) for i in ids)
     manager = DetokenizerManager(TOKENIZER)
-    step = output(ids, first=True, stop=("x",), logprobs=logprobs)
+    guesses = Guesses(steps=2, tokens=7, right_at=(2, 1, 1, 0))
+    step = output(ids, first=True, stop=("x",), logprobs=logprobs, guesses=guesses)
     out, aborts = manager.process(BatchTokenOutput(outputs=(step,)))
     assert out.outputs[0].token_ids == tuple(ids[:2])
     assert out.outputs[0].logprobs == logprobs[:2]
     assert out.outputs[0].completion_tokens == 2
+    assert out.outputs[0].guesses == Guesses(steps=2, tokens=7, right_at=(2, 1, 0, 0))
     assert aborts == [AbortReq(rid="r", finished=True)]
     late, again = manager.process(BatchTokenOutput(outputs=(output(ids, LENGTH, done=4),)))
     assert late.outputs == ()

@@ -7,11 +7,15 @@ from dataclasses import replace
 from tests.vlmserve.api.fake_engine import make_stats
 from vision.cache.stats import PoolStats, TierStats
 from vlmserve.ipc.control_messages import ControlRefused, EngineState, ProfileResult, ServerInfo, sum_results, sum_stats
-from vlmserve.ipc.messages import HistogramStats, StepStats
+from vlmserve.ipc.messages import Guesses, HistogramStats, StepStats
 
 
 def figures(running: int, disk: int):
-    steps = StepStats(preempted_total=running, step_reqs=HistogramStats(bounds=(1,), counts=(running, 1), sum=9))
+    steps = StepStats(
+        preempted_total=running,
+        step_reqs=HistogramStats(bounds=(1,), counts=(running, 1), sum=9),
+        guesses=Guesses(steps=running, tokens=9, right_at=(1,) * running),
+    )
     encoder = PoolStats(encoded=running, disk=TierStats(hits=running, bytes=disk, entries=disk))
     return replace(make_stats(num_running_reqs=running), steps=steps, encoder=encoder)
 
@@ -21,6 +25,7 @@ def test_figures():
     whole = sum_stats(stats)
     assert (whole.num_running_reqs, whole.kv_total_tokens, whole.steps.preempted_total) == (5, 200, 5)
     assert whole.steps.step_reqs == HistogramStats(bounds=(1,), counts=(5, 2), sum=18)
+    assert whole.steps.guesses == Guesses(steps=5, tokens=18, right_at=(2, 2, 1))
     assert (whole.encoder.encoded, whole.encoder.host) == (5, None)
     assert whole.encoder.disk == TierStats(hits=5, bytes=11, entries=11), "the folder is everybody's"
     assert whole.replicas == tuple(stats)

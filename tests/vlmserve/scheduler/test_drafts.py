@@ -45,8 +45,11 @@ def test_guesses_that_are_right_save_steps(depth):
         rig.check_answers(message)
         steps.append(len(rig.worker.batches))
     stats = rig.loop.stats().steps
-    assert steps[1] == steps[0] - stats.accepted_tokens_total
-    assert 8 < stats.accepted_tokens_total < stats.draft_tokens_total
+    assert steps[1] == steps[0] - stats.guesses.right
+    assert 8 < stats.guesses.right < stats.guesses.tokens
+    outputs = rig.outputs["a"]  # each has the right guesses of its step, and one more token
+    assert stats.guesses.right_at == tuple(sum(len(out.token_ids) > at + 1 for out in outputs) for at in range(4))
+    assert outputs[-1].guesses == stats.guesses
 
 
 @pytest.mark.parametrize("drafts", [0, 5])
@@ -68,7 +71,7 @@ def test_nothing_is_guessed_where_slots_are_short():
     rig = Rig(Knobs(pool=32, page=1, context=32, drafts=30))
     message = request("a", list(range(20)), new=10)
     rig.run(message)
-    assert 0 < rig.loop.stats().steps.draft_tokens_total < 30
+    assert 0 < rig.loop.stats().steps.guesses.tokens < 30
     rig.check_answers(message)
 
 

@@ -11,7 +11,7 @@ from tests.vlmserve.api.fake_engine import make_stats
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
 from vision.cache.stats import PoolStats
-from vlmserve.ipc.messages import AbortReq, SchedulerStats, StageTimes, StepStats
+from vlmserve.ipc.messages import AbortReq, Guesses, SchedulerStats, StageTimes, StepStats
 from vlmserve.scheduler.meter import BatchLog, Histogram, describe
 from vlmserve.scheduler.req_life import ReqTimes
 
@@ -165,8 +165,8 @@ def test_time_without_requests_does_not_count() -> None:
 
 
 def test_what_it_says() -> None:
-    before = make_stats(generation_tokens_total=100)
-    before = replace(before, steps=StepStats(prefix_queries_total=1000, prefix_hits_total=1000))
+    before, earlier = make_stats(generation_tokens_total=100), Guesses(steps=2, tokens=8, right_at=(2, 2))
+    before = replace(before, steps=StepStats(prefix_queries_total=1000, prefix_hits_total=1000, guesses=earlier))
     now = make_stats(num_running_reqs=3, num_waiting_reqs=2, generation_tokens_total=350)
     steps = StepStats(
         encoding_reqs=1,
@@ -174,12 +174,11 @@ def test_what_it_says() -> None:
         prompt_tokens_computed_total=600,
         prefix_queries_total=1800,
         prefix_hits_total=1200,
-        draft_tokens_total=40,
-        accepted_tokens_total=30,
+        guesses=Guesses(steps=17, tokens=48, right_at=(16, 12, 6)),
     )
     now = replace(now, encoder=PoolStats(encoded=7), steps=steps)
     assert describe(before, now, 10.0) == (
         "3 running, 2 queued, 1 waiting for the encoder, KV 30%, prefix hits 25%, 60.0 prompt tokens/s, 25.0 tokens/s, "
-        "7 pictures encoded, 4 retracted, 30 of 40 guesses right"
+        "7 pictures encoded, 4 retracted, 30 of 40 guesses right (14, 10, 6 by position), accepted length 3.00"
     )
     assert "prefix hits -," in describe(now, now, 10.0)

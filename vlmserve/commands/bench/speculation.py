@@ -69,21 +69,18 @@ def _compare(sides: dict[str, LLM], form: str, requests: int, args: Any) -> dict
         made = sides[name].chat_batch(prompts, temperature=0.0, max_tokens=args.tokens, **_FORMS[form])
         answers[name] = [tuple(answer.token_ids) for answer in made]
 
-    before = sides["on"].stats().steps
+    before = sides["on"].stats().steps.guesses
     times = in_turns({name: partial(ask, name) for name in sides}, args.rounds)
-    after = sides["on"].stats().steps
-    steps = after.drafts_total - before.drafts_total
-    right = after.accepted_tokens_total - before.accepted_tokens_total
-    drafted = after.draft_tokens_total - before.draft_tokens_total
+    guesses = sides["on"].stats().steps.guesses.plus(before, -1)
     same = sum(one == other for one, other in zip(answers["off"], answers["on"], strict=True))
     ratio = ratios(times["off"].wall, times["on"].wall)
     tokens = sum(map(len, answers["on"]))
     rates = ", ".join(f"{tokens / wall:.0f}" for wall in times["on"].wall)
     print(
         f"{form}, {requests} at a time: {rates} tokens/s; of those without guesses: {ratio}; "
-        f"{right} of {drafted} guesses right, {right / max(steps, 1):.2f} each time; "
-        f"{same} of {requests} answers equal",
+        f"{guesses}; {same} of {requests} answers equal",
         flush=True,
     )
     seconds = {name: asdict(timing) for name, timing in times.items()}
-    return {"seconds": seconds, "ratio": asdict(ratio), "drafted": drafted, "right": right, "equal": same}
+    figures = {**asdict(guesses), "accept_length": guesses.accept_length}
+    return {"seconds": seconds, "ratio": asdict(ratio), "guesses": figures, "equal": same}

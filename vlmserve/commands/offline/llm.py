@@ -50,6 +50,7 @@ from vlmserve.frontend.stage import StageLimits, TokenizerStage, make_tokenizer_
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenOutput,
+    Guesses,
     PromptLogprobs,
     SamplingParams,
     SchedulerOutput,
@@ -161,6 +162,7 @@ class Completion:
     prompt_logprobs and hidden_states (float32 [tokens, hidden]): see `ReturnOptions`.
 
     mm_report: the API's report on the prompt's media. warnings: parts of the request without effect, a sentence each.
+    guesses: tokens of the answer that were guessed.
     """
 
     text: str
@@ -173,6 +175,7 @@ class Completion:
     warnings: tuple[str, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     hidden_states: np.ndarray | None = None
+    guesses: Guesses = field(default_factory=Guesses)
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -394,4 +397,5 @@ def _completion(answer: TokenOutput | None, media: tuple[MediumReport, ...], war
         warnings=(*warnings, *(warning for medium in media for warning in medium.warnings())),
         prompt_logprobs=answer.prompt_logprobs,
         hidden_states=answer.hidden_states,
+        guesses=answer.guesses or Guesses(),
     )
