@@ -22,7 +22,7 @@ MEDIA = [
     {"type": "video_url", "video_url": {"url": data_url(SAMPLES / "rolling.mp4")}, "fps": 1.0, "max_frames": 10**9},
     {"type": "text", "text": "What is it?"},
 ]
-REPORTS = {"return_mm_report": True, "return_usage_details": True}
+REPORTS = {"return_mm_report": True, "return_usage_details": True, "return_spec_tokens_details": True}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2, "token_ids_logprob": [1, 2], "n": 2}
 
 # Of each operation that answers at once: bodies of requests.
@@ -41,6 +41,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         TEXT,
         {**TEXT, "echo": True, "logprobs": 2},
         {**TEXT, "logprobs": 1, "n": 2},
+        {**TEXT, "guided_choice": ["only this"], "return_spec_tokens_details": True},
         {**TEXT, "prompt": ["Hello", "The red"], "prompt_logprobs": 1},
         {**TEXT, "stop": ["e", "o"], "max_tokens": 20, "ignore_eos": True},
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -19,7 +21,10 @@ from vlmserve import LLM
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 
-OWN = ("n", "stream", "logprobs", "stop", "max_tokens", "response_format", "logit_bias", "tools", "tool_choice")
+OWN = (
+    *("n", "stream", "stream_options", "logprobs", "stop", "max_tokens"),
+    *("response_format", "logit_bias", "tools", "tool_choice"),
+)
 THINKS = "{% if add_generation_prompt and enable_thinking %}{{ '<think>\\n' }}{% endif %}"
 TOKENIZER = load_text_tokenizer(DEFAULT_MODEL)
 QUESTION = [{"role": "user", "content": "What is a red circle?"}]
@@ -42,7 +47,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     copy_default_model(folder / "model")
     template = folder / "model" / "chat_template.jinja"
     template.write_text(template.read_text() + THINKS)
-    flags = ("--max-total-tokens", "16384", "--grammar-timeout-s", "3")
+    flags = ("--max-total-tokens", "16384", "--grammar-timeout-s", "3", "--speculative-num-draft-tokens", "4")
     with serving(folder / "run", *flags, model=folder / "model") as server:
         yield server
 
@@ -67,6 +72,44 @@ def tag(**form: str) -> dict[str, Any]:
 def text_of(answer: Any) -> str:
     assert answer.choices[0].finish_reason == "stop"
     return answer.choices[0].message.content
+
+
+def places(server: ServerProcess) -> list[int]:
+    """Right guesses by position, as /metrics has them."""
+    text = server.get("metrics")[1]
+    return [int(float(n)) for n in re.findall(r"vlmserve:spec_decode_num_accepted_tokens_per_pos_total{.*} (.*)", text)]
+
+
+def test_usage_tells_of_guesses(client, server):
+    """Of one answer and of several, whole and in chunks, and of all together what /metrics counts."""
+    form = {"guided_regex": "(this|that) is the rest of the text", "return_spec_tokens_details": True}
+    text = {"model": "tiny", "prompt": ["A star:", "A circle:"], "max_tokens": 60, "extra_body": form}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    found = Counter(dict(enumerate(places(server))))
+    usages = [ask(client, **form).usage, ask(client, n=3, **form).usage, client.completions.create(**text).usage]
+    usages += [
+        list(ask(client, **form, **stream))[-1].usage,
+        list(client.completions.create(**text, **stream))[-1].usage,
+    ]
+    for usage in usages:
+        spec, details = usage.model_extra["spec_tokens_details"], usage.completion_tokens_details
+        right, right_at = spec["spec_num_correct_drafts"], spec["spec_num_correct_drafts_per_pos"]
+        assert 0 < right == sum(right_at) == details.accepted_prediction_tokens < usage.completion_tokens
+        assert right + details.rejected_prediction_tokens == spec["spec_num_proposed_drafts"]
+        assert spec["spec_accept_length"] == 1 + right / spec["spec_verify_ct"]
+        assert sorted(right_at, reverse=True) == right_at
+        found.update(dict(enumerate(right_at)))
+    assert [found[at] for at in range(4)] == places(server)
+    plain = [ask(client, guided_regex=form["guided_regex"]).usage, ask(client, max_tokens=3).usage]
+    assert [bool(usage.completion_tokens_details.accepted_prediction_tokens) for usage in plain] == [True, False]
+    assert not any(usage.model_extra for usage in plain)
+    assert ask(client, return_spec_tokens_details=True, max_tokens=3).usage.model_extra["spec_tokens_details"] == {
+        "spec_verify_ct": 0,
+        "spec_num_proposed_drafts": 0,
+        "spec_num_correct_drafts": 0,
+        "spec_num_correct_drafts_per_pos": [],
+        "spec_accept_length": 0.0,
+    }
 
 
 def test_the_official_client_parses(client):

@@ -94,19 +94,44 @@ class PromptTokensDetails(TypedDict):
     video_tokens: NotRequired[int]
 
 
-class CompletionTokensDetails(TypedDict):
-    reasoning_tokens: int
+class GuessedTokens(TypedDict):
+    """Guessed tokens of an answer, if there were any: right ones, which are part of it, and wrong ones."""
+
+    accepted_prediction_tokens: NotRequired[int]
+    rejected_prediction_tokens: NotRequired[int]
 
 
-class Usage(TypedDict):
-    """The tokens of a request; timings come with return_usage_details."""
+class CompletionTokensDetails(GuessedTokens):
+    reasoning_tokens: NotRequired[int]
+
+
+class SpecTokensDetails(TypedDict):
+    """Figures of guessed tokens. spec_verify_ct: steps with guesses. spec_accept_length: mean tokens of these steps; 0
+    if there were none."""
+
+    spec_verify_ct: int
+    spec_num_proposed_drafts: int
+    spec_num_correct_drafts: int
+    spec_num_correct_drafts_per_pos: list[int]
+    spec_accept_length: float
+
+
+class MoreUsage(TypedDict):
+    """Figures that a request asks for. timings: with return_usage_details. spec_tokens_details: with
+    return_spec_tokens_details."""
+
+    timings: NotRequired[Timings | None]
+    spec_tokens_details: NotRequired[SpecTokensDetails]
+
+
+class Usage(MoreUsage):
+    """The tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: NotRequired[CompletionTokensDetails]
-    timings: NotRequired[Timings | None]
 
 
 class Remarks(TypedDict):

@@ -79,6 +79,7 @@ def _prepare(
         include_usage=bool(chat.stream_options and chat.stream_options.include_usage),
         usage_details=bool(chat.return_usage_details),
         token_ids=bool(chat.return_token_ids),
+        spec_details=bool(chat.return_spec_tokens_details),
         reading=AnswerReading(calls=tool_use(chat, served.formats), reasoning=served.formats.reasoning),
     )
     return [wanted], writer

@@ -121,6 +121,7 @@ def _prepare(
         logprobs=body.logprobs,
         prompt_logprobs=body.prompt_logprobs is not None,
         token_ids=bool(body.return_token_ids),
+        spec_details=bool(body.return_spec_tokens_details),
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         hidden_ids=frozenset() if body.skip_special_tokens is False else tokenizer.special_ids,
     )

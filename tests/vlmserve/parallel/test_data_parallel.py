@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import os
 import signal
 import time
@@ -136,6 +137,21 @@ def aborted_in_time(client, server) -> bool:
 def test_streams_are_aborted_where_they_run(client, server):
     """Engines may reach the end before this client gets its turn on a busy machine: it tries again then."""
     assert any(aborted_in_time(client, server) for _ in range(5)), "none was computed to its end"
+
+
+def test_right_guesses_of_all_replicas_are_counted(client, server):
+    fields = {"guided_regex": "(this|that) is the rest of the text", "return_spec_tokens_details": True}
+
+    def right_at(rank: int) -> list[int]:
+        body = {**fields, "data_parallel_rank": rank}
+        reply: Any = client.chat.completions.create(model="tiny", messages=question("hi"), extra_body=body)
+        return reply.usage.model_extra["spec_tokens_details"]["spec_num_correct_drafts_per_pos"]
+
+    with ThreadPoolExecutor(2) as pool:
+        places = list(pool.map(right_at, range(2)))
+    assert all(sum(own) > 0 for own in places)
+    both = [sum(at) for at in itertools.zip_longest(*places, fillvalue=0)]
+    assert metric(server, "spec_decode_num_accepted_tokens_per_pos") == both
 
 
 def test_operators_mean_all_replicas(server):

@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
-from vlmserve.api.answer_types import AnswerLogprob, Remarks
+from vlmserve.api.answer_types import AnswerLogprob, GuessedTokens, MoreUsage, Remarks
 from vlmserve.api.openapi import Page
 from vlmserve.frontend.openai.protocol import Metadata, NamedRequest, Stop, StrictModel
-from vlmserve.frontend.request_stats import Timings
 
 
 class FunctionTool(StrictModel):
@@ -137,6 +136,7 @@ class ResponsesRequest(NamedRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
     return_usage_details: bool | None = None
+    return_spec_tokens_details: bool | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
 
@@ -197,19 +197,18 @@ class InputTokensDetails(TypedDict):
     video_tokens: NotRequired[int]
 
 
-class OutputTokensDetails(TypedDict):
+class OutputTokensDetails(GuessedTokens):
     reasoning_tokens: int
 
 
-class ResponseUsage(TypedDict):
-    """The tokens of a response; timings come with return_usage_details."""
+class ResponseUsage(MoreUsage):
+    """The tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-    timings: NotRequired[Timings | None]
 
 
 class ResponseError(TypedDict):

@@ -207,5 +207,5 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0, **of_answer},
         "total_tokens": usage["total_tokens"],
-        **({"timings": usage["timings"]} if "timings" in usage else {}),
+        **{name: usage[name] for name in ("timings", "spec_tokens_details") if name in usage},
     }

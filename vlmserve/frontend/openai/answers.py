@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from vlmserve.frontend.parsers.answer import PLAIN_TEXT, AnswerReading
 from vlmserve.frontend.parsers.calls import CallArguments, CallBegin, Piece, Reasoning, Text
 from vlmserve.frontend.request_stats import Timings
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput
-from vlmserve.ipc.messages import FinishReason, PromptLogprobs, TokenLogprobs, TokenOutput
+from vlmserve.ipc.messages import FinishReason, Guesses, PromptLogprobs, TokenLogprobs, TokenOutput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 
 
@@ -38,7 +39,8 @@ class AnswerHead:
 
 class Writer:
     """Writes the answers to one or more prompts, n for each, and counts their tokens. include_usage: the request asks
-    for the usage at the end of a stream. token_ids: it asks for the ids of prompts and answers."""
+    for the usage at the end of a stream. token_ids: it asks for the ids of prompts and answers. spec_details: it asks
+    for figures of guessed tokens in the usage."""
 
     chunk_kind: ClassVar[str]
 
@@ -51,13 +53,15 @@ class Writer:
         n: int,
         include_usage: bool,
         token_ids: bool = False,
+        spec_details: bool = False,
     ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._n = n
         self._include_usage = include_usage
         self._token_ids = token_ids
-        self._completions = [0] * (prompts * n)
+        self._spec_details = spec_details
+        self._completions, self._guesses = [0] * (prompts * n), [Guesses()] * (prompts * n)
         self._prompts, self._cached = [0] * prompts, [0] * prompts
         self._left = prompts * n  # choices that have not ended
         self._warnings: dict[str, None] = {}
@@ -81,18 +85,34 @@ class Writer:
         prompt, choice = divmod(item.index, self._n)
         self._prompts[prompt] = item.output.prompt_tokens
         self._completions[item.index] = item.output.completion_tokens
+        self._guesses[item.index] = item.output.guesses or self._guesses[item.index]
         if choice == 0:  # later choices find the first one's prompt in the cache
             self._cached[prompt] = item.output.cached_tokens
 
     def _usage(self) -> dict[str, Any]:
         """Return the tokens of all prompts, each once, and of all answers."""
         prompt, completion = sum(self._prompts), sum(self._completions)
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
         }
+        guesses = reduce(Guesses.plus, self._guesses)
+        if guesses.steps:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": guesses.right,
+                "rejected_prediction_tokens": guesses.tokens - guesses.right,
+            }
+        if self._spec_details:
+            usage["spec_tokens_details"] = {
+                "spec_verify_ct": guesses.steps,
+                "spec_num_proposed_drafts": guesses.tokens,
+                "spec_num_correct_drafts": guesses.right,
+                "spec_num_correct_drafts_per_pos": guesses.right_at,
+                "spec_accept_length": guesses.accept_length,
+            }
+        return usage
 
     def _chunk_of(self, choice: dict[str, Any], **about: Any) -> bytes:
         # With include_usage every chunk has the field, which is null except in the last one.
@@ -103,9 +123,9 @@ class Writer:
 class AnswerWriter(Writer):
     """Writes one request's answer of n choices.
 
-    logprobs, mm_report, include_usage, token_ids: the request asks for them. The timings of choice 0 come with
-    mm_report. usage_details: usage has the kinds of the prompt's tokens, and the timings. reading: how tool calls and
-    thoughts are found in the text. An answer has `warnings` if a part of the request had no effect.
+    logprobs, mm_report, include_usage, token_ids, spec_details: the request asks for them. The timings of choice 0 come
+    with mm_report. usage_details: usage has the kinds of the prompt's tokens, and the timings. reading: how tool calls
+    and thoughts are found in the text. An answer has `warnings` if a part of the request had no effect.
     """
 
     chunk_kind = "chat.completion.chunk"
@@ -121,9 +141,11 @@ class AnswerWriter(Writer):
         include_usage: bool = False,
         usage_details: bool = False,
         token_ids: bool = False,
+        spec_details: bool = False,
         reading: AnswerReading = PLAIN_TEXT,
     ) -> None:
-        super().__init__(head, tokenizer, prompts=1, n=n, include_usage=include_usage, token_ids=token_ids)
+        asked = {"include_usage": include_usage, "token_ids": token_ids, "spec_details": spec_details}
+        super().__init__(head, tokenizer, prompts=1, n=n, **asked)
         self._logprobs = logprobs
         self._mm_report = mm_report
         self._usage_details = usage_details
@@ -234,7 +256,7 @@ class AnswerWriter(Writer):
             usage["timings"] = self._timings and asdict(self._timings)
         if self._thoughts is not None:
             thoughts = sum(choice.count for choice in self._thoughts)
-            usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+            usage.setdefault("completion_tokens_details", {})["reasoning_tokens"] = thoughts
         return usage
 
     def _about(self) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class CompletionWriter(Writer):
     """Writes the answers to several prompts, n for each.
 
     echo: the texts of the prompts, if they are to be repeated. logprobs: how many of the likeliest tokens are named;
-    None: no logprobs. prompt_logprobs, include_usage, token_ids: the request asks for them. hidden_ids: see
-    `_LogprobColumns`.
+    None: no logprobs. prompt_logprobs, include_usage, token_ids, spec_details: the request asks for them. hidden_ids:
+    see `_LogprobColumns`.
     """
 
     chunk_kind = "text_completion"
@@ -140,9 +140,11 @@ class CompletionWriter(Writer):
         prompt_logprobs: bool,
         include_usage: bool,
         token_ids: bool = False,
+        spec_details: bool = False,
         hidden_ids: frozenset[int],
     ) -> None:
-        super().__init__(head, tokenizer, prompts=prompts, n=n, include_usage=include_usage, token_ids=token_ids)
+        asked = {"include_usage": include_usage, "token_ids": token_ids, "spec_details": spec_details}
+        super().__init__(head, tokenizer, prompts=prompts, n=n, **asked)
         self._echo = echo
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs

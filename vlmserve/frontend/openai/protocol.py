@@ -485,6 +485,7 @@ class SampledRequest(FormedRequest):
     allowed_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_spec_tokens_details: bool | None = None
     prompt_logprobs: int | None = None
     logits_processors: list[LogitsProcessor] | None = None
 
