@@ -142,7 +142,7 @@ def test_answers_of_many_at_a_time(pair, settings):
         for _ in range(2):
             done = llm.chat_batch(asked, random)
             assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
-        assert llm.stats().steps.drafts_total > 20
+        assert llm.stats().steps.guesses.steps > 20
         assert bool(llm.stats().retracted_total) == (settings.get("max_total_tokens") == 384)
 
 
@@ -154,7 +154,7 @@ def test_a_model_that_guesses_for_itself_is_always_right(settings, tmp_path):
         for _ in range(2):
             llm.chat_batch(questions(), GREEDY)
         stats = llm.stats().steps
-        assert stats.accepted_tokens_total > 0.99 * stats.draft_tokens_total > 200
+        assert stats.guesses.right > 0.99 * stats.guesses.tokens > 200
         assert bool(stats.prefix_hits_total) != ("disable_radix_cache" in settings)
 
 
@@ -176,9 +176,7 @@ def test_it_catches_up_with_cached_answers_that_were_made_without_guesses(tmp_pa
         llm.chat([turn, {"role": "assistant", "content": told.text}, then], GREEDY)
         after = llm.stats().steps
         assert after.prefix_hits_total - before.prefix_hits_total > 100
-        drafts, right = (
-            getattr(after, name) - getattr(before, name) for name in ("draft_tokens_total", "accepted_tokens_total")
-        )
+        drafts, right = after.guesses.tokens - before.guesses.tokens, after.guesses.right - before.guesses.right
         assert right == drafts >= 30
 
 

@@ -12,11 +12,12 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from vlmserve.commands.bench.checkpoints import write_random_checkpoint
 from vlmserve.commands.bench.figures import bench_parser, in_turns, ratios, write_json
 from vlmserve.commands.offline.llm import LLM
+from vlmserve.config.engine_args import EngineArgs
 
 _FIELDS = ("main_subject", "background_objects", "dominant_colour", "estimated_lighting", "camera_distance", "mood")
 _SCHEMA = {
@@ -33,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
     parser = bench_parser("speculation", "Answers with guessed tokens beside the same answers without.", rounds=3)
     add = parser.add_argument
     add("--model", default="", help="checkpoint folder or hub id; random weights, text like Qwen3-0.6B, if left out")
-    add("--algorithm", default="ngram", choices=["none", "ngram", "mtp"], help="as --speculative-algorithm")
+    algorithms = get_args(get_type_hints(EngineArgs)["speculative_algorithm"])
+    add("--algorithm", default="ngram", choices=algorithms, help="as --speculative-algorithm")
+    add("--draft-model-path", help="as --speculative-draft-model-path")
     add("--num-draft-tokens", default="auto", help="as --speculative-num-draft-tokens")
     add("--num-threads", type=int, help="CPU threads of the model (default: all cores)")
     add("--requests", type=int, nargs="+", default=[1, 8], help="requests at a time")
@@ -43,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     drafts = args.num_draft_tokens
     on = {
         "speculative_algorithm": args.algorithm,
+        "speculative_draft_model_path": args.draft_model_path,
         "speculative_num_draft_tokens": int(drafts) if drafts.isdecimal() else drafts,
     }
     found: dict[str, Any] = {}
