@@ -67,7 +67,7 @@ def load(
         model = random_model(Path(args.model), device, dtype, with_tower=with_tower, comm=comm, mtp=mtp)
     else:
         model = load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, comm=comm, mtp=mtp)
-    _attach_draft(args, model, device)
+    attach_guessing(args, model, device)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
@@ -132,12 +132,13 @@ def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLang
         outline = random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), mtp=mtp)
     else:
         outline = outline_model(Path(args.model), dtype, device, shard=shard, mtp=mtp)
-    _attach_draft(args, outline, "meta")
+    attach_guessing(args, outline, "meta")
     return outline
 
 
-def _attach_draft(args: EngineArgs, model: VisionLanguageModel, device: torch.device | str) -> None:
-    """Load what guesses tokens from a folder of its own, if anything does."""
+def attach_guessing(args: EngineArgs, model: VisionLanguageModel, device: torch.device | str) -> None:
+    """Load what guesses tokens from a folder of its own, if anything does; on the meta device, its outline. Raises
+    CheckpointError."""
     if args.speculative_draft_model_path is None:
         return
     folder = resolve_model(args.speculative_draft_model_path)

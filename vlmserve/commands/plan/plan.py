@@ -18,6 +18,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.activation_memory import estimate_activations, step_limits
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.graph_planning import why_not_captured
+from vlmserve.engine.model_loading import attach_guessing
 from vlmserve.engine.recurrent import bytes_of_states, state_shape
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.recurrent_cache import StateShape
@@ -103,6 +104,7 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     config = load_config(folder, mtp=mtp)
     meta, dtype = torch.device("meta"), dtype_setting(args.dtype) or config.dtype
     whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, load_config(folder, shard, mtp=mtp)))
+    attach_guessing(args, outline, meta)
     embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
     assert embedding is not None, "the outline is of all layers"
     assert norm is not None
@@ -123,7 +125,11 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
         kv_layers = last - first
         if config.linear is not None:
             kv_layers -= sum(first <= layer < last for layer in config.linear.layers)
-        guessing = weight_bytes(outline.mtp) if ends and outline.mtp is not None else 0
+        towers = sum(weight_bytes(tower) for tower in outline.towers)
+        guessing = sum(
+            weight_bytes(part) for part in (outline.mtp, outline.eagle, outline.draft) if ends and part is not None
+        )
+        guessing -= towers - weight_bytes(outline.visual) if ends else 0
         state = _state(outline, last - first - kv_layers)
         kv_layers += config.mtp_layers if ends else 0
         tied_here = outline.lm_head is None and begins and not on_cpu
@@ -135,8 +141,8 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
                 dense=int((sum(dense[first:last]) + guessing) * held) + (weight_bytes(norm) if ends else 0),
                 experts=int(sum(experts[first:last]) * held),
                 head=weight_bytes(head) if ends and not tied_here else 0,
-                tower=weight_bytes(outline.visual) if begins else 0,
-                kv=kv_layers * per_layer,
+                tower=towers if begins else 0,
+                kv=kv_layers * per_layer + (sum(one.nbytes(kv_dtype) for one in outline.guessing_kv) if ends else 0),
                 state=state,
                 kv_layers=kv_layers,
                 dense_numbers=sum(numbers[first:last]),

@@ -156,6 +156,15 @@ def test_weights_are_those_that_the_engine_loads(tmp_path, family, tp):
     assert stage.head == head
 
 
+def test_a_smaller_model_that_guesses_is_held_too(tmp_path: Path) -> None:
+    folder, draft = (make_checkpoint("qwen3_vl", tmp_path / name) for name in ("model", "draft"))
+    alone, guessing = EngineArgs(model=str(folder)), {"speculative_draft_model_path": str(draft)}
+    [plain] = lay_out(folder, alone).stages
+    [more] = lay_out(folder, EngineArgs(model=str(folder), speculative_algorithm="draft_model", **guessing)).stages
+    assert more.weights == plain.weights + weight_bytes(outline_model(draft))
+    assert (more.tower, more.kv) == (2 * plain.tower, 2 * plain.kv)
+
+
 @pytest.mark.parametrize(
     ("model", "words", "complaint"),
     [
