@@ -51,8 +51,8 @@ class NGramDrafter:
         self._least, self._most = least, most
 
     def propose(self, req: Req) -> tuple[int, ...]:
-        """Return the next tokens of a request whose tokens are all known: those that followed the best place; none if
-        there is no good one."""
+        """Return the next tokens of a request whose tokens are all known: those that followed the best place, over and
+        over if they reach to the end; none if there is no good one."""
         ids = np.concatenate([req.prompt_token_ids, np.asarray(req.output_ids, dtype=np.int64)])
         places = np.arange(len(ids) - 1)  # where the last token stood before; those that go on alike
         alike = 0
@@ -64,5 +64,5 @@ class NGramDrafter:
             places, alike = going_on, alike + 1
         if alike < self._least:
             return ()
-        after = int(places[-1]) + 1
-        return tuple(ids[after : after + self._num_draft_tokens].tolist())
+        followed = ids[int(places[-1]) + 1 :]
+        return tuple(np.resize(followed, self._num_draft_tokens).tolist())

@@ -28,6 +28,8 @@ def propose(prompt: list[int], output: list[int]) -> tuple[int, ...]:
         ([1, 2, 3, 7], [9, 2, 3, 8, 1, 2, 3], (7, 9, 2)),  # the place where more is alike
         ([5, 6, 7], [7], ()),  # one token says nothing
         ([], [4], ()),
+        ([4, 4], [4], (4, 4, 4)),  # a loop goes on
+        ([7, 1, 2], [1, 2, 1, 2], (1, 2, 1)),
         ([2, 3, 9, 3], [2, 3], (9, 3, 2)),  # where its beginning is the prompt's
     ],
 )
