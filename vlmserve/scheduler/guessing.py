@@ -31,6 +31,7 @@ class Guesser:
         self._most = most
         self._adapts = adapts
         self._payoffs: dict[int, Payoff] = {}  # by the size of batches
+        self._usual = GuessRate(0.7, smooth=0.02)  # of all requests
 
     def guesses(self, reqs: Sequence[Req]) -> bool:
         """Return whether the next step may have guesses, given all requests that decode."""
@@ -42,7 +43,7 @@ class Guesser:
         """Choose `drafts` of these requests, as many as they may have. Slots are not allocated yet."""
         reqs = [req for req in reqs if req.may_draft]
         for req in reqs:
-            if self._drafter is not None and (most := self._worth(req.guess_rate)):
+            if self._drafter is not None and (most := self._worth(self._rate(req))):
                 req.drafts = self._drafter.propose(req)[: min(most, req.remaining_new_tokens - 1)]
         ruled = [(req, req.grammar, self._worth(req.forced_rate)) for req in reqs if req.grammar is not None]
         look_ahead({grammar: (req.drafts, max(most, len(req.drafts))) for req, grammar, most in ruled})
@@ -53,14 +54,20 @@ class Guesser:
 
     def checked(self, req: Req, right: int) -> None:
         """Note that so many of a request's drafts were right."""
-        rate = req.forced_rate if req.is_forced else req.guess_rate
-        rate.note(len(req.drafts), right)
+        for rate in [req.forced_rate] if req.is_forced else [self._rate(req), self._usual]:
+            rate.note(len(req.drafts), right)
 
     def stepped(self, seconds: float, *, guessed: bool, reqs: int, tokens: int) -> None:
         """Note that a step in which only decoding was done came so long after one of its kind. guessed: whether it was
         decided with guesses, if it has any or not. tokens: what it brought to all requests."""
         if self._adapts and reqs:
             self._payoff(reqs).note(seconds, tokens / reqs, guessed=guessed)
+
+    def _rate(self, req: Req) -> GuessRate:
+        """Return a request's own rate. It begins as that of others, and high enough to rise by one right guess."""
+        if req.guess_rate is None:
+            req.guess_rate = GuessRate(max(self._usual.rate, _LEAST_LIKELY - 0.05))
+        return req.guess_rate
 
     def _payoff(self, reqs: int) -> Payoff:
         return self._payoffs.setdefault(reqs.bit_length(), Payoff())

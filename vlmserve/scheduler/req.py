@@ -19,25 +19,26 @@ TURNS_PER_CHOICE = 8
 
 
 class GuessRate:
-    """How often a request's guesses are right, given that those before were."""
+    """How often guesses are right, given that those before were. smooth: the weight of a new one."""
 
-    _SMOOTH, _REST = 0.2, 16
+    _REST = 16
 
-    def __init__(self, first: float) -> None:
-        self._rate = first
+    def __init__(self, first: float, *, smooth: float = 0.2) -> None:
+        self.rate = first
+        self._smooth = smooth
         self._passed = 0
 
     def note(self, guesses: int, right: int) -> None:
         """Note that so many guesses were made, of which the first ones were right."""
         for is_right in [True] * right + [False] * (right < guesses):
-            self._rate += self._SMOOTH * (is_right - self._rate)
+            self.rate += self._smooth * (is_right - self.rate)
 
     def worth(self, most: int, *, least_likely: float) -> int:
         """Return how many tokens are worth guessing. Where none is, one is tried now and then."""
-        if self._rate < least_likely:
+        if self.rate < least_likely:
             self._passed = (self._passed + 1) % self._REST
             return not self._passed
-        return min(most, int(math.log(least_likely) / math.log(min(self._rate, 0.99))))
+        return min(most, int(math.log(least_likely) / math.log(min(self.rate, 0.99))))
 
 
 class Req:
@@ -119,7 +120,8 @@ class Req:
         self.drafts: tuple[int, ...] = ()
         self.is_forced = False
         self.guesses = Guesses()
-        self.guess_rate, self.forced_rate = GuessRate(0.7), GuessRate(0.9)
+        self.guess_rate: GuessRate | None = None
+        self.forced_rate = GuessRate(0.9)
         self.req_pool_idx: int | None = None
         self.state: int | None = None
         self.state_lag = 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
-from vlmserve.scheduler.guessing import Payoff
+from vlmserve.scheduler.guessing import Guesser, Payoff
 from vlmserve.scheduler.req import GuessRate
 
 
@@ -36,6 +39,36 @@ def test_a_request_guesses_as_many_as_are_often_right(right, worth):
     assert rate.worth(4, least_likely=0.3) == worth
     tried = sum(rate.worth(4, least_likely=0.3) > 0 for _ in range(64))
     assert tried == (64 if worth else 4)
+
+
+def test_a_request_begins_as_others_fared():
+    class Four:
+        def propose(self, req: Any) -> tuple[int, ...]:
+            return (1, 2, 3, 4)
+
+    guesser = Guesser(Four(), most=4, adapts=True)
+
+    def ask(right: bool) -> list[int]:
+        """The numbers of guesses that a new request makes in 40 steps."""
+        req: Any = SimpleNamespace(
+            may_draft=True, drafts=(), remaining_new_tokens=99, grammar=None, guess_rate=None, is_forced=False
+        )
+        made = []
+        for _ in range(40):
+            req.drafts = ()
+            guesser.propose([req])
+            made.append(len(req.drafts))
+            guesser.checked(req, made[-1] * right)
+        return made
+
+    assert ask(right=False)[0] == 3
+    for _ in range(20):
+        ask(right=False)
+    assert sum(ask(right=False)) == 2
+    assert ask(right=True)[-1] == 4
+    for _ in range(20):
+        ask(right=True)
+    assert ask(right=True) == [4] * 40
 
 
 @pytest.mark.parametrize("depth", [1, 2])
