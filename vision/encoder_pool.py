@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from vision.batches import UNDER_WAY, Batches, EncodeEntry, EntryState, Order
 from vision.cache.disk_tier import DiskTier, Loaded, Saved
@@ -366,8 +367,9 @@ class EncoderPool:
         self._used_bytes += entry.nbytes
         self.cache.hold(entry.key)
         if entry.patch.encoded:
-            # a copy, for the request's own array may be read-only memory
-            self.cache.add(entry.key, torch.tensor(entry.patch.pixels, dtype=self._embed_shape.dtype))
+            # a copy, for the request's own array may be read-only memory; without what a second tower would make
+            rows = torch.tensor(entry.patch.pixels, dtype=self._embed_shape.dtype)
+            self.cache.add(entry.key, pad(rows, (0, self._embed_shape.width - rows.shape[1])))
             entry.state = EntryState.READY
         elif self.cache.find(entry.key):
             entry.state = EntryState.READY

@@ -57,9 +57,18 @@ def assert_same(got, want):
         assert abs(one.logprob - other.logprob) < 1e-5
 
 
-@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 8, "page_size": 1, "encoder_cache_mib": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"chunked_prefill_size": 8, "page_size": 1, "encoder_cache_mib": 0},
+        {"speculative_algorithm": "draft_model", "speculative_num_draft_tokens": 2},  # which has a tower of its own
+    ],
+)
 def test_the_towers_rows_answer_like_the_picture(folder, settings):
     a, b = PICTURES
+    if "speculative_algorithm" in settings:
+        settings = {**settings, "speculative_draft_model_path": str(folder)}
     with LLM(str(folder), num_threads=1, enable_mm_embeds=True, **settings) as llm:
         wanted = llm.chat_batch([ask(a, "What is this?"), ask("Look:", a, b, "Which?")], GREEDY, num_logprobs=0)
         tensors = [our_rows(llm, image) for image in PICTURES]
