@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -76,3 +77,18 @@ def check_guesses(llm: LLM, cases: list[Known], layer: int) -> None:
     assert stats.prefix_hits_total
     assert 0.2 < stats.guesses.right / stats.guesses.tokens < 0.8
     assert seen > 0.9 * stats.guesses.tokens
+
+
+def check_many(folder: Path, cases: list[Known], settings: dict, **guessing: str) -> None:
+    """Ask for random answers, many at a time and twice. Guesses must change none of them."""
+    random = SamplingOverrides(temperature=0.8, seed=5, max_new_tokens=60)
+    asked = [case.messages for case in cases] * 2
+    same = {name: value for name, value in settings.items() if name == "kv_cache_dtype"}
+    with LLM(str(folder), num_threads=1, **same) as plain:
+        wanted = plain.chat_batch(asked, random)
+    with LLM(str(folder), num_threads=1, **guessing, **FOUR | settings) as llm:
+        for _ in range(2):
+            done = llm.chat_batch(asked, random)
+            assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
+        assert llm.stats().steps.guesses.steps > 20
+        assert bool(llm.stats().retracted_total) == (settings.get("max_total_tokens") == 384)

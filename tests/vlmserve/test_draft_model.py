@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
-from tests.vlmserve.known_guesses import DRAFTS, FOUR, GREEDY, NEW, Known, agree, questions
+from tests.vlmserve.known_guesses import DRAFTS, FOUR, GREEDY, NEW, Known, agree, check_many, questions
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, picture
 from tests.vlmserve.server_process import SAMPLES, media_part, serving
 from vlmserve import LLM, SamplingOverrides, TokensPrompt
@@ -133,17 +133,7 @@ def test_guesses_are_the_reference_s(pair, settings):
 )
 def test_answers_of_many_at_a_time(pair, settings):
     folder, draft, cases = pair
-    random = SamplingOverrides(temperature=0.8, seed=5, max_new_tokens=60)
-    asked = [case.messages for case in cases] * 2
-    same = {name: value for name, value in settings.items() if name == "kv_cache_dtype"}
-    with LLM(str(folder), num_threads=1, **same) as plain:
-        wanted = plain.chat_batch(asked, random)
-    with LLM(str(folder), num_threads=1, **guessing(draft, **FOUR | settings)) as llm:
-        for _ in range(2):
-            done = llm.chat_batch(asked, random)
-            assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
-        assert llm.stats().steps.guesses.steps > 20
-        assert bool(llm.stats().retracted_total) == (settings.get("max_total_tokens") == 384)
+    check_many(folder, cases, settings, **guessing(draft))
 
 
 @pytest.mark.parametrize("settings", [{"chunked_prefill_size": 48}, {"disable_radix_cache": True}])

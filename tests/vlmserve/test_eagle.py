@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from tests.tiny_checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.vlmserve.known_guesses import DRAFTS, FOUR, NEW, Known, check_guesses, questions
+from tests.vlmserve.known_guesses import DRAFTS, FOUR, NEW, Known, check_guesses, check_many, questions
 from tests.vlmserve.reference import Reference
-from vlmserve import LLM, SamplingOverrides
+from vlmserve import LLM
 from vlmserve_common.errors import CheckpointError, SettingsError
 
 SIZE, DIM, DRAFT_VOCAB, THETA = 64, 24, 200, 300.0
@@ -223,18 +223,8 @@ def test_guesses_are_the_reference_s(heads, settings):
 def test_answers_of_many_at_a_time(heads, settings):
     """Guesses, good or bad, change no answer: where slots run out, in chunks, with KV that was elsewhere."""
     folder, head, cases = heads
-    random = SamplingOverrides(temperature=0.8, seed=5, max_new_tokens=60)
-    asked = [case.messages for case in cases] * 2
-    same = {name: value for name, value in settings.items() if name == "kv_cache_dtype"}
-    with LLM(str(folder), num_threads=1, **same) as plain:
-        wanted = plain.chat_batch(asked, random)
     eagle = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": str(head)}
-    with LLM(str(folder), num_threads=1, **eagle, **FOUR | settings) as llm:
-        for _ in range(2):
-            done = llm.chat_batch(asked, random)
-            assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
-        assert llm.stats().steps.guesses.steps > 20
-        assert bool(llm.stats().retracted_total) == (settings.get("max_total_tokens") == 384)
+    check_many(folder, cases, settings, **eagle)
 
 
 @pytest.mark.parametrize(

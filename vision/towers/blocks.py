@@ -171,6 +171,11 @@ class VisionTower(nn.Module):
         return out
 
     @property
+    def row_width(self) -> int:
+        """The elements of an embedding, DeepStack's included."""
+        return self.out_hidden_size * (1 + self.num_deepstack_layers)
+
+    @property
     def head_dim(self) -> int:
         return self.patch_embed.width // self.layers()[0].attn.num_heads
 

@@ -55,7 +55,7 @@ class CapturedTower:
         self._joined = tower.spatial_merge_size**2
         self.buckets = tuple(sorted({-(-bucket // self._joined) * self._joined for bucket in buckets}))
         most, weight = self.buckets[-1], next(tower.parameters())
-        embeds = tower.out_hidden_size * (1 + tower.num_deepstack_layers)
+        embeds = tower.row_width
         self._x = torch.zeros(most, tower.patch_embed.width, dtype=weight.dtype, device=weight.device)
         self._rotary = torch.zeros(2, most, 1, tower.head_dim, device=weight.device)
         self._out = torch.zeros(most // self._joined, embeds, dtype=weight.dtype, device=weight.device)

@@ -79,7 +79,7 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
     widest = max(
         2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
     )
-    embeds = config.hidden_size * (1 + model.visual.num_deepstack_layers) * itemsize
+    embeds = model.visual.row_width * itemsize
     logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
@@ -140,7 +140,7 @@ def _tower_bytes(tower: VisionTower, patches: int, itemsize: int) -> int:
     stream = len(pixels)
     # heads in one piece, turned, and their results; or what an MLP has inside
     widest = max(2 * 3 * stream + stream, 3 * max(weight.shape[0] for weight in first))
-    merged = tower.out_hidden_size * (1 + tower.num_deepstack_layers) * itemsize // tower.spatial_merge_size**2
+    merged = tower.row_width * itemsize // tower.spatial_merge_size**2
     values = pixels[0].numel() * (2 * torch.float32.itemsize + itemsize)
     return activation_bytes(patches, stream=stream, widest=widest, itemsize=itemsize, beside=values + 2 * merged)
 

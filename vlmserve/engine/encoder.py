@@ -63,7 +63,7 @@ def embed_shape(tower: VisionTower, dtype: torch.dtype, *behind: VisionTower) ->
     """Return the shape of the embeddings that towers make, side by side."""
     return EmbedShape(
         merge=tower.spatial_merge_size,
-        width=sum(one.out_hidden_size * (1 + one.num_deepstack_layers) for one in (tower, *behind)),
+        width=sum(one.row_width for one in (tower, *behind)),
         dtype=dtype,
     )
 

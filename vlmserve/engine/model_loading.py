@@ -143,7 +143,8 @@ def attach_guessing(args: EngineArgs, model: VisionLanguageModel, device: torch.
         return
     folder = resolve_model(args.speculative_draft_model_path)
     if args.speculative_algorithm == "draft_model":
-        _check_same_tokens(folder, Path(args.model))
+        if device == "meta":  # once: the outline comes first
+            _check_same_tokens(folder, Path(args.model))
         model.attach_draft(load_draft_model(folder, model.config, device, model.dtype))
     else:
         model.attach_eagle(load_eagle_head(folder, model.config, name=args.model, device=device, dtype=model.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vlmserve.executor.drafters import Drafter
+from vlmserve.executor.drafters import Drafter, one_token_each
 from vlmserve.executor.step_inputs import StepInputs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -87,17 +87,14 @@ class DraftModelDrafter(Drafter):
         rows_here, positions = step.req_pool_indices[order], self._positions[:, slots]
         for number, count in enumerate(drafts.counts):
             if number:
-                batch = ForwardBatch(
-                    forward_mode=ForwardMode.DECODE,
-                    input_ids=ids[:count],
-                    positions=positions[:, :count] + number,
-                    req_pool_indices=rows_here[:count],
-                    seq_lens=drafts.prefix_lens.tensor[:count] + 1 + number,
-                    extend_start_loc=torch.arange(count + 1, dtype=torch.int32, device=ids.device),
-                    prefix_lens=[length + number for length in drafts.host_lens[:count]],
-                    extend_lens=[1] * count,
-                    out_cache_loc=step.out_cache_loc[starts[:count] + number],
-                    req_to_token_pool=step.req_to_token_pool,
+                batch = one_token_each(
+                    step,
+                    ids[:count],
+                    positions[:, :count] + number,
+                    rows=rows_here[:count],
+                    slots=step.out_cache_loc[starts[:count] + number],
+                    before=drafts.prefix_lens.tensor[:count] + number,
+                    host_before=[length + number for length in drafts.host_lens[:count]],
                     kv_cache=self._cache,
                     attn_backend=self._backend,
                 )
@@ -124,8 +121,7 @@ class DraftModelDrafter(Drafter):
             within = np.repeat(chunks, inputs.extend_lens)
             shift = (lens.cumsum() - ends) - (inputs.extend_lens.cumsum() - batch.seq_lens)[chunks]
             places[within] = np.repeat(shift, inputs.extend_lens[chunks]) + np.flatnonzero(within)
-            tower = self._model.visual
-            rows_of = inputs.mm_rows[:, tower.out_hidden_size * (1 + tower.num_deepstack_layers) :]
+            rows_of = inputs.mm_rows[:, self._model.visual.row_width :]
             found = places[inputs.mm_tokens] >= 0
             if not found.all():  # a chunk of one token is not computed
                 rows_of = rows_of[torch.from_numpy(found).to(rows_of.device)]

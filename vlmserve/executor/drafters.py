@@ -4,6 +4,8 @@ smaller model that guesses, see `draft_model`."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -46,6 +48,38 @@ class Drafter(ABC):
         return comm.collectives.broadcast(argmax(logits) if comm.shard.samples else ids)
 
 
+def one_token_each(
+    step: ForwardBatch,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    before: torch.Tensor,
+    host_before: list[int],
+    **parts: Any,
+) -> ForwardBatch:
+    """Return a step of one token for each of n requests, in which guesses are made.
+
+    ids, rows (in the request table), slots: int64 [n]. positions: int64 [3, n]. before: int32 [n], and on the host, the
+    tokens before. parts: whatever else differs from `step`.
+    """
+    return replace(
+        step,
+        forward_mode=ForwardMode.DECODE,
+        input_ids=ids,
+        positions=positions,
+        req_pool_indices=rows,
+        seq_lens=before + 1,
+        extend_start_loc=torch.arange(len(ids) + 1, dtype=torch.int32, device=ids.device),
+        prefix_lens=host_before,
+        extend_lens=[1] * len(ids),
+        out_cache_loc=slots,
+        recurrent=None,
+        **parts,
+    )
+
+
 class HeadDrafter(Drafter):
     """Guesses with a head whose entry of token i lies in the KV slot of token i: see `MTPHead`, `EagleHead`. `extend`
     writes the head's KV of the step's tokens."""
@@ -66,18 +100,15 @@ class HeadDrafter(Drafter):
         given = drafts.given.tensor.split(drafts.counts)
         for number, count in enumerate(drafts.counts):
             rows, firsts, lens, hidden = (part[:count] for part in (rows, firsts, lens, hidden))
-            batch = ForwardBatch(
-                forward_mode=ForwardMode.DECODE,
-                input_ids=ids[:count],
-                positions=positions[:, :count] + number,
-                req_pool_indices=rows,
-                seq_lens=lens + number,  # an entry fewer than there are tokens, this one included
-                extend_start_loc=torch.arange(count + 1, dtype=torch.int32, device=ids.device),
-                prefix_lens=[length - 1 + number for length in drafts.host_lens[:count]],
-                extend_lens=[1] * count,
-                out_cache_loc=step.out_cache_loc[firsts + number],
+            batch = one_token_each(
+                step,
+                ids[:count],
+                positions[:, :count] + number,
+                rows=rows,
+                slots=step.out_cache_loc[firsts + number],
+                before=lens - 1 + number,  # an entry fewer than there are tokens
+                host_before=[length - 1 + number for length in drafts.host_lens[:count]],
                 req_to_token_pool=table,
-                kv_cache=step.kv_cache,
                 attn_backend=backend,
             )
             backend.init_forward_metadata(batch)

@@ -247,7 +247,7 @@ class ModelRunner:
             return embeds, None, None
         index, inputs.mm_rows = inputs.mm_index.tensor, self._mm_embeds(batch.mm_embeds)
         # a smaller model's come behind the model's own
-        own = inputs.mm_rows[:, : embeds.shape[1] * (1 + self.model.visual.num_deepstack_layers)]
+        own = inputs.mm_rows[:, : self.model.visual.row_width]
         parts = own.to(embeds.dtype).unflatten(1, (-1, embeds.shape[1])).transpose(0, 1)
         embeds = embeds.index_copy(0, index, parts[0])
         return embeds, index, parts[1:] if len(parts) > 1 else None

@@ -169,6 +169,7 @@ class ScheduleBatch:
         spans = [(part.req, part.start, part.end) for part in self.reqs[:single]]
         ones = self.reqs[single:]
         places = starts[single:]
+        moved = places + _ints([part.req.position_delta for part in ones])
         return ModelWorkerBatch(
             step=step,
             forward_mode=int(self.forward_mode),
@@ -179,14 +180,14 @@ class ScheduleBatch:
             positions=np.concatenate(
                 [
                     *(req.positions(a, b) for req, a, b in spans),
-                    np.broadcast_to(places + _ints([part.req.position_delta for part in ones]), (3, len(ones))),
+                    np.broadcast_to(moved, (3, len(ones))),
                 ],
                 axis=1,
             ),
             positions_before=np.concatenate(
                 [
                     *(req.positions(max(a - 1, 0), max(a, 1)) for req, a, _ in spans),
-                    np.broadcast_to(places - 1 + _ints([part.req.position_delta for part in ones]), (3, len(ones))),
+                    np.broadcast_to(moved - 1, (3, len(ones))),
                 ],
                 axis=1,
             ),

@@ -104,7 +104,7 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     config = load_config(folder, mtp=mtp)
     meta, dtype = torch.device("meta"), dtype_setting(args.dtype) or config.dtype
     whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, load_config(folder, shard, mtp=mtp)))
-    attach_guessing(args, outline, meta)
+    attach_guessing(args, outline, "meta")
     embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
     assert embedding is not None, "the outline is of all layers"
     assert norm is not None
@@ -116,6 +116,7 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     numbers = [_numbers(layer) for layer in layers]
     kv_dtype = cache_dtype(args.kv_cache_dtype, dtype)
     per_layer = KVCache.bytes_per_token(1, outline.config.num_kv_heads, outline.config.head_dim, kv_dtype)
+    towers = sum(weight_bytes(tower) for tower in outline.towers)
     stages = []
     for stage in range(args.pp_size):
         staged = replace(config, shard=Shard(stage=PipelineStage(stage, args.pp_size)))
@@ -125,7 +126,6 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
         kv_layers = last - first
         if config.linear is not None:
             kv_layers -= sum(first <= layer < last for layer in config.linear.layers)
-        towers = sum(weight_bytes(tower) for tower in outline.towers)
         guessing = sum(
             weight_bytes(part) for part in (outline.mtp, outline.eagle, outline.draft) if ends and part is not None
         )
