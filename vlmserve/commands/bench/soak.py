@@ -110,8 +110,9 @@ def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growt
 
     Memory grows by the median slope between any two samples of the last half, for each process and for all that last.
     A single step, such as a pool's page that is written to for the first time, does not count. Media processes are
-    left out of the sum: the server replaces them, and a new small one would hide growth elsewhere. Counts of the last
-    sample may not be above the most of the first quarter.
+    left out of the sum: the server replaces them, and a new small one would hide growth elsewhere. Threads may
+    reach a new most once in the last half: a pool starts one when work first overlaps, which may be late. Other counts
+    of the last sample may not be above the most of the first quarter.
     """
     late = samples[len(samples) // 2 :]
     memory = {f"of {name}": [one.pss.get(name, 0) for one in late] for name in samples[-1].pss}
@@ -122,7 +123,9 @@ def growth(samples: Sequence[Sample], *, bytes_per_request: float) -> list[Growt
         for name, values in memory.items()
     ]
     early = samples[: max(1, len(samples) // 4)]
-    for name in COUNTS:
+    most_threads = [max(one.threads for one in samples[:end]) for end in range(len(samples) // 2, len(samples) + 1)]
+    found.append(Growth(name="threads", found=len(set(most_threads)) - 1, limit=1, unit="new mosts in the last half"))
+    for name in (name for name in COUNTS if name != "threads"):
         most = max(getattr(sample, name) for sample in early)
         found.append(Growth(name=name, found=getattr(samples[-1], name), limit=most, unit="early in the run"))
     return found

@@ -54,10 +54,15 @@ def grows(seen: list[Sample]) -> list[str]:
     return [one.name for one in growth(seen, bytes_per_request=LIMIT) if not one.bounded]
 
 
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", [name for name in COUNTS if name != "threads"])
 def test_one_more_at_the_end_is_growth(name):
     assert grows(samples(**{name: [7] * 19 + [8]})) == [name]
     assert grows(samples(**{name: [8] + [7] * 18 + [8]})) == [], "early in the run there were as many"
+
+
+def test_threads_that_start_again_and_again_are_growth():
+    assert grows(samples(threads=[7 + at // 4 for at in range(20)])) == ["threads"], "one in 4,000 requests"
+    assert grows(samples(threads=[7] * 14 + [8] * 6)) == [], "a pool began its last thread late"
 
 
 FULL, LEAK = [200 * MIB] * 20, [200 * MIB + at * 1000 * 2048 for at in range(20)]  # two KiB a request
