@@ -52,7 +52,7 @@ async def no_engine(_: ControlRequest) -> ControlResult:
 # A message is taken between two steps; on a CPU one may take long, and so does writing a profile.
 ANSWER_S = 60.0
 _MOST_STEPS = 10**6  # hours of them
-_SECRETS = frozenset(("api_key", "admin_api_key"))
+_SECRETS = frozenset(("api_key", "admin_api_key", "peer_key"))
 _T = TypeVar("_T")
 
 
@@ -79,7 +79,8 @@ class ProfileBody(StrictModel):
 class ServerState(TypedDict):
     """The state of a server. settings: without secrets. scheduler: the scheduler's figures.
 
-    defaults: of fields that a request leaves out; null where the request decides.
+    urls: where other servers order work from this one. defaults: of fields that a request leaves out; null where the
+    request decides.
     """
 
     version: str
@@ -87,6 +88,7 @@ class ServerState(TypedDict):
     max_model_len: int
     device: str
     dtype: str
+    urls: NotRequired[list[str]]
     uptime_s: float
     paused: bool
     profiling: bool
@@ -179,6 +181,8 @@ class ControlApi:
             "scheduler": _figures(info.stats),
             "settings": dict(sorted(settings.items())),
         }
+        if info.urls:
+            state["urls"] = list(info.urls)
         if info.stats.replicas:
             state["replicas"] = [_figures(stats) for stats in info.stats.replicas]
         return state

@@ -76,6 +76,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append(problem(args, "node_rank", f"below --nnodes, which is {args.nnodes}"))
     if args.nnodes > 1 and not re.fullmatch(r".+:0*[1-9]\d{0,4}", args.dist_init_addr or ""):
         problems.append(problem(args, "dist_init_addr", "HOST:PORT of machine 0 where --nnodes is above 1"))
+    if (args.role == "decode") != (args.prefill_urls is not None):
+        problems.append(problem(args, "prefill_urls", "given with --role decode, and only then"))
     if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
         problems.append(problem(args, "max_total_tokens", f"at least two pages (--page-size is {page})"))
     return problems

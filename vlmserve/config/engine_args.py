@@ -63,6 +63,18 @@ _BATCH_SIZES = Allowed(
     words="whole numbers of 1 or more, with commas between them", holds=lambda sizes: re.fullmatch(_SIZES, sizes)
 )
 _ENCODERS = Allowed(words="0 (none beside the engine) or more", holds=lambda value: value >= 0)
+_PLACE = r"(\[[\da-fA-F:.%]+\]|[^\s:/,\[\]]+):0*\d{1,5}"
+_LISTEN = Allowed(
+    words="HOST:PORT, with a port of 0 (the system chooses) to 65535",
+    holds=lambda place: re.fullmatch(_PLACE, place) and int(place.rpartition(":")[2]) <= 65535,
+)
+_LINKS = Allowed(
+    words="tcp://HOST:PORT, with commas between several",
+    holds=lambda urls: all(
+        re.fullmatch(rf"tcp://{_PLACE}", url) and 0 < int(url.rpartition(":")[2]) <= 65535 for url in urls.split(",")
+    ),
+)
+_SECRET = Allowed(words="a key of 16 characters or more", holds=lambda key: len(key) >= 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +328,34 @@ class EngineArgs:
     dist_init_addr: str | None = _parallel(
         None,
         "HOST:PORT of machine 0, where machines meet; use a private network, since the connection is not encrypted",
+    )
+    role: Literal["all", "encode", "prefill", "decode"] = _parallel(
+        "all",
+        "the server's part of the work; prefill: compute prompts for decode servers; decode: have the --prefill-urls "
+        "compute prompts, and make answers; all: everything",
+        common=True,
+    )
+    prefill_urls: str | None = _parallel(
+        None,
+        "--role decode: prefill servers, tcp://HOST:PORT as their --prefill-listen, with commas between them; this "
+        "server computes what they do not",
+        _LINKS,
+        common=True,
+    )
+    prefill_listen: str = _parallel(
+        "127.0.0.1:8998",
+        "--role prefill: HOST:PORT where decode servers order prompts; replicas take the next ports, and KV goes through "
+        "further ones; use a private network, since nothing is encrypted",
+        _LISTEN,
+    )
+    prefill_peer_timeout_s: float = _parallel(
+        10.0, "seconds of silence after which another server of --prefill-urls is taken for lost", SECONDS
+    )
+    peer_key: str | None = _parallel(
+        None,
+        "secret that servers which work together prove to each other that they know; set it by its variable; default: "
+        "none is asked for",
+        _SECRET,
     )
     mm_encoder_tp_mode: Literal["one", "data"] = _parallel(
         "one",

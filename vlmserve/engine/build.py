@@ -56,6 +56,7 @@ from vlmserve.scheduler.drafts import make_drafter
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.guessing import Guesser
+from vlmserve.scheduler.handover import HandedPrompts, Receivers, RemotePrompts, Sender
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.req_media import FairOrder
@@ -284,12 +285,17 @@ def build_loop(
     start: StartSettings | None = None,
     worker: ModelWorker | GroupsWorker | None = None,
     batch_log: BatchLog | None = None,
+    sender: Sender | None = None,
+    receivers: Receivers | None = None,
 ) -> EventLoop:
     """Build the event loop over a runner in this process, with a scheduler for each attention group.
 
     send: gets every step's outputs. start: needed if `args` asks for encoder processes. worker: computes steps, if that
-    is not the runner alone; a `GroupsWorker` if there are several groups.
+    is not the runner alone; a `GroupsWorker` if there are several groups. sender, receivers: links to decode
+    servers, or to prefill servers.
     """
+    if sender is not None:
+        send = sender.noting(send)
     groups = args.attention_groups
     placement = None
     if groups > 1:
@@ -300,7 +306,20 @@ def build_loop(
     make_encoder = cache(
         partial(build_encoder_pool, args, *model.towers, dtype=model.dtype, device=runner.device, start=start)
     )
-    schedulers = [_scheduler(args, runner, info, make_encoder, send=send, encoder_order=order) for _ in range(groups)]
+    schedulers = [
+        _scheduler(
+            args,
+            runner,
+            info,
+            make_encoder,
+            send=send,
+            encoder_order=order,
+            sender=sender,
+            receivers=receivers,
+            group=group,
+        )
+        for group in range(groups)
+    ]
     return EventLoop(
         schedulers,
         worker=cast(GroupsWorker, worker) if groups > 1 else OneGroup(cast(ModelWorker, worker or runner)),
@@ -309,6 +328,7 @@ def build_loop(
         send=send,
         max_patches=resolve_warmup_patches(args, runner.device),
         placement=placement,
+        peers=sender,
         expert_stats=runner.expert_stats,
         batch_log=batch_log,
     )
@@ -322,6 +342,9 @@ def _scheduler(
     *,
     send: Callable[[SchedulerOutput], None],
     encoder_order: FairOrder,
+    sender: Sender | None,
+    receivers: Receivers | None,
+    group: int,
 ) -> Scheduler:
     args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
@@ -344,6 +367,8 @@ def _scheduler(
         send=send,
         encoder_order=encoder_order,
         guesser=_guesser(args, runner.model.config),
+        handed=None if sender is None else HandedPrompts(kv, sender, group=group),
+        remote=None if receivers is None else RemotePrompts(kv, receivers, group=group),
     )
 
 

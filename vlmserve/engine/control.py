@@ -107,14 +107,14 @@ class EngineControl:
     """Answers operators' requests, and pauses the engine. Call `step` in place of the engine's own, and `handle`
     between steps, in the same thread.
 
-    device, dtype: the model's, for `ServerInfo`.
+    device, dtype: the model's, for `ServerInfo`. url: where other servers reach this engine.
     """
 
-    def __init__(self, engine: EventLoop, profiler: Profiler, *, device: str, dtype: str) -> None:
+    def __init__(self, engine: EventLoop, profiler: Profiler, *, device: str, dtype: str, url: str = "") -> None:
         self.paused = False
         self._engine = engine
         self._profiler = profiler
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._url = device, dtype, url
 
     def step(self) -> bool:
         """Do the engine's next step. While the engine is paused no step begins, as if there were nothing to do."""
@@ -147,6 +147,7 @@ class EngineControl:
                     profiling=self._profiler.recording,
                     device=self._device,
                     dtype=self._dtype,
+                    urls=(self._url,) if self._url else (),
                 )
             case PauseReq():
                 return self._set_paused(True)

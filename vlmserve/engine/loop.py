@@ -40,6 +40,7 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
 )
 from vlmserve.ipc.routing import ReplicaRouter, demand_of
+from vlmserve.scheduler.handover import Sender
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve.scheduler.scheduler import Scheduler
@@ -59,6 +60,7 @@ class EventLoop:
     worker: computes the steps of all schedulers on `device`. encoder: shared by all schedulers, and by media that are
     encoded ahead of time. send: gets the outputs of steps, and answers about media encoded ahead of time.
     max_patches: see `EncoderWarmups`. placement: chooses a group for each request; needed for several schedulers.
+    peers: other servers, whose prompts are computed here.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class EventLoop:
         send: Callable[[SchedulerOutput], None],
         max_patches: int,
         placement: GroupPlacement | None = None,
+        peers: Sender | None = None,
         expert_stats: Callable[[], ExpertStats] = ExpertStats,
         batch_log: BatchLog | None = None,
     ) -> None:
@@ -82,6 +85,7 @@ class EventLoop:
         self.batch_log = batch_log or BatchLog(0.0)
         self._send = send
         self._placement = placement
+        self._peers = peers
         self._expert_stats = expert_stats
         self._warmups = EncoderWarmups(encoder, send=send, max_patches=max_patches)
         self._in_flight: deque[StepHandle] = deque()
@@ -111,6 +115,9 @@ class EventLoop:
 
     def step(self) -> bool:
         """Do one turn. False: there is nothing to do until a message comes, or one of `wait_handles` is readable."""
+        if self._peers is not None:
+            for message in self._peers.take():
+                self.handle(message)
         moved = self._take_ready()
         encoding, steps = self._encoding_group(), self._steps
         batches = self._launch_step(encoding)
@@ -134,8 +141,8 @@ class EventLoop:
         """Return file descriptors to wait for after `step` returned False. One of them becomes readable when another
         turn has something to do. The list is empty if only a message can change anything."""
         handles = self.encoder.wait_handles() if self.encoder.busy else []
-        intakes = [scheduler.intake for scheduler in self.schedulers]
-        return [*handles, *(intake.wait_handle for intake in intakes if intake.is_fetching)]
+        handles += [handle for scheduler in self.schedulers for handle in scheduler.wait_handles]
+        return handles if self._peers is None else [*handles, self._peers.fd]
 
     def drain(self) -> None:
         """Take the results of everything in flight, and launch nothing."""

@@ -102,11 +102,26 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     worker = None
     if ranks is not None:  # the launcher sees which rank has ended, and says so
         worker = leading_worker(runner, ranks, lambda: time.sleep(LAST_WORDS_S))
+    peers = None
+    if args.role != "all":  # it needs ZeroMQ
+        from vlmserve.engine.peers import connect_peers
+
+        peers = connect_peers(args, runner, ranks, max_prompt=info.max_req_len, replica=channels.replica)
     batch_log = BatchLog(args.log_interval_s)
-    loop = build_loop(args, runner, info, to_detokenizer.send, start=start, worker=worker, batch_log=batch_log)
+    loop = build_loop(
+        args,
+        runner,
+        info,
+        to_detokenizer.send,
+        start=start,
+        worker=worker,
+        batch_log=batch_log,
+        sender=None if peers is None else peers.sender,
+        receivers=None if peers is None else peers.receivers,
+    )
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)
-    control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype)
+    control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype, url=peers.url if peers else "")
     dispatch = message_dispatcher(loop, to_detokenizer.send)
     heartbeat = channels.heartbeat("scheduler")
     ending = Ending(FINISH_S)

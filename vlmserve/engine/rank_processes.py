@@ -144,6 +144,10 @@ def follow(
     args = rank_args(args, rank)
     ranks = join_ranks(args, rank, place)
     runner, _ = build_runner(args, ranks)
+    if args.role != "all":  # it needs ZeroMQ
+        from vlmserve.engine.peers import connect_peers
+
+        connect_peers(args, runner, ranks)
     follower = (Follower if ranks.comm.tokens is None else GroupFollower)(runner, ranks)
     ready()
     try:

@@ -30,13 +30,15 @@ class GetServerInfoReq:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
-    """Facts that only the engine's process knows. device, dtype: the model's."""
+    """Facts that only the engine's process knows. device, dtype: the model's. urls: where other servers reach engines
+    that work for them."""
 
     stats: SchedulerStats
     paused: bool
     profiling: bool
     device: str
     dtype: str
+    urls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +135,7 @@ def sum_results(results: Sequence[ControlResult]) -> ControlResult:
             stats=sum_stats([info.stats for info in same]),
             paused=any(info.paused for info in same),
             profiling=any(info.profiling for info in same),
+            urls=tuple(url for info in same for url in info.urls),
         )
     if isinstance(first, EngineState):
         return dataclasses.replace(reduce(_sum, same), paused=first.paused)

@@ -9,6 +9,7 @@ import numpy as np
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
+from vlmserve.scheduler.handover import RemotePrompts
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.policy import SchedulePolicy, less_urgent, over_share
 from vlmserve.scheduler.prefill_adder import AddReqResult, PrefillAdder
@@ -25,7 +26,8 @@ _MIN_SHARED = 32
 class PromptAdmission:
     """Chooses the prompts of a step from the scheduler's queue.
 
-    retract: makes a request wait again that is in no list of running requests any more.
+    retract: makes a request wait again that is in no list of running requests any more. remote: of requests whose
+    prompts other servers compute.
     """
 
     args: EngineArgs
@@ -38,6 +40,7 @@ class PromptAdmission:
     ratio: NewTokenRatio
     encoder_order: FairOrder
     retract: Callable[[Req], None]
+    remote: RemotePrompts | None = None
 
     def add_prompts(self, decoding: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> tuple[list[Req], bool]:
         """Give requests slots for a chunk of their prompts. Returns these requests, and whether a running request is to
@@ -68,6 +71,8 @@ class PromptAdmission:
         for req in begun:  # prompts in progress go on, even if a waiting request before them has found no place
             if adder.full:
                 break
+            if req.awaits_kv:
+                continue
             drain |= self._continue_prompt(adder, req, in_flight) is AddReqResult.DRAIN
         return adder.can_run, drain
 
@@ -127,9 +132,10 @@ class PromptAdmission:
             return self._wait_for(req, ReqStatus.WAITING_FOR_ENCODER)
         if leaders is not None and leaders.follow(req):
             return AddReqResult.NOT_READY
-        result = adder.add_one_req(req)
+        remote = self.remote is not None and self.remote.wants(req)
+        result = adder.add_one_req(req, remote=remote)
         while result is AddReqResult.NO_TOKEN and self.sessions.release_oldest():
-            result = adder.add_one_req(req)
+            result = adder.add_one_req(req, remote=remote)
         if result in (AddReqResult.NO_ROW, AddReqResult.NO_TOKEN) and (victim := self._victim_for(req)) is not None:
             if in_flight:
                 return AddReqResult.DRAIN
@@ -145,6 +151,8 @@ class PromptAdmission:
             req.move_to(ReqStatus.PREFILLING)
             self.queue.set_in_progress(req, True)
             self.queue.charge(req, req.kv_allocated_len - req.kv_len)
+            if self.remote is not None and remote and req not in adder.can_run:
+                self.remote.begin(req, in_flight)
         return result
 
     def _wait_for(self, req: Req, status: ReqStatus) -> AddReqResult:

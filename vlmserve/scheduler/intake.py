@@ -16,6 +16,7 @@ from vlmserve.ipc.messages import FinishReason, TokenizedGenerateReqInput
 from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar, Patience
+from vlmserve.scheduler.handover import RemotePrompts
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.outputs import error
 from vlmserve.scheduler.policy import SchedulePolicy
@@ -35,7 +36,7 @@ class Intake:
     """Makes `Req`s of messages and follows the work that goes on for them beside the scheduler.
 
     max_req_len: most tokens of prompt and answer of one request together. encoder_order: turns of clients at the
-    encoder.
+    encoder. remote: see `PromptAdmission`.
     """
 
     args: EngineArgs
@@ -48,6 +49,7 @@ class Intake:
     grammars: GrammarQueue | None
     encoder_order: FairOrder
     clock: Callable[[], float]
+    remote: RemotePrompts | None = None
     _fetches: list[Future[Any]] = field(default_factory=list, init=False)
     _compiling: list[tuple[Req, Future[CompiledGrammar]]] = field(default_factory=list, init=False)
     _patience: dict[str, Patience] = field(default_factory=dict, init=False)  # with clients that have had grammars
@@ -92,7 +94,8 @@ class Intake:
             self._trim_media_keys([req, *others])
         self._begin_grammar(req)
         req.prefetch = self._begin_prefetch(req)
-        if message.mm_inputs is not None and req.prefetch is None:
+        remote = self.remote is not None and self.remote.wants(req)
+        if message.mm_inputs is not None and req.prefetch is None and not remote:
             req.media.hold_from(self.kv.matched_len(req))
         return req
 

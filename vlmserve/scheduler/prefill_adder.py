@@ -94,8 +94,12 @@ class PrefillAdder:
         """Return True if a waiting request might be admitted, as far as is known without the prefix cache."""
         return not cls._waits_for_embeds(req, start=0)
 
-    def add_one_req(self, req: Req) -> AddReqResult:
-        """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk."""
+    def add_one_req(self, req: Req, *, remote: bool = False) -> AddReqResult:
+        """Try to admit a waiting request, not in the pool yet; then it is in `can_run`, with slots for its chunk.
+
+        remote: its prompt is computed elsewhere. Then it is not in `can_run`, and has slots for all tokens but the last
+        one, unless these are cached already.
+        """
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
         match = self.kv.start(req) if len(self._admitted) < self._max_running else None
@@ -107,8 +111,12 @@ class PrefillAdder:
         result = AddReqResult.NO_TOKEN
         if not self._admitted or self._fits(req):
             self.kv.load_back(req, match)
-            req.media.hold_from(req.kv_len)
-            result = self.add_chunked_req(req)
+            missing = req.fill_len - 1 - req.kv_len
+            if remote and missing > 0:
+                result = AddReqResult.CONTINUE if self.kv.extend(req, missing) else AddReqResult.NO_TOKEN
+            else:
+                req.media.hold_from(req.kv_len)
+                result = self.add_chunked_req(req)
         if result is not AddReqResult.CONTINUE:
             self.kv.cancel_start(req)
             return result

@@ -62,6 +62,8 @@ class Req:
     state: the request's state of recurrent layers, if the model has such layers and the request has a place. state_lag:
     how many of the committed tokens are not in that state yet, because they were computed as guesses.
     flow: the requests that it takes turns with, see `WaitingQueue`.
+    awaits_kv: its KV is on its way from another server, so its slots beyond kv_len are written to. computed_here: it is
+    not to be ordered elsewhere (again).
     prefetch: under way while more of its prefix is read from disk.
     grammar: has taken all of `output_ids`. grammar_compiles: the request waits for it.
     arrival counts requests as they come. turn is the arrival, and more for later ones of several answers to one prompt.
@@ -96,6 +98,7 @@ class Req:
         self.unattended = message.unattended
         self.namespace = message.cache_salt.encode()
         self.prefetch: Future[Any] | None = None
+        self.awaits_kv = self.computed_here = False
         self.grammar_compiles = False
         self.grammar: Matcher | None = None
         self.session_id = message.session_id

@@ -16,6 +16,7 @@ class ReqStatus(enum.Enum):
     """Where a request is in its life. `MOVES` says which status may follow which.
 
     WAITING_FOR_*: in the queue, but not tried yet. RETRACTED: in the queue again, with the tokens that it has.
+    TRANSFERRING: its prompt is computed, for another server that takes its KV over.
     """
 
     WAITING = enum.auto()
@@ -24,6 +25,7 @@ class ReqStatus(enum.Enum):
     WAITING_FOR_REMOTE_KV = enum.auto()
     PREFILLING = enum.auto()
     DECODING = enum.auto()
+    TRANSFERRING = enum.auto()
     RETRACTED = enum.auto()
     FINISHED = enum.auto()
 
@@ -45,7 +47,8 @@ MOVES: dict[ReqStatus, frozenset[ReqStatus]] = {
     ReqStatus.WAITING: _BLOCKED | _ADMITTED,
     **{status: frozenset({ReqStatus.WAITING, *_ADMITTED}) for status in _BLOCKED},
     ReqStatus.PREFILLING: frozenset({ReqStatus.DECODING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
-    ReqStatus.DECODING: frozenset({ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.DECODING: frozenset({ReqStatus.TRANSFERRING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.TRANSFERRING: frozenset({ReqStatus.FINISHED}),
     ReqStatus.RETRACTED: _BLOCKED | _ADMITTED,
     ReqStatus.FINISHED: frozenset(),
 }

@@ -53,6 +53,11 @@ class RequestStates:
         self._copies.pop(copy.target, None)  # left by a request that never ran
         self._copies[copy.target] = copy
 
+    def take_over(self, req: Req) -> None:
+        """Leave a request's new state as it is until somebody else writes to it."""
+        assert req.state is not None, req.rid
+        del self._copies[req.state]
+
     def end(self, req: Req) -> None:
         """Take the state of a request. Steps in flight may still write to it; the next owner overwrites that."""
         assert req.state is not None, req.rid

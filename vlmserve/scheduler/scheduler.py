@@ -37,6 +37,7 @@ from vlmserve.scheduler.decode_gap import GapRule
 from vlmserve.scheduler.estimates import NewTokenRatio, StepCosts
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.guessing import Guesser
+from vlmserve.scheduler.handover import HandedPrompts, RemotePrompts
 from vlmserve.scheduler.intake import Intake
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.meter import SchedulerMeter, check_pools
@@ -83,7 +84,7 @@ class Scheduler:
 
     max_req_len: the most tokens of prompt and answer of one request together. guesser: of requests that decode. send:
     gets the outputs of requests that end early. encoder_order: the order that all schedulers over one encoder share;
-    None: this scheduler is alone.
+    None: this scheduler is alone. handed, remote: of a prefill server and of a decode server.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class Scheduler:
         send: Callable[[SchedulerOutput], None],
         guesser: Guesser | None = None,
         encoder_order: FairOrder | None = None,
+        handed: HandedPrompts | None = None,
+        remote: RemotePrompts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._args = args
@@ -106,6 +109,7 @@ class Scheduler:
         self._clock = clock
         self._decoded_at: float | None = None  # when the last step came, if it was of decoding alone
         self._send = send
+        self._handed, self.remote = handed, remote
         self.due = Due()
         self.meter = SchedulerMeter()
         self.kv = kv
@@ -127,6 +131,7 @@ class Scheduler:
             grammars=grammars,
             encoder_order=encoder_order or FairOrder(),
             clock=clock,
+            remote=remote,
         )
         self._reqs: dict[str, Req] = {}
         self._ratio = NewTokenRatio(args.schedule_conservativeness)
@@ -146,6 +151,7 @@ class Scheduler:
             ratio=self._ratio,
             encoder_order=self.intake.encoder_order,
             retract=self._retract,
+            remote=remote,
         )
         self._steps = self._prompt_tokens = self._generated = 0
         self._finished = self._aborted = self._retracted = 0
@@ -194,7 +200,11 @@ class Scheduler:
         if self.due.urgent is not None:  # this request may have been the last one to hold it
             self.due = self.due._replace(urgent=None)
         self.intake.release(req)
-        if req.req_pool_idx is not None:
+        if self._handed is not None:
+            self._handed.ended(req)
+        if self.remote is not None and self.remote.cancel(req):
+            pass  # its slots are still written to: `_take_remote` releases them
+        elif req.req_pool_idx is not None:
             goes_on = req.session_id and reason.type in ("stop", "length")
             key = req.radix_key(req.kv_committed_len) if goes_on else None
             self.kv.release(req)
@@ -218,7 +228,23 @@ class Scheduler:
         for req, failure in self.intake.take_grammars():
             self._cut_off(req, failure)
         self.waiting_queue.unblock(may_be_tried)
-        return encoded or failed
+        return self._take_remote() or encoded or failed
+
+    def _take_remote(self) -> bool:
+        """Take KV that has come from other servers. Returns whether any has, or does not come. What nobody else can
+        compute is computed here."""
+        found = [] if self.remote is None else self.remote.take()
+        for req, arrived in found:
+            failure = arrived.failure
+            if req.is_finished:
+                self.kv.release(req)
+            elif failure is not None and failure.status < 500:
+                self._cut_off(req, error(failure.status, failure.message, param=failure.param))
+            elif failure is not None:
+                log.warning("the prompt of %s is computed here: %s", req.rid, failure.message)
+                req.computed_here = True
+                self._retract(req)
+        return bool(found)
 
     def get_next_batch_to_run(
         self, in_flight: Sequence[ScheduleBatch] = (), *, encodes: bool = True
@@ -230,6 +256,8 @@ class Scheduler:
         in_flight: batches that have not been processed, oldest first. encodes: whether this scheduler's prompts take
         turns with slices of encoding, too.
         """
+        if self.remote is not None:
+            self.remote.order_due(in_flight)
         if self.due.drain and in_flight:
             return None
         decoding, prompts, drain = self._decodable(), list[Req](), False
@@ -296,11 +324,13 @@ class Scheduler:
                 continue
             if not alone or in_flight:
                 return []
-            in_progress = self.waiting_queue.in_progress
+            in_progress = [req for req in self.waiting_queue.in_progress if not req.awaits_kv]
             if len(running) > 1:
                 self._retract(running.retract_decode())
             elif in_progress:
                 self._retract(in_progress[-1])
+            elif self.remote is not None and self.remote.busy:  # they will have their KV, or give their slots up
+                return []
             else:
                 raise EngineError(f"no KV slot is left for the only running request, {reqs[0].rid}")
             reqs = self._decodable()
@@ -374,6 +404,9 @@ class Scheduler:
     def _retract(self, req: Req) -> None:
         """Let a request wait again that is in no list of running requests any more. Its tokens are kept, its KV stays
         cached until it is evicted, and its answer does not change."""
+        if self._handed is not None and self._handed.is_read(req):
+            self._cut_off(req, error(503, "KV slots ran out before its prompt was computed"))
+            return
         if req.status is ReqStatus.PREFILLING:
             self.waiting_queue.set_in_progress(req, False)
         else:
@@ -391,7 +424,7 @@ class Scheduler:
         if self.due.gap:  # the encoder had work when it was asked
             return True
         tried, self.due = self.due.urgent, self.due._replace(urgent=None)
-        if self.encoder.working or self.intake.is_fetching:
+        if self.encoder.working or self.intake.is_fetching or self._waits_for_servers:
             return False
         # Nothing runs, so the first request in line lacks either embeddings, for which there is no room, or KV slots.
         in_progress = self.waiting_queue.in_progress
@@ -447,6 +480,8 @@ class Scheduler:
             if part.start < req.prompt_len:
                 req.media.hold_from(part.end)
                 self.kv.share(req)
+                if self._handed is not None:
+                    self._handed.computed(req)
             if brought.prompt is not None:
                 assert req.prompt_scores is not None
                 req.prompt_scores.take(part.scored[0], brought.prompt)
@@ -482,7 +517,11 @@ class Scheduler:
             reason = req.append_output(token)
             self._generated += 1
             self.waiting_queue.charge(req, _OUTPUT_COST)
-        if reason is not None:
+        if reason is not None and self._handed is not None and self._handed.complete(req):
+            self.running_batch.remove(req)
+            req.move_to(ReqStatus.TRANSFERRING)
+            req.media.release()
+        elif reason is not None:
             self._costs.answered(len(req.output_ids))
             self._end(req, reason)
             self._finished += 1
@@ -491,8 +530,19 @@ class Scheduler:
     # ------------------------------------------------------------ state
 
     def is_idle(self) -> bool:
-        """Return True if there is no request."""
-        return not self._reqs
+        """Return True if there is no request, and no slot that another server's KV is written to."""
+        return not self._reqs and not (self.remote is not None and self.remote.busy)
+
+    @property
+    def wait_handles(self) -> list[int]:
+        """Return file descriptors of which one becomes readable when another turn has something to do."""
+        intake = [self.intake.wait_handle] if self.intake.is_fetching else []
+        return intake + ([self.remote.fd] if self.remote is not None and self.remote.busy else [])
+
+    @property
+    def _waits_for_servers(self) -> bool:
+        """Whether slots are going to be free, or to have their KV, when other servers get on."""
+        return (self.remote is not None and self.remote.busy) or (self._handed is not None and self._handed.holds)
 
     def behind_all_media(self) -> int:
         """Return an order for the encoder that is behind all requests so far."""

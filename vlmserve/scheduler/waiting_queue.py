@@ -87,7 +87,9 @@ class WaitingQueue:
 
     def has_ready_prompt(self) -> bool:
         """Return True if a prompt may go on without the encoder, as far as is known."""
-        return self._waiting > 0 or any(req.media.ready_until(req.kv_len) is None for req in self.in_progress)
+        return self._waiting > 0 or any(
+            not req.awaits_kv and req.media.ready_until(req.kv_len) is None for req in self.in_progress
+        )
 
     @property
     def in_progress(self) -> list[Req]:
@@ -255,7 +257,7 @@ class WaitingQueue:
             if len(head) > 1:
                 keys = self._policy.keys(head)
                 head = [head[at] for at in sorted(range(len(head)), key=keys.__getitem__)]
-        return [*flow.in_progress, *head]
+        return [*(req for req in flow.in_progress if not req.awaits_kv), *head]
 
     def check(self) -> None:
         """Assert that counts and orders are right; for tests."""

@@ -39,7 +39,8 @@ class Ranks:
         self.shard, self.rank, self.size = shard, stage * width + shard.rank, place.size
         self._device, self._called = device, f"rank {self.rank} of {place.size}"
         self._store = meet(place, self.rank, about, look)  # which has to outlive the groups
-        self._host = place.own_host()
+        self.host = place.own_host()
+        """This machine's address for other ranks."""
         # on one machine, the starter of the ranks looks after them
         self.presence = None if place.is_file else Presence(place, self._store, self.rank)
         self._groups: list[ProcessGroup] = []
@@ -74,6 +75,12 @@ class Ranks:
         """Return the smallest of the numbers that all ranks call this with."""
         return self._told.smallest(number)
 
+    def tell_first(self, what: str, fact: bytes) -> list[bytes]:
+        """Tell the first rank a fact of this one. All ranks call this, with another `what` each time. Returns the facts
+        of all ranks there, and nothing elsewhere."""
+        self._store.set(f"{what}/{self.rank}", fact)  # type: ignore[arg-type]
+        return [self._store.get(f"{what}/{rank}") for rank in range(self.size)] if self.rank == 0 else []
+
     def close(self) -> None:
         """Disconnect; the other ranks see that this one is gone."""
         for group in self._groups:
@@ -103,7 +110,7 @@ class Ranks:
             rank=rank,
             size=size,
             device=device or self._device,
-            host=self._host,
+            host=self.host,
             called=self._called,
             **({"timeout": IDLE_TIMEOUT} if forever else {}),
         )

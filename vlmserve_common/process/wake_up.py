@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
 
 
 class WakeUp:
@@ -29,3 +33,28 @@ class WakeUp:
         """Close the file descriptors."""
         os.close(self.fd)
         os.close(self._to)
+
+
+class Mailbox(Generic[_T]):
+    """Messages from any thread to one that waits for `fd`."""
+
+    def __init__(self) -> None:
+        self._wake_up = WakeUp()
+        self._messages: deque[_T] = deque()
+
+    @property
+    def fd(self) -> int:
+        """Readable when a message has come."""
+        return self._wake_up.fd
+
+    def put(self, message: _T) -> None:
+        """Deliver a message."""
+        self._messages.append(message)
+        self._wake_up.call()
+
+    def take(self) -> list[_T]:
+        """Return all messages that have come."""
+        if not self._messages:
+            return []
+        self._wake_up.take()
+        return [self._messages.popleft() for _ in range(len(self._messages))]
