@@ -344,8 +344,8 @@ class EngineArgs:
     )
     prefill_listen: str = _parallel(
         "127.0.0.1:8998",
-        "--role prefill: HOST:PORT where decode servers order prompts; replicas take the next ports, and KV goes through "
-        "further ones; use a private network, since nothing is encrypted",
+        "--role prefill: HOST:PORT where decode servers order prompts; replicas take the next ports, and KV further "
+        "ones; use a private network, since nothing is encrypted",
         _LISTEN,
     )
     prefill_peer_timeout_s: float = _parallel(

@@ -8,17 +8,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import zmq
 
 from vlmserve.disaggregation.links import (
-    SealedCodec,
+    Answering,
+    Link,
     Worker,
-    connect,
-    listen,
-    receive,
 )
 from vlmserve.disaggregation.messages import (
     AgentInfo,
@@ -63,6 +61,11 @@ class _Job:
     asked: dict[int, _Piece] = field(default_factory=dict)
     moved_at: float = 0.0
 
+    @property
+    def addresses(self) -> set[str]:
+        """Return the agents that something is still to come from."""
+        return {*self.waiting, *(piece.source.address for piece in self.asked.values())}
+
 
 class KVAgent:
     """Serves reads of `pool` at a port of `host`, and carries pulls out. `start` begins, `close` ends.
@@ -80,10 +83,10 @@ class KVAgent:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool, self._patience_s, self._clock = pool, patience_s, clock
-        self._requests = SealedCodec(get_args(ToAgent), peer_key)
-        self._answers = SealedCodec(get_args(FromAgent), peer_key)
-        self._router, self.port = listen(host)
-        self._links: dict[str, zmq.Socket[bytes]] = {}
+        self._peer_key = peer_key
+        self._askers = Answering(host, 0, get_args(FromAgent), get_args(ToAgent), peer_key)
+        self.port = self._askers.port
+        self._links: dict[str, Link] = {}
         self._jobs: dict[int, _Job] = {}
         self._tickets = itertools.count(1)
         self._stop: Mailbox[None] = Mailbox()
@@ -106,37 +109,34 @@ class KVAgent:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._askers.socket, zmq.POLLIN)
         poller.register(self._stop.fd, zmq.POLLIN)
         while not self._worker.ends:
             ready = dict(poller.poll(int(_LOOK_S * 1000) if self._jobs else None))
             self._stop.take()
-            if self._router in ready:
+            if self._askers.socket in ready:
                 self._take_requests(poller)
             for address, link in list(self._links.items()):
-                if link in ready:
-                    self._take_rows(link)
-                if not any(address in job.waiting or address in _addresses(job) for job in self._jobs.values()):
-                    poller.unregister(self._links.pop(address))
+                broken = link.socket in ready and not self._take_rows(address, link)
+                if broken or not any(address in job.addresses for job in self._jobs.values()):
+                    poller.unregister(self._links.pop(address).socket)
                     link.close()
             for job in list(self._jobs.values()):
                 if self._clock() - job.moved_at > self._patience_s:
-                    late = ", ".join(sorted({*job.waiting, *_addresses(job)}))
+                    late = ", ".join(sorted(job.addresses))
                     self._end(job, f"nothing has come from {late} for {self._patience_s:g} s")
-        for socket in (self._router, *self._links.values()):
-            socket.close()
+        for link in self._links.values():
+            link.close()
+        self._askers.close()
 
     def _take_requests(self, poller: zmq.Poller) -> None:
-        while (frames := receive(self._router)) is not None:
-            asker = bytes(frames[0])
-            try:
-                message = self._requests.decode(frames[1:])
-            except WireError as error:
-                log.warning("a request for KV was refused: %s", error)
-                self._answer(asker, Refusal(message=str(error)))
-                continue
-            if isinstance(message, Read):
-                self._answer(asker, self._read(message))
+        while (received := self._askers.receive()) is not None:
+            asker, message = received
+            if isinstance(message, WireError):
+                log.warning("a request for KV was refused: %s", message)
+                self._askers.send(asker, Refusal(message=str(message)))
+            elif isinstance(message, Read):
+                self._askers.send(asker, self._read(message))
             elif isinstance(message, Pull):
                 self._begin(asker, message, poller)
             elif (job := self._jobs.get(message.ticket)) is not None:
@@ -148,9 +148,6 @@ class KVAgent:
         except EngineError as error:
             log.warning("KV was asked for that is not here: %s", error)
             return Rows(ticket=read.ticket, data=np.zeros(0, dtype=np.uint8), error=str(error))
-
-    def _answer(self, asker: bytes, message: FromAgent) -> None:
-        self._router.send_multipart([asker, *self._answers.encode(message)], zmq.NOBLOCK, copy=False)
 
     def _begin(self, asker: bytes, order: Pull, poller: zmq.Poller) -> None:
         job = _Job(asker=asker, order=order, waiting={}, moved_at=self._clock())
@@ -174,8 +171,9 @@ class KVAgent:
                 continue
             job.waiting[source.address] = pieces
             if source.address not in self._links:
-                self._links[source.address] = connect(source.address)
-                poller.register(self._links[source.address], zmq.POLLIN)
+                link = Link(source.address, get_args(ToAgent), get_args(FromAgent), self._peer_key)
+                self._links[source.address] = link
+                poller.register(link.socket, zmq.POLLIN)
         for address in list(job.waiting):
             self._ask(job, address)
         self._end_if_done(job)
@@ -186,21 +184,24 @@ class KVAgent:
             piece, ticket = pieces.popleft(), next(self._tickets)
             job.asked[ticket] = piece
             state = job.order.state if piece.with_state else -1
-            read = Read(ticket=ticket, cuts=piece.source.cuts, slots=piece.slots, state=state)
-            self._links[address].send_multipart(self._requests.encode(read), zmq.NOBLOCK)
+            self._links[address].send(Read(ticket=ticket, cuts=piece.source.cuts, slots=piece.slots, state=state))
         if not pieces:
             job.waiting.pop(address, None)
 
-    def _take_rows(self, link: zmq.Socket[bytes]) -> None:
-        while (frames := receive(link)) is not None:
+    def _take_rows(self, address: str, link: Link) -> bool:
+        """Take what has come by a link. Returns whether the link is still of use; if not, the pulls over it fail."""
+        while True:
             try:
-                message: Any = self._answers.decode(frames)
+                message: FromAgent | None = link.receive()
+                if isinstance(message, Refusal):
+                    raise WireError(message.message)
             except WireError as error:
-                log.warning("KV that has come was not taken: %s", error)
-                continue
-            if isinstance(message, Refusal):
-                log.warning("a server does not send KV: %s", message.message)
-                continue
+                for broken in [job for job in self._jobs.values() if address in job.addresses]:
+                    self._end(broken, str(error))
+                return False
+            if message is None:
+                return True
+            assert isinstance(message, Rows), message
             job = next((one for one in self._jobs.values() if message.ticket in one.asked), None)
             if job is None:  # of a pull that was given up
                 continue
@@ -228,8 +229,4 @@ class KVAgent:
 
     def _end(self, job: _Job, error: str) -> None:
         del self._jobs[job.order.ticket]
-        self._answer(job.asker, Pulled(ticket=job.order.ticket, error=error))
-
-
-def _addresses(job: _Job) -> set[str]:
-    return {piece.source.address for piece in job.asked.values()}
+        self._askers.send(job.asker, Pulled(ticket=job.order.ticket, error=error))

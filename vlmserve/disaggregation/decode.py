@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
+from uuid import uuid4
 
 import numpy as np
 import zmq
 
-from vlmserve.disaggregation.links import SealedCodec, SealError, Worker, connect, receive, tcp_host
+from vlmserve.disaggregation.links import Link, Worker, tcp_host
 from vlmserve.disaggregation.messages import (
     PROTOCOL,
     RENEW_S,
@@ -58,7 +59,7 @@ class _Server:
     known that the server fits."""
 
     url: str
-    link: zmq.Socket[bytes]
+    link: Link
     heard_at: float
     renewed_at: float
     plans: dict[tuple[int, int], tuple[Source, ...]] = field(default_factory=dict)
@@ -115,12 +116,12 @@ class KVReceivers:
     ) -> None:
         self._urls, self._identity, self._patience_s = tuple(urls), identity, patience_s
         self._clock = clock
-        self._orders = SealedCodec(get_args(ToPrefill), peer_key)
-        self._answers = SealedCodec(get_args(ToDecode), peer_key)
-        self._pulls = SealedCodec(get_args(ToAgent), peer_key)
-        self._pulled = SealedCodec(get_args(FromAgent), peer_key)
+        self._peer_key, self._name = peer_key, uuid4().hex
         self._agents = tuple(agents)
-        self._own = [connect(f"tcp://{tcp_host(one.host or host)}:{one.port}") for one in agents]
+        self._own = [
+            Link(f"tcp://{tcp_host(one.host or host)}:{one.port}", get_args(ToAgent), get_args(FromAgent), peer_key)
+            for one in agents
+        ]
         self._servers: list[_Server] = []
         self._meet_at = dict.fromkeys(self._urls, 0.0)
         self._said: dict[str, str] = {}  # the last problem with each URL: said once
@@ -158,19 +159,24 @@ class KVReceivers:
     def _run(self) -> None:
         while not self._worker.ends:
             poller = zmq.Poller()
-            for source in (*self._own, *(server.link for server in self._servers), self._inbox.fd):
+            links = [*self._own, *(server.link for server in self._servers)]
+            for source in (*(link.socket for link in links), self._inbox.fd):
                 poller.register(source, zmq.POLLIN)
             poller.poll(int(_LOOK_S * 1000))
-            for do in self._inbox.take():
-                do()
-            for at, agent in enumerate(self._own):
-                while (frames := receive(agent)) is not None:
-                    self._take_pulled(at, self._pulled.decode(frames))
-            for server in list(self._servers):
-                self._take_answers(server)
-            self._look()
-        for socket in (*self._own, *(server.link for server in self._servers)):
-            socket.close()
+            self.turn()
+        for link in (*self._own, *(server.link for server in self._servers)):
+            link.close()
+
+    def turn(self) -> None:
+        """Do all that there is to do now. Only the thread calls this."""
+        for do in self._inbox.take():
+            do()
+        for agent in self._own:
+            while (message := agent.receive()) is not None:
+                self._take_pulled(message)
+        for server in list(self._servers):
+            self._take_answers(server)
+        self._look()
 
     def _look(self) -> None:
         """Renew rooms, give silent servers up, and look for those that are not there."""
@@ -180,12 +186,13 @@ class KVReceivers:
                 self._lose(server, f"was not heard for {self._patience_s:g} s")
             elif server.is_up and now - server.renewed_at >= RENEW_S:
                 server.renewed_at = now
-                self._send(server, Renew(rooms=tuple(one.room for one in self._rooms.values() if one.server is server)))
+                server.link.send(Renew(rooms=tuple(one.room for one in self._rooms.values() if one.server is server)))
         for url in self._urls:
             if now >= self._meet_at[url] and not any(server.url == url for server in self._servers):
-                server = _Server(url=url, link=connect(url), heard_at=now, renewed_at=now)
+                link = Link(url, get_args(ToPrefill), get_args(ToDecode), self._peer_key)
+                server = _Server(url=url, link=link, heard_at=now, renewed_at=now)
                 self._servers.append(server)
-                self._send(server, Hello(protocol=PROTOCOL))
+                server.link.send(Hello(protocol=PROTOCOL, sender=self._name))
 
     def _lose(self, server: _Server, why: str) -> None:
         self._say(server.url, why)
@@ -203,29 +210,25 @@ class KVReceivers:
             self._said[url] = what
             log.warning("prefill server %s %s; its prompts are computed elsewhere", url, what)
 
-    def _send(self, server: _Server, message: ToPrefill) -> None:
-        server.link.send_multipart(self._orders.encode(message), zmq.NOBLOCK, copy=False)
-
     def _note_up(self) -> None:
         self._up = any(server.is_up for server in self._servers)
 
     # ------------------------------------------------------------ answers
 
     def _take_answers(self, server: _Server) -> None:
-        while server in self._servers and (frames := receive(server.link)) is not None:
+        while server in self._servers:
             try:
-                message: ToDecode = self._answers.decode(frames)
-            except SealError as error:
-                self._refuse(server, f"is not used: {error}")
-                continue
+                message: ToDecode | None = server.link.receive()
             except WireError as error:
-                self._refuse(server, f"is not used: it speaks otherwise than this server: {error}")
-                continue
+                self._lose(server, f"is not used: {error}")
+                return
+            if message is None:
+                return
             server.heard_at = self._clock()
             if isinstance(message, Welcome):
                 self._welcome(server, message)
             elif isinstance(message, Refusal):
-                self._refuse(server, f"refuses this server: {message.message}")
+                self._lose(server, f"refuses this server: {message.message}")
             elif isinstance(message, Alive):
                 for room in message.missing:
                     if (one := self._room_at(server, room)) is not None and one.state < KVPoll.SUCCESS:
@@ -237,22 +240,16 @@ class KVReceivers:
         one = self._rooms.get(room)
         return one if one is not None and one.server is server and one.state is not KVPoll.FAILED else None
 
-    def _refuse(self, server: _Server, why: str) -> None:
-        """Do without a server that does not fit, until it is another one. A message that was damaged on its way ends
-        the rooms there."""
-        self._lose(server, why)
-        self._meet_at[server.url] = self._clock() + self._patience_s
-
     def _welcome(self, server: _Server, welcome: Welcome) -> None:
         if server.is_up:
             return
         if welcome.protocol != PROTOCOL:
-            self._refuse(server, f"is not used: its protocol is {welcome.protocol}, and this server's {PROTOCOL}")
+            self._lose(server, f"is not used: its protocol is {welcome.protocol}, and this server's {PROTOCOL}")
             return
         for name in {**self._identity, **welcome.identity}:
             ours, theirs = self._identity.get(name), welcome.identity.get(name)
             if ours != theirs:
-                self._refuse(server, f"is not used: {name} is {theirs} there, and {ours} here")
+                self._lose(server, f"is not used: {name} is {theirs} there, and {ours} here")
                 return
         host = server.url.removeprefix("tcp://").rpartition(":")[0]
         try:
@@ -261,7 +258,7 @@ class KVReceivers:
                 for at, own in enumerate(self._agents):
                     server.plans[group, at] = sources(own, others, host)
         except EngineError as error:
-            self._refuse(server, f"is not used: {error}")
+            self._lose(server, f"is not used: {error}")
             return
         self._said.pop(server.url, None)
         self._note_up()
@@ -284,7 +281,7 @@ class KVReceivers:
         rooms = [sum(other.server is server for other in self._rooms.values()) for server in candidates]
         one.server = candidates[rooms.index(min(rooms))]
         one.state, one.received, one.complete, one.failure = KVPoll.BOOTSTRAPPING, one.order.start, None, None
-        self._send(one.server, PrefillOrder(start=one.order.start, request=one.order.request))
+        one.server.link.send(PrefillOrder(start=one.order.start, request=one.order.request))
         one.move_to(KVPoll.WAITING_FOR_INPUT)
 
     def _take(self, one: KVReceiver, message: Computed | Complete | Failed | Released) -> None:
@@ -341,9 +338,9 @@ class KVReceivers:
                 own_state=-1 if state < 0 else one.order.own_state,
             )
             one.pulls[ticket] = at
-            self._own[at].send_multipart(self._pulls.encode(pull), zmq.NOBLOCK)
+            self._own[at].send(pull)
 
-    def _take_pulled(self, at: int, message: FromAgent) -> None:
+    def _take_pulled(self, message: FromAgent) -> None:
         assert isinstance(message, Pulled), message
         one = next(one for one in self._rooms.values() if message.ticket in one.pulls)
         del one.pulls[message.ticket]
@@ -358,7 +355,7 @@ class KVReceivers:
         if one.complete is not None and not one.pulls:
             assert one.server is not None, one.room
             one.move_to(KVPoll.SUCCESS)
-            self._send(one.server, Release(room=one.room))
+            one.server.link.send(Release(room=one.room))
 
     def _cancel(self, room: str) -> None:
         one = self._rooms.get(room)
@@ -373,9 +370,9 @@ class KVReceivers:
         if one.server is not None:
             one.tried.add(one.server.url)
             if one.server in self._servers:
-                self._send(one.server, Release(room=one.room))
+                one.server.link.send(Release(room=one.room))
         for ticket, at in one.pulls.items():
-            self._own[at].send_multipart(self._pulls.encode(CancelPull(ticket=ticket)), zmq.NOBLOCK)
+            self._own[at].send(CancelPull(ticket=ticket))
         self._end_if_still(one)
 
     def _end_if_still(self, one: KVReceiver) -> None:

@@ -1,13 +1,15 @@
-"""How servers talk: sealed messages over ZeroMQ.
+"""How servers talk: numbered, sealed messages over ZeroMQ.
 
-Every message has a seal, a keyed BLAKE3 digest of all that it consists of. A message that was damaged on its way, or
-whose sender has another `--peer-key`, is not read. Nothing is encrypted.
+A message's seal is a keyed BLAKE3 digest of all that it consists of. What was damaged on its way, or comes from
+somebody with another `--peer-key`, is not read. Numbers show that a message was lost or doubled: then the link is of no
+use any more. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import hmac
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,29 +20,31 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.transport.wire import Frame, WireCodec, WireError
 
 _CONTEXT = "vlmserve messages between servers"
-
-
-class SealError(WireError):
-    """A message has no seal, or another one than it should have."""
+_NUMBER_BYTES = 8
+_BROKEN = -1  # in place of the next message's number
+_MOST_ASKERS = 4096  # whose numbers are known; a link that was silent for longest is forgotten first
 
 
 class SealedCodec:
-    """Messages of some types as sealed frames. Not thread-safe."""
+    """Messages of some types as numbered and sealed frames. Not thread-safe."""
 
     def __init__(self, types: Iterable[type], peer_key: str | None) -> None:
         self._codec = WireCodec(types)
         self._key = blake3.blake3((peer_key or "").encode(), derive_key_context=_CONTEXT).digest()
 
-    def encode(self, message: object) -> list[Frame]:
+    def encode(self, number: int, message: object) -> list[Frame]:
         """Return a message's frames. WireError for a type that this was not made for."""
-        frames = self._codec.encode(message)
+        frames = [number.to_bytes(_NUMBER_BYTES, "little"), *self._codec.encode(message)]
         return [self._seal(frames), *frames]
 
-    def decode(self, frames: Sequence[Frame]) -> Any:
-        """Return the message in some frames; its arrays are views of them. SealError, WireError."""
-        if not frames or not hmac.compare_digest(bytes(frames[0]), self._seal(frames[1:])):
-            raise SealError("a message's seal is wrong: --peer-key differs, or the message was damaged")
-        return self._codec.decode(frames[1:])
+    def decode(self, number: int, frames: Sequence[Frame]) -> Any:
+        """Return the message of this number in some frames; its arrays are views of them. WireError."""
+        if len(frames) < 2 or not hmac.compare_digest(bytes(frames[0]), self._seal(frames[1:])):
+            raise WireError("a message's seal is wrong: --peer-key differs, or the message was damaged")
+        found = int.from_bytes(bytes(frames[1]), "little")
+        if found != number:
+            raise WireError(f"message {found} has come, and {number} is the next one: messages were lost or doubled")
+        return self._codec.decode(frames[2:])
 
     def _seal(self, frames: Sequence[Frame]) -> bytes:
         digest = blake3.blake3(key=self._key)
@@ -50,7 +54,93 @@ class SealedCodec:
         return digest.digest()
 
 
-def open_socket(kind: int) -> zmq.Socket[bytes]:
+class Link:
+    """The asking end of a link to `address`, whose other end may come up later. sends, takes: types of messages."""
+
+    def __init__(self, address: str, sends: Iterable[type], takes: Iterable[type], peer_key: str | None) -> None:
+        self._sends, self._takes = SealedCodec(sends, peer_key), SealedCodec(takes, peer_key)
+        self._sent = self._taken = 0
+        self.socket = _open(zmq.DEALER)
+        self.socket.connect(address)
+
+    def send(self, message: object) -> None:
+        """Send a message, or keep it until there is a connection."""
+        self.socket.send_multipart(self._sends.encode(self._sent, message), zmq.NOBLOCK, copy=False)
+        self._sent += 1
+
+    def receive(self) -> Any | None:
+        """Return the next message; None if there is none now. WireError for one that cannot be taken: the link is of no
+        use any more."""
+        frames = _receive(self.socket)
+        if frames is None:
+            return None
+        self._taken += 1
+        return self._takes.decode(self._taken - 1, frames)
+
+    def close(self) -> None:
+        """End the link; what was not sent is lost."""
+        self.socket.close()
+
+
+class Answering:
+    """The answering end of any number of links, at `host` and `port` (0: a free one). EngineError if that fails."""
+
+    def __init__(
+        self, host: str, port: int, sends: Iterable[type], takes: Iterable[type], peer_key: str | None
+    ) -> None:
+        self._sends, self._takes = SealedCodec(sends, peer_key), SealedCodec(takes, peer_key)
+        self._sent: OrderedDict[bytes, int] = OrderedDict()
+        self._taken: OrderedDict[bytes, int] = OrderedDict()
+        self.socket = _open(zmq.ROUTER)
+        try:
+            self.socket.bind(f"tcp://{tcp_host(host)}:{port or '*'}")
+        except zmq.ZMQError as error:
+            raise EngineError(f"other servers cannot be listened to at {tcp_host(host)}:{port}: {error}") from error
+        self.port = int(bytes(self.socket.get(zmq.LAST_ENDPOINT)).decode().rpartition(":")[2])
+
+    def send(self, asker: bytes, message: object) -> None:
+        """Send a message to one end; it is lost if that is gone."""
+        number = self._sent.pop(asker, 0)
+        self._sent[asker] = number + 1
+        _forget_oldest(self._sent)
+        frames = self._sends.encode(number, message)
+        self.socket.send_multipart([asker, *frames], zmq.NOBLOCK, copy=False)
+
+    def receive(self) -> tuple[bytes, Any] | None:
+        """Return the next message and who has sent it; a WireError in place of one that cannot be taken and of all that
+        follow it. None if there is none now."""
+        while (frames := _receive(self.socket)) is not None:
+            asker = bytes(frames[0])
+            number = self._taken.pop(asker, 0)
+            if number == _BROKEN:
+                self._taken[asker] = _BROKEN
+                continue
+            try:
+                self._taken[asker] = number + 1
+                return asker, self._takes.decode(number, frames[1:])
+            except WireError as error:
+                self._taken[asker] = _BROKEN
+                return asker, error
+            finally:
+                _forget_oldest(self._taken)
+        return None
+
+    def close(self) -> None:
+        """End all links; what was not sent is lost."""
+        self.socket.close()
+
+
+def tcp_host(host: str) -> str:
+    """Return a host as it stands in an address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _forget_oldest(numbers: OrderedDict[bytes, int]) -> None:
+    if len(numbers) > _MOST_ASKERS:
+        numbers.popitem(last=False)
+
+
+def _open(kind: int) -> zmq.Socket[bytes]:
     """Open a socket that never waits at its end, and whose messages have no limit in number."""
     socket = zmq.Socket(zmq.Context.instance(), kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
@@ -59,31 +149,7 @@ def open_socket(kind: int) -> zmq.Socket[bytes]:
     return socket
 
 
-def connect(address: str) -> zmq.Socket[bytes]:
-    """Open the asking end of a link. The other end may come up later."""
-    socket = open_socket(zmq.DEALER)
-    socket.connect(address)
-    return socket
-
-
-def listen(host: str, port: int = 0) -> tuple[zmq.Socket[bytes], int]:
-    """Open the answering end of links at a port of `host`; 0 is a free one. Return it with the port. EngineError if
-    that fails."""
-    socket = open_socket(zmq.ROUTER)
-    try:
-        socket.bind(f"tcp://{tcp_host(host)}:{port or '*'}")
-    except zmq.ZMQError as error:
-        raise EngineError(f"other servers cannot be listened to at {tcp_host(host)}:{port}: {error}") from error
-    return socket, int(bytes(socket.get(zmq.LAST_ENDPOINT)).decode().rpartition(":")[2])
-
-
-def tcp_host(host: str) -> str:
-    """Return a host as it stands in an address."""
-    return f"[{host}]" if ":" in host else host
-
-
-def receive(socket: zmq.Socket[bytes]) -> list[Frame] | None:
-    """Return the frames of the next message; None if there is none now."""
+def _receive(socket: zmq.Socket[bytes]) -> list[Frame] | None:
     try:
         return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
     except zmq.Again:

@@ -50,9 +50,11 @@ class AgentInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello:
-    """A decode server asks for the prefill server's identity, which it compares with its own."""
+    """A decode server asks for the prefill server's identity, which it compares with its own. sender: its own name. The
+    rooms of its earlier links are given up: it has other ones by now."""
 
     protocol: int
+    sender: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

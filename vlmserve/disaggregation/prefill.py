@@ -10,7 +10,7 @@ from typing import TypeAlias, get_args
 
 import zmq
 
-from vlmserve.disaggregation.links import SealedCodec, Worker, listen, receive
+from vlmserve.disaggregation.links import Answering, Worker
 from vlmserve.disaggregation.messages import (
     LEASE_S,
     PROTOCOL,
@@ -65,11 +65,11 @@ class KVSender:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._welcome = Welcome(protocol=PROTOCOL, identity=dict(identity), agents=tuple(agents), max_prompt=max_prompt)
-        self._orders = SealedCodec(get_args(ToPrefill), peer_key)
-        self._answers = SealedCodec(get_args(ToDecode), peer_key)
-        self._router, self.port = listen(host, port)
+        self._askers = Answering(host, port, get_args(ToDecode), get_args(ToPrefill), peer_key)
+        self.port = self._askers.port
         self._clock = clock
         self._rooms: dict[str, _Room] = {}  # of the thread
+        self._senders: dict[bytes, str] = {}  # by their latest link
         self._known: dict[str, int] = {}  # of the scheduler's thread: the first token that is wanted of each
         self._inbox: Mailbox[PrefillOrder | AbortReq] = Mailbox()
         self._outbox: Mailbox[Told | None] = Mailbox()
@@ -141,34 +141,39 @@ class KVSender:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._askers.socket, zmq.POLLIN)
         poller.register(self._outbox.fd, zmq.POLLIN)
         while not self._worker.ends:
             poller.poll(int(RENEW_S * 1000) if self._rooms else None)
-            for message in self._outbox.take():
-                if message is not None and (room := self._rooms.get(message.room)) is not None:
-                    self._send(room.asker, message)
-                    if isinstance(message, Failed):
-                        del self._rooms[message.room]
-            while (frames := receive(self._router)) is not None:
-                asker = bytes(frames[0])
-                try:
-                    message = self._orders.decode(frames[1:])
-                except WireError as error:
-                    log.warning("a message of a decode server was refused: %s", error)
-                    self._send(asker, Refusal(message=str(error)))
-                    continue
-                answer = self._handle(asker, message)
-                if answer is not None:
-                    self._send(asker, answer)
-            for name, room in list(self._rooms.items()):
-                if self._clock() - room.renewed_at > LEASE_S:
-                    log.warning("room %s is given up: its decode server was not heard for %g s", name, LEASE_S)
-                    self._forget(name)
-        self._router.close()
+            self.turn()
+        self._askers.close()
+
+    def turn(self) -> None:
+        """Do all that there is to do now. Only the thread calls this."""
+        for message in self._outbox.take():
+            if message is not None and (room := self._rooms.get(message.room)) is not None:
+                self._askers.send(room.asker, message)
+                if isinstance(message, Failed):
+                    del self._rooms[message.room]
+        while (received := self._askers.receive()) is not None:
+            asker, order = received
+            if isinstance(order, WireError):
+                log.warning("a message of a decode server was refused: %s", order)
+                self._askers.send(asker, Refusal(message=str(order)))
+            elif (answer := self._handle(asker, order)) is not None:
+                self._askers.send(asker, answer)
+        for name, room in list(self._rooms.items()):
+            if self._clock() - room.renewed_at > LEASE_S:
+                log.warning("room %s is given up: its decode server was not heard for %g s", name, LEASE_S)
+                self._forget(name)
 
     def _handle(self, asker: bytes, message: ToPrefill) -> ToDecode | None:
         if isinstance(message, Hello):
+            before = [link for link, sender in self._senders.items() if sender == message.sender and link != asker]
+            for name in [name for name, room in self._rooms.items() if room.asker in before]:
+                self._forget(name)
+            self._senders = {link: name for link, name in self._senders.items() if link not in before}
+            self._senders[asker] = message.sender
             return self._welcome
         if isinstance(message, Renew):
             own = [name for name in message.rooms if self._is_of(name, asker)]
@@ -200,6 +205,3 @@ class KVSender:
     def _forget(self, name: str) -> None:
         del self._rooms[name]
         self._inbox.put(AbortReq(rid=name, finished=True))
-
-    def _send(self, asker: bytes, message: ToDecode) -> None:
-        self._router.send_multipart([asker, *self._answers.encode(message)], zmq.NOBLOCK, copy=False)

@@ -30,6 +30,7 @@ from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
 from vlmserve.scheduler.drafts import Drafter, WorkerDrafter
 from vlmserve.scheduler.guessing import Guesser
+from vlmserve.scheduler.handover import HandedPrompts, Receivers, RemotePrompts, Sender
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
@@ -91,8 +92,17 @@ class Rig:
     """tokens, finish, cached: of each request, by its id; outputs: all that was sent of it. warmed: answers to media
     encoded ahead of time. now: of the clock. Of several groups, `scheduler`, `kv` and `worker` are the first one's."""
 
-    def __init__(self, knobs: Knobs = Knobs(), *, groups: int = 1, has_grammars: bool = True) -> None:
+    def __init__(
+        self,
+        knobs: Knobs = Knobs(),
+        *,
+        groups: int = 1,
+        has_grammars: bool = True,
+        sender: Sender | None = None,
+        receivers: Receivers | None = None,
+    ) -> None:
         self.knobs, self.now = knobs, 0.0
+        self.sender, self.receivers = sender, receivers
         self.messages: dict = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
@@ -107,6 +117,8 @@ class Rig:
         self.router = ReplicaRouter(groups, method="shortest_queue")
         placement = GroupPlacement(self.router) if groups > 1 else None
         send = self.take if placement is None else placement.noting(self.take)
+        if sender is not None:
+            send = sender.noting(send)
         order = FairOrder()
         self.workers: list[fake.FakeWorker] = []
         schedulers = [self._scheduler(send, order, has_grammars) for _ in range(groups)]
@@ -120,6 +132,7 @@ class Rig:
             send=send,
             max_patches=knobs.warmup_patches,
             placement=placement,
+            peers=sender,
         )
 
     def make_backend(self) -> FakeBackend:
@@ -175,6 +188,8 @@ class Rig:
             send=send,
             guesser=Guesser(self._drafter(), most=knobs.drafts, adapts=False),
             encoder_order=order,
+            handed=None if self.sender is None else HandedPrompts(kv, self.sender, group=0),
+            remote=None if self.receivers is None else RemotePrompts(kv, self.receivers, group=0),
             clock=lambda: self.now,
         )
 
@@ -268,6 +283,8 @@ class Rig:
         page, total = self.knobs.page, self.knobs.pool
         for scheduler in self.loop.schedulers:
             kv, queue, reqs = scheduler.kv, scheduler.waiting_queue, list(scheduler._reqs.values())
+            remote = scheduler.remote
+            ended = [] if remote is None else [req for req in remote._reqs.values() if req.is_finished]
             queue.check()
             in_progress, running, queued = set(queue.in_progress), set(scheduler.running_batch.reqs), set(queue)
             for req in reqs:
@@ -276,7 +293,9 @@ class Rig:
                 assert (req in in_progress) == (req.status is ReqStatus.PREFILLING), req.rid
                 assert (req in running) == (req.status is ReqStatus.DECODING), req.rid
                 assert (req.req_pool_idx is None) == req.status.is_queued, req.rid
-            assert len(queued) + len(in_progress) + len(running) == len(reqs)
+            handed = sum(req.status is ReqStatus.TRANSFERRING for req in reqs)
+            assert len(queued) + len(in_progress) + len(running) + handed == len(reqs)
+            reqs += ended  # they have their slots until nothing is written to these
             places = sum(req.req_pool_idx is not None for req in reqs)
             assert kv.req_pool.available_size() + places == self.knobs.rows
             assert kv.states is None or kv.states.held == places

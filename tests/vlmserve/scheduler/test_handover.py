@@ -1,0 +1,66 @@
+"""Prompts that another engine computes: answers do not depend on it, and nothing is left on either side."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.vlmserve.scheduler.handed import Pair
+from tests.vlmserve.scheduler.prompts import request
+from tests.vlmserve.scheduler.rig import Knobs, knobs, requests
+from vlmserve.disaggregation.messages import LEASE_S
+from vlmserve.ipc.messages import AbortReq
+
+
+@pytest.fixture
+def pair(monkeypatch) -> Pair:
+    found = Pair(Knobs(), Knobs(), monkeypatch)
+    found.meet()
+    return found
+
+
+def test_all_but_the_last_token_is_computed_there(pair):
+    first, again = (request(rid, list(range(30)), [(3, 6, b"aa")], new=5) for rid in ("a", "b"))
+    pair.run(first)
+    assert sum(len(batch.input_ids) for batch in pair.prefill.worker.batches) == 29
+    assert sum(len(batch.input_ids) for batch in pair.decode.worker.batches) == 1 + 4
+    assert pair.decode.pool.stats().encoded == 0
+    pair.run(again)
+    pair.decode.check_answers(first, again)
+    assert pair.decode.cached["b"] == 28, "whole pages are here already"
+
+
+@settings(max_examples=60)
+@given(
+    ends=st.tuples(knobs(), knobs()).filter(lambda two: (two[0].snapshots is None) == (two[1].snapshots is None)),
+    messages=requests(),
+    gaps=st.lists(st.integers(0, 8), min_size=10, max_size=10),
+    aborts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=3, unique_by=lambda abort: abort[0]),
+    trouble=st.sampled_from([0.0, 0.1, 0.3]),
+    dice=st.randoms(use_true_random=False),
+)
+def test_answers_and_pools_survive_whatever_the_network_does(ends, messages, gaps, aborts, trouble, dice):
+    with pytest.MonkeyPatch.context() as patch:
+        pair = Pair(*ends, patch)
+        pair.meet()
+        aborted, turn = set(), 0
+        for at, (message, gap) in enumerate(zip(messages, gaps, strict=False)):
+            pair.decode.handle(message)
+            for _ in range(gap):
+                pair.disturbed_turn(dice, trouble)
+                turn += 1
+                for which, when in aborts:
+                    if when == turn and which <= at and f"r{which}" not in pair.decode.finish:
+                        aborted.add(f"r{which}")
+                        pair.decode.handle(AbortReq(rid=f"r{which}"))
+        pair.run()
+    pair.decode.check_answers(*(message for message in messages if message.rid not in aborted))
+    assert {rid: reason.type for rid, reason in pair.decode.finish.items()} == {
+        message.rid: "abort" if message.rid in aborted else "length" for message in messages
+    }
+    for _ in range(int(LEASE_S) + 1):  # a room whose release was lost is kept so long
+        pair.turn()
+    for rig in (pair.prefill, pair.decode):
+        rig.check_nothing_is_left()
+    assert not any((pair.sender._rooms, pair.sender._known, pair.receivers._rooms))
