@@ -56,6 +56,8 @@ ALIASES: Mapping[str, Mapping[str, _Alias]] = {
         "time_per_output_token_seconds": _Alias("inter_token_latency_seconds"),  # before that
         "queue_time_seconds": _Alias("request_queue_time_seconds"),
         "num_running_reqs": _Alias("num_requests_running"),
+        "num_prefill_inflight_queue_reqs": _Alias("num_prefill_inflight_queue_reqs"),
+        "num_decode_transfer_queue_reqs": _Alias("num_decode_transfer_queue_reqs"),
         "num_queue_reqs": _Alias("num_requests_waiting"),
         "token_usage": _Alias("kv_cache_usage_perc"),
         "num_used_tokens": _Alias("kv_cache_used_tokens"),
@@ -141,6 +143,8 @@ _GAUGES = {
     "num_requests_waiting": ("Requests waiting to be computed", "num_waiting_reqs"),
     "num_requests_encoding": ("Requests that wait for the vision encoder", "steps.encoding_reqs"),
     "num_warmups": ("Requests to encode media ahead of time", "num_warmups"),
+    "num_prefill_inflight_queue_reqs": ("Prompts whose KV a decode server may still read", "handover.inflight"),
+    "num_decode_transfer_queue_reqs": ("Requests whose KV a prefill server is to bring", "handover.transferring"),
     "kv_cache_tokens": ("KV cache slots in all", "kv_total_tokens"),
     "kv_cache_free_tokens": ("KV cache slots that hold nothing", "kv_free_tokens"),
     "kv_cache_reusable_tokens": ("KV cache slots of cached prefixes", "kv_cached_tokens"),
@@ -167,6 +171,9 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": ("Tokens of answers that were guessed", "steps.guesses.tokens"),
     "spec_decode_num_accepted_tokens": ("Guessed tokens that were right", "steps.guesses.right"),
     "expert_rebalances": ("Times that experts were placed anew", "experts.rebalances_total"),
+    "remote_prompts": ("Prompts that a prefill server computed", "handover.prompts_total"),
+    "remote_prompt_tokens": ("Tokens of prompts whose KV came from a prefill server", "handover.tokens_total"),
+    "remote_prompts_failed": ("Prompts computed here as no prefill server did", "handover.failed_total"),
     "experts_moved": ("Experts that got another place", "experts.moved_total"),
     "prompt_tokens_computed": ("Tokens of prompts that were computed", "steps.prompt_tokens_computed_total"),
     "temporal_patches_encoded": (

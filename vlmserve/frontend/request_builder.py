@@ -64,7 +64,8 @@ class RequestLimits:
 
     max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model. hidden_size:
     width of its embeddings. counts: most pictures and videos in a request. hidden_states: whether requests may ask for
-    hidden states. replicas: how many there are to choose from.
+    hidden states. replicas: how many there are to choose from. answers: whether there are any, or this server only
+    computes prompts for others.
     """
 
     max_model_len: int
@@ -73,6 +74,7 @@ class RequestLimits:
     counts: MediaCounts = field(default_factory=MediaCounts)
     hidden_states: bool = False
     replicas: int = 1
+    answers: bool = True
 
 
 # Characters that are rarely fewer tokens than one, and characters of a piece.
@@ -114,6 +116,11 @@ class RequestBuilder:
 
         default_seed: used where the request brings no seed.
         """
+        if not self.limits.answers:
+            raise BadRequestError(
+                "this server computes prompts for other servers, and gives no answers (setting --role prefill): ask a "
+                "server with --role decode"
+            )
         params, returns, vocab_size = request.sampling_params, request.returns, self.limits.vocab_size
         params = self._defaults.apply(params, seed=default_seed)
         self._check_replica(request.data_parallel_rank)

@@ -93,6 +93,7 @@ def make_tokenizer_stage(
             counts=limits.counts,
             hidden_states=args.enable_return_hidden_states,
             replicas=args.dp_size,
+            answers=args.role != "prefill",
         ),
         defaults=defaults,
         logits_processors=load_logits_processors(args.logits_processors),

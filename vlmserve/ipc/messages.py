@@ -432,6 +432,19 @@ class ExpertStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HandoverStats:
+    """Prompts of one server that another one computes. Here, for others: inflight, whose KV they may still read.
+    Elsewhere, for this server: transferring, whose KV is on its way; prompts_total and tokens_total, whose KV has come;
+    failed_total, whose KV has not, so that they were computed here."""
+
+    inflight: int = 0
+    transferring: int = 0
+    prompts_total: int = 0
+    tokens_total: int = 0
+    failed_total: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replicas: the figures of
     each scheduler, if these are sums."""
@@ -454,6 +467,7 @@ class SchedulerStats:
     forward_steps_total: int
     num_warmups: int = 0
     steps: StepStats = StepStats()
+    handover: HandoverStats = HandoverStats()
     experts: ExpertStats = ExpertStats()
     replicas: tuple[SchedulerStats, ...] = ()
 

@@ -16,7 +16,14 @@ from uuid import uuid4
 import numpy as np
 
 from vlmserve.disaggregation.messages import Arrived, Complete, Computed, Failed, Order
-from vlmserve.ipc.messages import AbortReq, InputEmbeds, SamplingParams, SchedulerOutput, TokenizedGenerateReqInput
+from vlmserve.ipc.messages import (
+    AbortReq,
+    HandoverStats,
+    InputEmbeds,
+    SamplingParams,
+    SchedulerOutput,
+    TokenizedGenerateReqInput,
+)
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
@@ -56,6 +63,10 @@ class HandedPrompts:
     def holds(self) -> bool:
         """Whether slots are kept for others to read."""
         return bool(self._held)
+
+    def stats(self) -> HandoverStats:
+        """Return figures of this moment."""
+        return HandoverStats(inflight=len(self._held))
 
     def is_read(self, req: Req) -> bool:
         """Return True if others may be reading a request's slots: it must keep them, or fail."""
@@ -107,6 +118,7 @@ class RemotePrompts:
         self._arrived: Mailbox[Arrived] = Mailbox()
         self._reqs: dict[str, Req] = {}  # by room
         self._given: list[tuple[Req, list[ScheduleBatch]]] = []  # not ordered yet, with what was in flight
+        self._prompts = self._tokens = self._failed = 0
 
     @property
     def fd(self) -> int:
@@ -117,6 +129,15 @@ class RemotePrompts:
     def busy(self) -> bool:
         """Whether a request waits for its KV, or holds slots that are still written to."""
         return bool(self._reqs or self._given)
+
+    def stats(self) -> HandoverStats:
+        """Return figures of this moment."""
+        return HandoverStats(
+            transferring=len(self._reqs) + len(self._given),
+            prompts_total=self._prompts,
+            tokens_total=self._tokens,
+            failed_total=self._failed,
+        )
 
     def wants(self, req: Req) -> bool:
         """Return True if a request's prompt is to be computed elsewhere, where there is a server for it. Logprobs of a
@@ -173,11 +194,13 @@ class RemotePrompts:
             req = self._reqs.pop(arrived.room)
             req.awaits_kv = False
             if arrived.failure is None and not req.is_finished:
+                self._prompts, self._tokens = self._prompts + 1, self._tokens + req.kv_allocated_len - req.kv_len
                 req.kv_len = req.kv_allocated_len
                 self._kv.commit(req, req.kv_len)
                 self._kv.share(req)
                 if not req.output_ids:
                     req.cached_tokens = max(req.cached_tokens, arrived.cached_tokens)
+            self._failed += arrived.failure is not None and not req.is_finished
             found.append((req, arrived))
         return found
 

@@ -25,6 +25,7 @@ from vlmserve.ipc.messages import (
     BatchTokenOutput,
     FinishReason,
     Guesses,
+    HandoverStats,
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
@@ -585,6 +586,7 @@ class Scheduler:
             retracted_total=self._retracted,
             forward_steps_total=self._steps,
             steps=steps,
+            handover=other.stats() if (other := self._handed or self.remote) is not None else HandoverStats(),
         )
 
 

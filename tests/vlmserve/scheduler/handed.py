@@ -17,7 +17,7 @@ from vlmserve.disaggregation.prefill import KVSender
 
 PREFILL, AGENT = "tcp://prefill:1", "tcp://here:2"
 PATIENCE_S = 10.0
-FAULTS = ("lose", "double", "swap", "silent", "slow")
+FAULTS = ("lose", "double", "swap", "silent")
 
 
 @dataclass
@@ -150,22 +150,24 @@ class Pair:
         self.prefill, self.decode = Rig(prefill, sender=self.sender), Rig(decode, receivers=self.receivers)
         self.agent = FakeAgent(answering, self.prefill, self.decode)
 
-    def turn(self, *, talks: bool = True, reads: bool = True) -> bool:
-        """A turn of everything, which takes a second. Returns whether an engine had anything to do."""
+    def turn(self) -> None:
+        """A turn of everything, which takes a second, on a network in order."""
         self.now += 1.0
-        busy = self.prefill.step() | self.decode.step()
-        busy |= self.prefill.encode() | self.decode.encode()
+        self.decode.step()
+        self.decode.encode()
+        self._others()
+        self.network.deliver_all()
+        for ticket in list(self.agent.late):
+            while ticket in self.agent.late:
+                self.agent.copy(ticket)
+        self.network.deliver_all()
+
+    def _others(self) -> None:
+        self.prefill.step()
+        self.prefill.encode()
         self.receivers.turn()
         self.sender.turn()
-        if talks:
-            self.network.deliver_all()
         self.agent.take()
-        if reads:
-            for ticket in list(self.agent.late):
-                while ticket in self.agent.late:
-                    self.agent.copy(ticket)
-            self.network.deliver_all()
-        return busy
 
     def run(self, *messages, limit: int = 400) -> None:
         """Answer these messages, and everything before."""
@@ -182,11 +184,23 @@ class Pair:
             assert self.now < PATIENCE_S
 
     def disturbed_turn(self, dice: random.Random, trouble: float) -> None:
-        """A turn in which not all messages arrive. trouble: how likely it is that a message is lost, doubled or
-        overtaken by another one, that nothing arrives at all, or that agents do nothing."""
+        """A turn of one engine and a few of the other one, in which not all messages arrive. trouble: how likely it is
+        that a message is lost, doubled or overtaken by another one, that nothing arrives, or that agents do nothing."""
+        self.now += 1.0
+        self.decode.step()
+        if dice.random() < 0.5:
+            self.decode.encode()
+        for _ in range(dice.randint(0, 4)):
+            self._others()
+            self._disturb(dice, trouble)
+            for ticket in list(self.agent.late):
+                for _ in range(dice.choice((0, 4, 40))):
+                    if ticket in self.agent.late and dice.random() >= trouble:
+                        self.agent.copy(ticket)
 
+    def _disturb(self, dice: random.Random, trouble: float) -> None:
         def fault(what: str) -> bool:
-            return dice.random() < trouble and dice.choice(FAULTS) == what
+            return dice.random() < trouble / 2 and dice.choice(FAULTS) == what
 
         own = self.network.hosts["here"].name
         for wire, messages in self.network.wires.items():
@@ -198,12 +212,7 @@ class Pair:
                 messages.appendleft(messages[0])
             if len(messages) > 1 and fault("swap"):
                 messages.rotate(1)
-        silent = fault("silent")
-        for wire in list(self.network.wires) if not silent else ():
-            for _ in range(dice.randint(0, len(self.network.wires[wire]))):
-                self.network.deliver(wire)
-        self.turn(talks=False, reads=False)
-        for ticket in list(self.agent.late):
-            for _ in range(dice.randint(0, 8)):
-                if ticket in self.agent.late and not fault("slow"):
-                    self.agent.copy(ticket)
+        if not fault("silent"):
+            for wire in list(self.network.wires):
+                for _ in range(dice.randint(0, len(self.network.wires[wire]))):
+                    self.network.deliver(wire)
