@@ -24,6 +24,7 @@ _BENCHES = {
     "processors": ("throughput of picture and video files", "vlmserve.commands.bench.processors"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.commands.bench.vision"),
     "parallel": ("two processes that share a model beside one", "vlmserve.commands.bench.parallel"),
+    "disaggregation": ("prompts on one server, answers on another one", "vlmserve.commands.bench.disaggregation"),
     "sched": ("what the scheduler itself costs", "vlmserve.commands.bench.sched"),
     "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
     "speculation": ("guessed tokens beside none", "vlmserve.commands.bench.speculation"),
