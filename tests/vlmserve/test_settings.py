@@ -57,6 +57,8 @@ _NEEDED = {
     "nnodes": {"tp_size": "4096", "dist_init_addr": "host:1"},
     "speculative_algorithm": {"speculative_draft_model_path": "head"},
     "speculative_draft_model_path": {"speculative_algorithm": "eagle3"},
+    "role": {"prefill_urls": "tcp://host:1"},
+    "prefill_urls": {"role": "decode"},
     "node_rank": {"tp_size": "8192", "nnodes": "8192", "dist_init_addr": "host:1"},
 }
 """What a setting's other value does not go without."""
@@ -65,6 +67,9 @@ _NEEDED = {
 _OTHERS = {
     "page_size": 32,  # chunks are whole pages
     "device": "cpu",
+    "prefill_urls": "tcp://other:8998,tcp://another:8998",
+    "prefill_listen": "10.0.0.1:8998",
+    "peer_key": "a secret of sixteen",
     "encoder_devices": "cpu",
     "cuda_graph_bs": "1,2,4",
     "chat_template": "{{ messages[0].content }}",
