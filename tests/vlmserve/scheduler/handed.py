@@ -155,6 +155,10 @@ class Pair:
         self.now += 1.0
         self.decode.step()
         self.decode.encode()
+        self.others_finish()
+
+    def others_finish(self) -> None:
+        """All but the decoding engine do a turn, with all that has come."""
         self._others()
         self.network.deliver_all()
         for ticket in list(self.agent.late):

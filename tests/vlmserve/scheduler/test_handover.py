@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,3 +66,63 @@ def test_answers_and_pools_survive_whatever_the_network_does(ends, messages, gap
     for rig in (pair.prefill, pair.decode):
         rig.check_nothing_is_left()
     assert not any((pair.sender._rooms, pair.sender._known, pair.receivers._rooms))
+
+
+def test_no_step_in_flight_writes_over_what_has_come(monkeypatch):
+    """A step that is late still writes for a request that has ended; its slot is somebody else's by then."""
+    pair = Pair(Knobs(), Knobs(pool=64, page=1, depth=2, radix=False), monkeypatch)
+    pair.meet()
+    ends, comes = request("a", list(range(30)), new=30), request("b", [3] * 40, new=5)
+    pair.decode.handle(ends, request("other", [1], new=12))  # two are computed while the next step is decided
+    while len(pair.decode.tokens["a"]) < 4:
+        pair.turn()
+    assert pair.decode.loop._in_flight, "a step is under way"
+    order = pair.receivers.order
+
+    def order_and_have(*about) -> None:
+        order(*about)
+        for _ in range(30):  # the other side does all, while this one does nothing
+            pair.others_finish()
+
+    monkeypatch.setattr(pair.receivers, "order", order_and_have)
+    pair.decode.handle(AbortReq(rid="a"), comes)
+    pair.run()
+    pair.decode.check_answers(comes)
+
+
+def in_transfer(pair: Pair, message) -> None:
+    """Hand a request over until its KV is being read."""
+    pair.decode.handle(message)
+    while not pair.agent.late:
+        pair.disturbed_turn(NoDice(), 0.0)
+
+
+class NoDice(random.Random):
+    """All messages arrive at once, and agents copy nothing."""
+
+    def randint(self, _least: int, most: int) -> int:
+        return most
+
+    def choice(self, _any) -> int:
+        return 0
+
+
+def test_slots_of_a_request_that_ends_are_not_written_to_once_others_have_them(pair):
+    ends, comes = request("a", list(range(60)), new=3), request("b", [3] * 60, new=3)
+    in_transfer(pair, ends)
+    pair.decode.handle(AbortReq(rid="a"), comes)
+    pair.run()
+    pair.decode.check_answers(comes)
+    for rig in (pair.prefill, pair.decode):
+        rig.check_nothing_is_left()
+
+
+def test_kv_of_a_room_that_was_given_up_is_not_used(pair):
+    message = request("a", list(range(60)), new=3)
+    in_transfer(pair, message)
+    (room,) = pair.sender._rooms
+    pair.sender._forget(room)  # as when this server did not hear of the other one for long
+    pair.prefill.worker.kv = [("somebody else's", (0, 0, 0))] * len(pair.prefill.worker.kv)
+    pair.run()
+    pair.decode.check_answers(message)
+    assert pair.decode.loop.stats().handover.failed_total == 1
