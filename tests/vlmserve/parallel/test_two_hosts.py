@@ -35,7 +35,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.names = [f"vlmserve-{os.getpid()}-{number}" for number in range(2)]
-        ends = [f"vs{os.getpid()}{letter}" for letter in "ab"]
+        self.ends = ends = [f"vs{os.getpid()}{letter}" for letter in "ab"]
         for name in self.names:
             ip("netns", "add", name)
         ip("link", "add", ends[0], "netns", self.names[0], "type", "veth", "peer", ends[1], "netns", self.names[1])
@@ -67,12 +67,17 @@ def hosts() -> Iterator[Hosts]:
     hosts.remove()
 
 
-def node(hosts: Hosts, number: int, folder: Path, runtime: Path) -> ServerProcess:
+def node(hosts: Hosts, number: int, folder: Path, runtime: Path, *more: str) -> ServerProcess:
     words = [*hosts.command(number), sys.executable, "-m", "vlmserve.cli", "serve", str(folder), "--port", "0"]
-    words += ["--served-model-name", "m", "--tp-size", "2", "--nnodes", "2", "--node-rank", str(number)]
-    words += ["--dist-init-addr", f"10.9.8.1:{PORT}"]
+    words += ["--served-model-name", "m", *more]
     words += [word for name, value in SETTINGS.items() for word in ("--" + name.replace("_", "-"), str(value))]
     return ServerProcess(words, runtime, OMP_NUM_THREADS="1")
+
+
+def answer_on(hosts: Hosts, number: int, server: ServerProcess) -> str:
+    asking = [*hosts.command(number), sys.executable, "-c", _ASK, str(server.port())]
+    found = json.loads(subprocess.run(asking, check=True, capture_output=True, timeout=60).stdout)
+    return found["choices"][0]["message"]["content"]
 
 
 @pytest.mark.slow
@@ -80,16 +85,42 @@ def test_they_meet_by_address_and_a_dead_host_ends_the_server(hosts: Hosts, tmp_
     folder = make_checkpoint("qwen3_vl", tmp_path / "model")
     with LLM(str(folder), **SETTINGS) as llm:
         alone = llm.chat("Name a colour.", GREEDY).text
-    nodes = [node(hosts, number, folder, tmp_path / f"run{number}") for number in range(2)]
+    together = ("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", f"10.9.8.1:{PORT}")
+    nodes = [
+        node(hosts, number, folder, tmp_path / f"run{number}", *together, "--node-rank", str(number))
+        for number in range(2)
+    ]
     try:
-        asking = [*hosts.command(0), sys.executable, "-c", _ASK, str(nodes[0].port())]
         nodes[1].await_log(f"ready: ranks 1 work for 10.9.8.1:{PORT}")
-        answer = json.loads(subprocess.run(asking, check=True, capture_output=True, timeout=60).stdout)
-        assert answer["choices"][0]["message"]["content"] == alone
+        assert answer_on(hosts, 0, nodes[0]) == alone
         os.kill(children_of(nodes[1].process.pid)[0], signal.SIGKILL)  # the first process, and all others with it
         nodes[1].wait()
         assert nodes[0].wait() == 1  # with nothing to compute
         assert "rank 1 of 2 is gone" in "".join(nodes[0].log)
     finally:
         for one in nodes:
+            one.end()
+
+
+@pytest.mark.slow
+def test_kv_goes_from_one_host_to_the_other_until_that_is_gone(hosts: Hosts, tmp_path: Path):
+    folder, place = make_checkpoint("qwen3_vl", tmp_path / "model"), f"10.9.8.1:{PORT}"
+    with LLM(str(folder), **SETTINGS) as llm:
+        alone = llm.chat("Name a colour.", GREEDY).text
+    prefill = node(hosts, 0, folder, tmp_path / "prefill", "--role", "prefill", "--prefill-listen", place)
+    links = ("--role", "decode", "--prefill-urls", f"tcp://{place}", "--prefill-peer-timeout-s", "2")
+    decode = node(hosts, 1, folder, tmp_path / "decode", *links, "--disable-radix-cache")
+    try:
+        prefill.port()
+        decode.await_log(f"prefill server tcp://{place} takes orders")
+        assert answer_on(hosts, 1, decode) == alone
+        assert "computed" not in "".join(decode.log)
+        ip("-n", hosts.names[0], "link", "set", hosts.ends[0], "down")
+        assert answer_on(hosts, 1, decode) == alone
+        decode.await_log("was not heard for 2 s")
+        ip("-n", hosts.names[0], "link", "set", hosts.ends[0], "up")
+        known = len("".join(decode.log))
+        decode.await_log(f"(?s).{{{known}}}.*takes orders")
+    finally:
+        for one in (prefill, decode):
             one.end()
