@@ -125,9 +125,9 @@ class Answering:
                 _forget_oldest(self._taken)
         return None
 
-    def close(self) -> None:
-        """End all links; what was not sent is lost."""
-        self.socket.close()
+    def close(self, *, linger_ms: int = 0) -> None:
+        """End all links; what was not sent in so many milliseconds is lost."""
+        self.socket.close(linger_ms)
 
 
 def tcp_host(host: str) -> str:

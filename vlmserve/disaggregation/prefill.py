@@ -36,6 +36,7 @@ from vlmserve_common.transport.wire import WireError
 
 log = logging.getLogger(__name__)
 
+_LAST_WORDS_MS = 500
 Told: TypeAlias = Computed | Complete | Failed
 
 
@@ -146,7 +147,9 @@ class KVSender:
         while not self._worker.ends:
             poller.poll(int(RENEW_S * 1000) if self._rooms else None)
             self.turn()
-        self._askers.close()
+        for asker in self._senders:  # or they would find out by waiting
+            self._askers.send(asker, Refusal(message="it is ending"))
+        self._askers.close(linger_ms=_LAST_WORDS_MS)
 
     def turn(self) -> None:
         """Do all that there is to do now. Only the thread calls this."""

@@ -151,6 +151,8 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         busy = control.step()
     loop.drain()
     lost = loop.close_kv(ending.left_s)
+    if peers is not None:
+        peers.close()
     if lost:
         log.warning("%d tokens of cached prefixes were not on disk %g s after the end, and are lost", lost, FINISH_S)
     ending.finish()

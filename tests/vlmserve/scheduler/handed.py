@@ -85,7 +85,7 @@ class FakeSocket:
             raise zmq.Again
         return [_Frame(memoryview(bytearray(frame))) for frame in self.inbox.popleft()]
 
-    def close(self) -> None:
+    def close(self, _linger_ms: int = 0) -> None:
         del self.network.sockets[self.name]
 
 
