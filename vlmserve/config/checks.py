@@ -38,8 +38,8 @@ def engine_problems(args: EngineArgs) -> list[str]:
         by_page = f"a divisor of --chunked-prefill-size, which is {chunk}"
         problems.append(_blame(args, chunked_prefill_size=allowed, page_size=by_page))
     for name in ("tp_size", "pp_size"):
-        if getattr(args, name) > 1 and args.enable_hierarchical_cache:
-            problems.append(f"--enable-hierarchical-cache does not go with {flag(name)} above 1 yet")
+        if getattr(args, name) > 1 and args.hicache_storage_dir is not None:
+            problems.append(f"--hicache-storage-dir does not go with {flag(name)} above 1 yet")
     if args.ep_size >= 1 and args.tp_size % args.ep_size:
         problems.append(problem(args, "ep_size", f"a divisor of --tp-size, which is {args.tp_size}"))
     if args.enable_eplb and args.ep_size == 1:

@@ -259,7 +259,7 @@ class EngineArgs:
     enable_hierarchical_cache: bool = _memory(
         False, "keep cached prefixes that the KV cache has no room for in host memory, and bring them back", common=True
     )
-    hicache_size_gib: float = _memory(4.0, "host memory for --enable-hierarchical-cache, in GiB", ABOVE_0)
+    hicache_size_gib: float = _memory(4.0, "host memory of each rank for --enable-hierarchical-cache, in GiB", ABOVE_0)
     hicache_write_policy: Literal["write_back", "write_through_selective"] = _memory(
         "write_back",
         "which evicted prefixes go to host memory; write_back: all; write_through_selective: those that were "

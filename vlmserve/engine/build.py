@@ -153,6 +153,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         auto_pixels=parts.auto_pixels,
     )
     runner = _allocate(parts, info, states, graph_plan, processors)
+    _attach_host_tier(parts, runner)
     pools = Pools(runner.kv_cache, runner.req_to_token_pool, runner.recurrent_cache)
     if (graphs := graph_builder.capture(graph_plan, pools)) is not None:
         runner.attach_graphs(graphs)
@@ -276,6 +277,25 @@ def _allocate(
     )
 
 
+def _attach_host_tier(parts: _Parts, runner: ModelRunner) -> None:
+    """Give a runner the host tier that the settings ask for. All ranks have as many host slots as the rank with the
+    least room. EngineError for memory or a folder that is missing."""
+    args = supported_args(parts.args, parts.model.config)
+    per_token = bytes_per_token(parts.model, parts.kv_dtype)
+    slots = parts.smallest(host_pool_size(args, bytes_per_token=per_token, device=parts.device))
+    if not slots:
+        return
+    storage = None
+    if args.hicache_storage_dir is not None:
+        storage = KVStorage(
+            Path(args.hicache_storage_dir) / _fingerprint(args, runner),
+            limit_bytes=int(args.hicache_storage_gib * 2**30),
+            bytes_per_token=per_token,
+            page_size=args.page_size,
+        )
+    runner.attach_host_tier(KVTransfer(runner.kv_cache, slots + args.page_size, storage))
+
+
 def build_loop(
     args: EngineArgs,
     runner: ModelRunner,
@@ -346,13 +366,11 @@ def _scheduler(
     receivers: Receivers | None,
     group: int,
 ) -> Scheduler:
-    args = supported_args(args, runner.model.config)
     allocator = TokenToKVPoolAllocator(info.max_total_tokens, args.page_size)
     media_keys = MediaKeyTable()
-    per_token = bytes_per_token(runner.model, runner.kv_cache.dtype)
     kv = KVCacheManager(
         allocator,
-        build_prefix_cache(args, runner, allocator, media_keys, bytes_per_token=per_token),
+        _prefix_cache(args, runner.kv_transfer, allocator, media_keys),
         ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size),
         states=request_states(args, runner, info.max_total_tokens + args.page_size),
     )
@@ -404,35 +422,18 @@ def _grammars(args: EngineArgs, runner: ModelRunner) -> GrammarQueue:
     return GrammarQueue(GrammarProcesses(settings), cache_bytes=args.grammar_cache_mib << 20)
 
 
-def build_prefix_cache(
-    args: EngineArgs,
-    runner: ModelRunner,
-    allocator: TokenToKVPoolAllocator,
-    media_keys: MediaKeyTable,
-    *,
-    bytes_per_token: int,
+def _prefix_cache(
+    args: EngineArgs, transfer: KVTransfer | None, allocator: TokenToKVPoolAllocator, media_keys: MediaKeyTable
 ) -> RadixCache:
-    """Build the prefix cache that the settings ask for, and connect its host tier to the runner. EngineError for memory
-    or a folder that is missing."""
-    host_slots = host_pool_size(args, bytes_per_token=bytes_per_token, device=runner.device)
-    if not host_slots:
+    """Build the prefix cache of a group. transfer: to and from its host tier, if there is one."""
+    if transfer is None:
         return RadixCache(allocator, policy=args.radix_eviction_policy, shares=not args.disable_radix_cache)
-    storage = None
-    if args.hicache_storage_dir is not None:
-        storage = KVStorage(
-            Path(args.hicache_storage_dir) / _fingerprint(args, runner),
-            limit_bytes=int(args.hicache_storage_gib * 2**30),
-            bytes_per_token=bytes_per_token,
-            page_size=args.page_size,
-        )
-    transfer = KVTransfer(runner.kv_cache, host_slots + args.page_size, storage)
-    runner.attach_host_tier(transfer)
     return HiRadixCache(
         allocator,
-        TokenToKVPoolAllocator(host_slots, args.page_size),
+        TokenToKVPoolAllocator(transfer.host_slots - args.page_size, args.page_size),
         policy=args.radix_eviction_policy,
         write_policy=args.hicache_write_policy,
-        storage=storage,
+        storage=transfer.storage,
         identity=media_keys.identity,
         transfer=transfer,
     )

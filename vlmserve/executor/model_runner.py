@@ -64,7 +64,7 @@ class ModelRunner:
         transfers: Transfers | None = None,
         draft_backend: AttentionBackend | None = None,
     ) -> None:
-        self._kv_transfer: KVTransfer | None = None
+        self.kv_transfer: KVTransfer | None = None
         self._graphs: DecodeGraphs | None = None
         self._balancer: ExpertBalancer | None = None
         self.model = model
@@ -92,7 +92,7 @@ class ModelRunner:
 
     def attach_host_tier(self, transfer: KVTransfer) -> None:
         """Allow steps to copy KV between the tiers of the cache from now on."""
-        self._kv_transfer = transfer
+        self.kv_transfer = transfer
 
     def attach_graphs(self, graphs: DecodeGraphs) -> None:
         """Replay steps that fit from now on."""
@@ -122,8 +122,8 @@ class ModelRunner:
             if self._balancer is not None:
                 self._balancer.step()
             if batch.kv_copies:
-                assert self._kv_transfer is not None, "KV to copy, and no second tier"
-                self._kv_transfer.run(batch.kv_copies)
+                assert self.kv_transfer is not None, "KV to copy, and no second tier"
+                self.kv_transfer.run(batch.kv_copies)
             self._copy_states(batch.state_copies)
             inputs, forward_batch = self._prepare(batch)
             if inputs.advances is not None:

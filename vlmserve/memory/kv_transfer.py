@@ -45,11 +45,11 @@ class KVTransfer:
     Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
     work launched after it sees the job's. No thread waits.
 
-    piece_tokens: longer copies go in pieces of so many tokens.
+    storage: gets the jobs to and from the disk. piece_tokens: longer copies go in pieces of so many tokens.
     """
 
     def __init__(self, kv_cache: KVCache, host_slots: int, storage: KVStorage | None = None) -> None:
-        self._storage = storage
+        self.host_slots, self.storage = host_slots, storage
         self._parts = _parts(kv_cache.layers)
         self._device = self._parts[0].device
         width = sum(part.shape[1] for part in self._parts)
@@ -76,14 +76,14 @@ class KVTransfer:
                 copy(to_device(torch.tensor(job.device_slots[piece]), self._device), job.host_slots[piece])
 
     def _store(self, job: KVCopyJob) -> None:
-        assert self._storage is not None
+        assert self.storage is not None
         if job.device_slots is not None:
             slots = torch.tensor(job.device_slots, device=self._device)
             rows = torch.cat([part.index_select(0, slots) for part in self._parts], dim=1).cpu()
         else:
             self._finish_copies()
             rows = self._rows.index_select(0, torch.from_numpy(job.host_slots.copy()))
-        self._storage.save(list(job.pages), rows)
+        self.storage.save(list(job.pages), rows)
 
     def _finish_copies(self) -> None:
         if self._device.type == "cuda":

@@ -181,18 +181,21 @@ def most_for_graphs(left: float) -> int:
 
 
 def host_pool_size(args: EngineArgs, *, bytes_per_token: int, device: torch.device) -> int:
-    """Return the host slots of the hierarchical cache, a multiple of the page size; 0 without one. Call it when weights
-    are loaded and the KV cache is there. EngineError if that much memory is not free, or not even a page fits."""
+    """Return the host slots of a rank's hierarchical cache, a multiple of the page size; 0 without one. Call it when
+    weights are loaded and KV caches are there, at all ranks before one of them takes the memory. EngineError if that
+    much is not free for all ranks of this machine, or not even a page fits."""
     if not args.enable_hierarchical_cache or args.disable_radix_cache:
         return 0
     size = int(args.hicache_size_gib * _GIB)
     tokens = size // bytes_per_token // args.page_size * args.page_size - args.page_size  # a dummy page comes on top
     host = torch.device("cpu")
     free, _ = free_memory(host)
-    if tokens < args.page_size or size > free * _USABLE:
+    ranks = len(args.own_ranks)
+    if tokens < args.page_size or size * ranks > free * _USABLE:
+        each = f" for each of {ranks} ranks" if ranks > 1 else ""
         raise EngineError(
-            f"--hicache-size-gib is {args.hicache_size_gib:g}, room for {max(0, tokens)} tokens of {bytes_per_token} "
-            f"bytes; {_free(free, host)}, and the model is on {device}"
+            f"--hicache-size-gib is {args.hicache_size_gib:g}{each}, room for {max(0, tokens)} tokens of "
+            f"{bytes_per_token} bytes; {_free(free, host)}, and the model is on {device}"
         )
     return tokens
 

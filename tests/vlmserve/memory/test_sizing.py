@@ -132,5 +132,7 @@ def test_the_hosts_slots(monkeypatch):
     assert slots(enable_hierarchical_cache=True, hicache_size_gib=1.01, page_size=64) == 1024 - 64
     with pytest.raises(EngineError, match=r"--hicache-size-gib is 7.9, room for .* 8 GiB of memory are free"):
         slots(enable_hierarchical_cache=True, hicache_size_gib=7.9)
+    with pytest.raises(EngineError, match=r"--hicache-size-gib is 4 for each of 2 ranks, room for 4080 .* 8 GiB"):
+        slots(enable_hierarchical_cache=True, tp_size=2)
     with pytest.raises(EngineError, match=r"--hicache-size-gib is 0.03, room for 0 tokens of 1048576 bytes"):
         slots(enable_hierarchical_cache=True, hicache_size_gib=0.03)

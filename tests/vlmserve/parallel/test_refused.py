@@ -21,6 +21,7 @@ from vlmserve_common.errors import EngineError
 
 NODES = {"nnodes": 2, "tp_size": 2}
 GROUPS = {"enable_dp_attention": True, "dp_size": 2}
+STORED = {"enable_hierarchical_cache": True, "hicache_storage_dir": "kv"}
 HEADS = "num_attention_heads is 4, which it does not divide"
 CUT = "2 ranks cut each expert, whose moe_intermediate_size is 41, which they do not divide"
 
@@ -29,7 +30,7 @@ CUT = "2 ranks cut each expert, whose moe_intermediate_size is 41, which they do
     ("settings", "message"),
     [
         ({"tp_size": 0}, "--tp-size is 0; it must be 1 or more"),
-        ({"tp_size": 2, "enable_hierarchical_cache": True}, "--enable-hierarchical-cache does not go with --tp-size"),
+        (STORED | {"tp_size": 2}, "--hicache-storage-dir does not go with --tp-size above 1 yet"),
         ({"nnodes": 0}, "--nnodes is 0; it must be 1 or more"),
         ({"nnodes": 2}, "--nnodes is 2; it must be a divisor of --tp-size, which is 1"),
         ({"nnodes": 2, "tp_size": 3}, "--tp-size is 3; it must be a multiple of --nnodes, which is 2"),
@@ -40,10 +41,7 @@ CUT = "2 ranks cut each expert, whose moe_intermediate_size is 41, which they do
             {"tp_size": 2, "pp_size": 2, "nnodes": 3, "dist_init_addr": "h:1"},
             "--tp-size 2 times --pp-size 2 is 4; it must be a multiple of --nnodes",
         ),
-        (
-            {"pp_size": 2, "enable_hierarchical_cache": True},
-            "--enable-hierarchical-cache does not go with --pp-size above 1 yet",
-        ),
+        (STORED | {"pp_size": 2}, "--hicache-storage-dir does not go with --pp-size above 1 yet"),
         (NODES | {"dp_size": 2, "dist_init_addr": "h:1"}, "--dp-size is 2; it must be 1 where --nnodes is above 1"),
         ({"tp_size": 2, "ep_size": 3}, "--ep-size is 3; it must be a divisor of --tp-size, which is 2"),
         ({"tp_size": 2, "enable_eplb": True}, "--enable-eplb moves experts between the parties of --ep-size"),
@@ -53,7 +51,6 @@ CUT = "2 ranks cut each expert, whose moe_intermediate_size is 41, which they do
             "--enable-dp-attention is True; it must be left out, or --dp-size be 2 or more and divide --tp-size",
         ),
         (GROUPS | {"tp_size": 4, "dp_size": 3}, "--dp-size is 3; it must be .* divide --tp-size, which is 4"),
-        (GROUPS | {"tp_size": 2, "enable_hierarchical_cache": True}, "--enable-hierarchical-cache does not go"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str):
