@@ -319,7 +319,8 @@ def build_loop(
     groups = args.attention_groups
     placement = None
     if groups > 1:
-        placement = GroupPlacement(ReplicaRouter(groups, method=args.load_balance_method))
+        router = ReplicaRouter(groups, method=args.load_balance_method, most_answers=args.max_running_requests)
+        placement = GroupPlacement(router)
         send = placement.noting(send)
     model, order = runner.model, FairOrder()
     # made when it is first called: its processes end with the caller's scheduler

@@ -38,7 +38,9 @@ def connect(channels: Sequence[Channels], args: EngineArgs, stack: AsyncExitStac
         stack.callback(senders[-1].close)
         operators.append(ControlClient(own.control))
         stack.callback(operators[-1].close)
-    return Engines(senders, operators, ReplicaRouter(len(senders), method=args.load_balance_method))
+    most = args.max_running_requests
+    router = ReplicaRouter(len(senders), method=args.load_balance_method, most_answers=most)
+    return Engines(senders, operators, router)
 
 
 class Engines:

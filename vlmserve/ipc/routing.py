@@ -158,8 +158,10 @@ _APART_TIMES = 1.5
 class ReplicaRouter:
     """Chooses among `size` replicas. The same calls always lead to the same choices. Not thread-safe.
 
-    The replica of a match may have apart_tokens more in flight than the idlest one, or half as many again. The router
-    remembers most_keys keys and most_sessions sessions. It forgets first those used least recently.
+    A replica with most_answers in flight is full, and is left out while another has room; not by a session or a
+    request that names it. The replica of a match may have apart_tokens more in flight than the idlest one, or half as
+    many again. The router remembers most_keys keys and most_sessions sessions. It forgets first those used least
+    recently.
     """
 
     def __init__(
@@ -167,18 +169,21 @@ class ReplicaRouter:
         size: int,
         *,
         method: Method = "affinity",
+        most_answers: int = 2**31,
         apart_tokens: int = 4096,
         most_keys: int = MOST_KEYS,
         most_sessions: int = 2**14,
     ) -> None:
         self.size = size
         self._method = method
+        self._most_answers = most_answers
         self._apart_tokens = apart_tokens
         self._known = KnownKeys(size, most=most_keys)
         self._most_sessions = most_sessions
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._in_flight: dict[str, tuple[int, int]] = {}  # rid -> replica, tokens
         self._loads = [0] * size
+        self._answers = [0] * size
         self._placed = [0] * size
         self._turn = 0
 
@@ -212,6 +217,7 @@ class ReplicaRouter:
             self.end(rid)
             self._in_flight[rid] = replica, share
             self._loads[replica] += share
+            self._answers[replica] += 1
         self._placed[replica] += 1
         return replica
 
@@ -222,8 +228,11 @@ class ReplicaRouter:
 
     def end(self, rid: str) -> None:
         """Note the end of an answer, if it was in flight."""
-        replica, tokens = self._in_flight.pop(rid, (0, 0))
-        self._loads[replica] -= tokens
+        found = self._in_flight.pop(rid, None)
+        if found is not None:
+            replica, tokens = found
+            self._loads[replica] -= tokens
+            self._answers[replica] -= 1
 
     def forget(self) -> None:
         """Forget the prefixes and media: the caches are empty."""
@@ -234,13 +243,16 @@ class ReplicaRouter:
             return demand.replica
         if demand.session in self._sessions:
             return self._sessions[demand.session]
+        everywhere = range(self.size)
+        open_ones = [replica for replica in everywhere if self._answers[replica] < self._most_answers] or everywhere
         if self._method == "round_robin":
-            self._turn += 1
-            return (self._turn - 1) % self.size
-        idlest = min(range(self.size), key=self._busyness)
+            replica = min(open_ones, key=lambda one: (one - self._turn) % self.size)
+            self._turn = replica + 1
+            return replica
+        idlest = min(open_ones, key=self._busyness)
         if self._method == "shortest_queue":
             return idlest
-        best = min(range(self.size), key=lambda replica: (-saved[replica], *self._busyness(replica)))
+        best = min(open_ones, key=lambda replica: (-saved[replica], *self._busyness(replica)))
         limit = max(self._loads[idlest] + self._apart_tokens, self._loads[idlest] * _APART_TIMES)
         worth = saved[best] > 0 and saved[best] >= _WORTH * demand.work
         return best if worth and self._loads[best] <= limit else idlest

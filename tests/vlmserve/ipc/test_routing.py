@@ -16,7 +16,7 @@ from vlmserve.ipc.messages import (
     SamplingParams,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing import BLOCK_TOKENS, Demand, ReplicaRouter, demand_of, parts_of, prefix_keys
+from vlmserve.ipc.routing import BLOCK_TOKENS, Demand, Method, ReplicaRouter, demand_of, parts_of, prefix_keys
 
 
 def keys(text: str) -> tuple[bytes, ...]:
@@ -98,6 +98,19 @@ def test_other_methods():
     assert [turns.place(asking(str(n), "same")) for n in range(6)] == [0, 1, 2, 0, 1, 2]
     shortest = ReplicaRouter(2, method="shortest_queue")
     assert [shortest.place(asking(str(n), "same", answer=n)) for n in (5, 1, 1, 1)] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("method", ["affinity", "round_robin", "shortest_queue"])
+def test_a_full_replica_gets_nothing_while_another_has_room(method: Method):
+    router = ReplicaRouter(3, method=method, most_answers=2)
+    router.place(asking("x", "aaaa", rids=("x-0", "x-1"), replica=0))
+    assert sorted(router.place(asking(f"{n}", "aaaa", answer=10000)) for n in range(4)) == [1, 1, 2, 2]
+    assert router.place(asking("named", "aaaa", replica=0)) == 0
+    assert router.place(asking("late", "aaaa")) == 0, "all are full: the match, the next in turn, the least to do"
+    for rid in ("x-0", "x-1", "named", "never"):
+        router.end(rid)
+    router.place(asking("y", "bbbb", answer=10))
+    assert router.replica_of("y") == 0, "there is room again"
 
 
 def test_caches_that_were_emptied_are_not_gone_after():

@@ -166,6 +166,29 @@ def test_operators_mean_all_replicas(server):
     assert httpx.post(f"{url}/v1/warmup", json={"messages": question("", PICTURES[0])}).json()["items"]
 
 
+def test_a_request_does_not_wait_where_its_prompt_is_cached_while_another_replica_has_room(
+    default_model: Path, tmp_path: Path
+):
+    """It is computed at once. Beyond what all replicas together take, and only then, there is a 429."""
+    flags = ("--dp-size", "2", "--max-running-requests", "1", "--max-queued-requests", "1")
+    with serving(tmp_path / "run", *flags, model=default_model) as server, server.client() as client:
+        endless = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
+        streams = [answer(client, question("Go on and on. " * 20), **endless) for _ in range(2)]
+        for stream in streams:
+            next(iter(stream))
+        assert figures(server, "requests_running") == [1, 1]
+        with ThreadPoolExecutor(2) as pool:
+            named = [pool.submit(answer, client, question("Hi"), data_parallel_rank=0) for _ in range(2)]
+            deadline = time.monotonic() + PATIENCE_S
+            while figures(server, "requests_waiting") != [2, 0]:
+                assert time.monotonic() < deadline
+            with pytest.raises(openai.RateLimitError, match=r"4 answers are waiting or running .* the limit is 4"):
+                answer(client, question("Hi"))
+            for stream in streams:
+                stream.close()
+            assert all(waited.result().choices for waited in named)
+
+
 @pytest.mark.slow
 def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(default_model: Path, tmp_path: Path):
     with serving(tmp_path / "run", "--dp-size", "2", model=default_model) as server:
