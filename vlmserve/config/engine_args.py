@@ -187,7 +187,13 @@ class EngineArgs:
         "most vision patches in one step; a larger picture goes alone; default: 1024 on a CPU, 65536 on a GPU",
         AT_LEAST_1,
     )
-    encoder_cache_mib: int = _encoder(256, "memory for embeddings on the model's device, in MiB", CACHE_SIZE)
+    encoder_cache_mib: int | None = _encoder(
+        None,
+        "memory for embeddings on the model's device, in MiB; default: a 32nd of what is free beside the weights, with "
+        "room for 8192 tokens of pictures at the least and 262144 at the most",
+        CACHE_SIZE,
+        common=True,
+    )
     encoder_host_cache_mib: int = _encoder(
         1024, "GPU: host memory for embeddings that the device has no room for, in MiB", CACHE_SIZE
     )

@@ -47,7 +47,7 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, StateShape
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import Activations, graph_room, host_pool_size, kv_cache_size
+from vlmserve.memory.sizing import Activations, embeds_bytes, graph_room, host_pool_size, kv_cache_size
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.config import ModelConfig
@@ -62,6 +62,7 @@ from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.compute.communicator import ALONE
+from vlmserve_common.compute.memory import free_memory
 from vlmserve_common.compute.tensors import dtype_name
 
 if TYPE_CHECKING:
@@ -74,13 +75,15 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
     """What other processes need to know about a running engine. max_req_len: tokens of prompt and answer of one
-    request. auto_pixels: the result of `--max-pixels auto`; None: the checkpoint's own limit."""
+    request. auto_pixels: the result of `--max-pixels auto`; None: the checkpoint's own limit. embeds_bytes: of the
+    cache of embeddings on the device."""
 
     max_total_tokens: int
     max_req_len: int
     device: str
     dtype: str
     auto_pixels: int | None = None
+    embeds_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     device, threads = prepare_device(args, ranks)
     model = load(args, device, comm, threads, with_tower=encodes)
     parts = _attention(args, ranks, device, model)
-    activations = _activations(parts, encodes=encodes)
+    activations = replace(_activations(parts, encodes=encodes), embeds=_embeds_bytes(parts))
     graph_builder, graph_plan = _plan_graphs(parts, activations)
     activations = replace(activations, graphs=graph_plan.reserved)
     tokens, states = _pool_sizes(parts, activations, graph_plan)
@@ -151,6 +154,7 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
         device=str(device),
         dtype=dtype_name(model.dtype),
         auto_pixels=parts.auto_pixels,
+        embeds_bytes=activations.embeds,
     )
     runner = _allocate(parts, info, states, graph_plan, processors)
     _attach_host_tier(parts, runner)
@@ -224,6 +228,15 @@ def _activations(parts: _Parts, *, encodes: bool) -> Activations:
     # the measured step has the tokens of all groups anyway: without sizes, each counts as long as this one
     limits = replace(limits, rows=limits.rows * args.attention_groups)
     return measure_activations(model, parts.attn_backend, limits, cuda_meter(device), parts.kv_dtype)
+
+
+def _embeds_bytes(parts: _Parts) -> int:
+    """Return the bytes for the cache of embeddings, which is at the first rank."""
+    model = parts.model
+    if not model.comm.shard.is_entry:
+        return 0
+    width = sum(tower.row_width for tower in model.towers)
+    return embeds_bytes(parts.args, row_bytes=width * model.dtype.itemsize, free=free_memory(parts.device)[0])
 
 
 def _plan_graphs(parts: _Parts, activations: Activations) -> tuple[GraphBuilder, GraphPlan]:
@@ -325,7 +338,15 @@ def build_loop(
     model, order = runner.model, FairOrder()
     # made when it is first called: its processes end with the caller's scheduler
     make_encoder = cache(
-        partial(build_encoder_pool, args, *model.towers, dtype=model.dtype, device=runner.device, start=start)
+        partial(
+            build_encoder_pool,
+            args,
+            *model.towers,
+            dtype=model.dtype,
+            device=runner.device,
+            space_bytes=info.embeds_bytes,
+            start=start,
+        )
     )
     schedulers = [
         _scheduler(

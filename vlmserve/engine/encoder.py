@@ -74,19 +74,19 @@ def build_encoder_pool(
     *behind: VisionTower,
     dtype: torch.dtype,
     device: torch.device,
+    space_bytes: int,
     start: StartSettings | None = None,
     store: EmbeddingStore | None = None,
 ) -> EncoderPool:
     """Build the encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. The tower may be on the
     meta device if there are encoder processes, which load it. behind: the tower of a model that guesses, if it has one.
 
-    start: needed if `args` asks for encoder processes. store: keeps embeddings for good; by default the folder of
-    `--embedding-cache-dir`. Raises EngineError.
+    space_bytes: for embeddings on the device. start: needed if `args` asks for encoder processes. store: keeps
+    embeddings for good; by default the folder of `--embedding-cache-dir`. Raises EngineError.
     """
     hf_config = read_hf_config(Path(args.model))
     shape = embed_shape(tower, dtype, *behind)
     second = resolve_model(args.speculative_draft_model_path) if behind and args.speculative_draft_model_path else None
-    space_bytes = args.encoder_cache_mib * 2**20
     with ExitStack() as stack:
         backend: EncoderBackend
         if args.num_encoders:

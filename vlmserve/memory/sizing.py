@@ -18,31 +18,36 @@ log = logging.getLogger(__name__)
 _GIB = 1024**3
 _USABLE = 0.95  # of the memory that is left: computing takes some, too
 _GRAPHS = 0.1  # of the same, for captured graphs at the most: they save time, KV slots let requests run at all
+_EMBEDS = 1 / 32  # of the same, for the embeddings of pictures
+_LEAST_EMBEDS, _MOST_EMBEDS = 2**13, 2**18  # rows: Qwen3-VL makes 2**10 of a picture of 1024x1024
 _SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once on the host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """Peak bytes for computing, beside weights and caches: a batch of the vision tower, the layers of a step, and
-    sampling behind these. Tower and step take turns, unless they are computed `beside` each other. graphs: kept by
-    captured steps."""
+    sampling behind these. Tower and step take turns, unless they are computed `beside` each other. Two things stay:
+    the graphs of captured steps, and embeds, the cache of embeddings."""
 
     tower: int = 0
     step: int = 0
     logits: int = 0
     graphs: int = 0
+    embeds: int = 0
     beside: bool = False
 
     @property
     def peak(self) -> int:
-        """The bytes that must be left free for computing."""
+        """The bytes that must be left free for computing, and for what stays."""
         step = self.step + self.logits
-        return (self.tower + step if self.beside else max(self.tower, step)) + self.graphs
+        return (self.tower + step if self.beside else max(self.tower, step)) + self.graphs + self.embeds
 
     def __str__(self) -> str:
         parts = f"vision tower {show_gib(self.tower)}, prompt chunk {show_gib(self.step)}"
-        graphs = f", CUDA graphs {show_gib(self.graphs)}" if self.graphs else ""
-        return f"{show_gib(self.peak)} ({parts}, logits {show_gib(self.logits)}{graphs})"
+        parts += f", logits {show_gib(self.logits)}"
+        kept = {"CUDA graphs": self.graphs, "embeddings": self.embeds}
+        parts += "".join(f", {name} {show_gib(size)}" for name, size in kept.items() if size)
+        return f"{show_gib(self.peak)} ({parts})"
 
 
 def activation_bytes(rows: int, *, stream: int, widest: int, itemsize: int, beside: int = 0) -> int:
@@ -53,6 +58,14 @@ def activation_bytes(rows: int, *, stream: int, widest: int, itemsize: int, besi
     all layers.
     """
     return rows * (3 * stream * (itemsize + torch.float32.itemsize) + widest * itemsize + beside)
+
+
+def embeds_bytes(args: EngineArgs, *, row_bytes: int, free: float) -> int:
+    """Return the bytes for the cache of embeddings on the model's device: `encoder_cache_mib`, or by default a part of
+    what is free beside the weights, within bounds. row_bytes: of one token's embedding, DeepStack's included."""
+    if args.encoder_cache_mib is not None:
+        return args.encoder_cache_mib * 2**20
+    return min(max(int(free * _EMBEDS), _LEAST_EMBEDS * row_bytes), _MOST_EMBEDS * row_bytes)
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from vlmserve.commands.offline.llm import LLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import model_loading
+from vlmserve.engine import build, model_loading
 from vlmserve.memory import sizing
 from vlmserve_common.errors import EngineError, SettingsError
 
@@ -117,6 +117,36 @@ def test_a_gpus_memory(free: pytest.MonkeyPatch) -> None:
     assert _slots(device=gpu, mem_fraction_static=0.5) == (60 - 40) * 1024
     with pytest.raises(EngineError, match=r"60 GiB of memory are free on cuda:0, of which the weights take 30 GiB"):
         _slots(30 * GIB, device=gpu, mem_fraction_static=0.5)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected_mib"),
+    [(1, 256), (16, 512), (83, 2656), (400, 8192)],
+    ids=["room for 8192 rows at the least", "a 32nd", "of the 235B on eight GPUs", "262144 rows at the most"],
+)
+def test_the_cache_of_embeddings(free_gib: float, expected_mib: int) -> None:
+    """Rows of 32 KiB, as those of Qwen3-VL-8B and of the 235B."""
+    args = EngineArgs(model="m")
+    assert sizing.embeds_bytes(args, row_bytes=2**15, free=free_gib * GIB) == expected_mib * 2**20
+    for asked in (0, 7, 10**6):
+        args = EngineArgs(model="m", encoder_cache_mib=asked)
+        assert sizing.embeds_bytes(args, row_bytes=2**15, free=free_gib * GIB) == asked * 2**20
+
+
+def test_an_engine_keeps_its_embeddings_in_memory_that_slots_do_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for module in (sizing, build):
+        monkeypatch.setattr(module, "free_memory", lambda device: (GIB // 4, GIB // 4))
+    for asked in (None, 100):
+        with LLM(num_threads=1, media_processes=0, encoder_cache_mib=asked, mem_fraction_static=0.95) as llm:
+            width = llm._runner.model.visual.row_width * llm._runner.model.dtype.itemsize
+            found.append((llm.engine.loop.encoder.cache.device.limit_bytes, llm.info.max_total_tokens))
+    (default, slots), (given, fewer) = found
+    assert default == max(GIB // 4 // 32, 8192 * width)
+    assert given == 100 * 2**20
+    per_slot = sum(part.nbytes for layer in llm._runner.kv_cache.layers for part in (layer.keys, layer.values))
+    per_slot //= fewer + llm.args.page_size
+    assert (slots - fewer) * per_slot == pytest.approx(0.95 * (given - default), rel=0.01)
 
 
 def test_the_hosts_slots(monkeypatch):

@@ -48,7 +48,9 @@ class LocalCaptioner:
             engine = replace(engine, max_decode_slowdown=0.0)
         if nothing_twice and resolve_device(engine.device).type == "cpu":
             # a CPU encodes little at a time, and no picture comes again: a small cache is enough
-            engine = replace(engine, encoder_cache_mib=min(engine.encoder_cache_mib, _ENCODER_CACHE_MIB))
+            asked = engine.encoder_cache_mib
+            small = _ENCODER_CACHE_MIB if asked is None else min(asked, _ENCODER_CACHE_MIB)
+            engine = replace(engine, encoder_cache_mib=small)
         self.llm = AsyncLLM(
             engine,
             stage_limits(settings),

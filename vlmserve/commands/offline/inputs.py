@@ -98,7 +98,7 @@ class EngineSettings(OtherNames, total=False):
     encoder_threads: int | None
     encoder_timeout_s: float | None
     encoder_max_patches: int | None
-    encoder_cache_mib: int
+    encoder_cache_mib: int | None
     encoder_host_cache_mib: int
     embedding_cache_dir: str | PathLike[str] | None
     embedding_cache_gib: float

@@ -35,8 +35,9 @@ examples:
 """
 _SETTINGS = frozenset(
     {
-        "chunked_prefill_size", "disable_cuda_graph", "dp_size", "dtype", "enable_dp_attention", "encoder_max_patches",
-        "cpu_kv_cache_gib", "ep_size", "kv_cache_dtype", "mamba_cache_mib", "max_model_len", "max_prefill_tokens",
+        "chunked_prefill_size", "cpu_kv_cache_gib", "disable_cuda_graph", "dp_size", "dtype", "enable_dp_attention",
+        "encoder_cache_mib", "encoder_max_patches", "ep_size", "kv_cache_dtype", "mamba_cache_mib", "max_model_len",
+        "max_prefill_tokens",
         "max_running_requests", "mem_fraction_static", "page_size", "pp_size", "quantization", "revision",
         "tp_size",
     }

@@ -25,6 +25,7 @@ from vlmserve.memory.recurrent_cache import StateShape
 from vlmserve.memory.sizing import (
     Activations,
     cpu_kv_bytes,
+    embeds_bytes,
     gpu_kv_bytes,
     most_for_graphs,
     quantised_part,
@@ -203,8 +204,8 @@ PICTURE = 1024
 class Fit:
     """The memory of a stage's fullest GPU, in bytes.
 
-    `reserved` is for CUDA and its libraries. `activations` include the most that captured graphs may take. `kv` is left
-    for the KV cache, and is below 0 if memory is missing.
+    `reserved` is for CUDA and its libraries. `activations` include the most that captured graphs may take, and the
+    cache of embeddings. `kv` is left for the KV cache, and is below 0 if memory is missing.
     """
 
     stage: StageShare
@@ -240,7 +241,7 @@ class Plan:
 
     `tokens` are the KV slots of a replica, or of a group of its ranks that share attention. `decode` has floors by
     requests of `context` tokens each, None if these do not fit. `prefill` is the floor of `prompt` tokens. `picture` is
-    in seconds.
+    in seconds. The cache of embeddings holds so many `pictures`.
     """
 
     model: SpreadModel
@@ -253,6 +254,7 @@ class Plan:
     decode: dict[int, Floor | None]
     prefill: Floor
     picture: float
+    pictures: int
     notes: tuple[str, ...]
 
 
@@ -290,6 +292,7 @@ def make_plan(
         decode={batch: times.decode(batch, context) if batch <= room else None for batch in batches},
         prefill=times.prefill(prompt),
         picture=times.picture(PICTURE),
+        pictures=stages[0].activations.embeds // (_row_bytes(model) * _tokens_of(model, PICTURE)),
         notes=tuple(_notes(model, args)),
     )
 
@@ -311,6 +314,9 @@ def _fit(model: SpreadModel, gpu: Gpu, args: EngineArgs, longest: int, reserved:
             activations = replace(activations, logits=0)
         states = 0 if stage.state is None else bytes_of_states(args, stage.state, longest)
         free = gpu.memory - reserved - stage.weights - states
+        if stage.tower:
+            embeds = embeds_bytes(args, row_bytes=_row_bytes(model), free=free + states)
+            activations = replace(activations, embeds=embeds)
         if captured:
             activations = replace(activations, graphs=most_for_graphs(free - activations.peak))
         left, fraction = free - activations.peak, args.mem_fraction_static
@@ -322,6 +328,17 @@ def _fit(model: SpreadModel, gpu: Gpu, args: EngineArgs, longest: int, reserved:
         kv = min(room, left)
         fits.append(Fit(stage=stage, reserved=reserved, states=states, activations=activations, kv=kv))
     return tuple(fits)
+
+
+def _row_bytes(model: SpreadModel) -> int:
+    """Return the bytes of one token's embedding, DeepStack's included."""
+    return sum(tower.row_width for tower in model.outline.towers) * model.outline.dtype.itemsize
+
+
+def _tokens_of(model: SpreadModel, side: int) -> int:
+    """Return the tokens of a picture of side x side pixels."""
+    tower = model.outline.visual
+    return int(side // (tower.patch_embed.proj.kernel[-1] * tower.spatial_merge_size)) ** 2
 
 
 def _complaint(worst: Fit, model: SpreadModel, gpu: Gpu, args: EngineArgs, context: int) -> str:

@@ -18,7 +18,9 @@ def show(plan: Plan) -> str:
     """Return the tables of memory and times."""
     gpu, parts = plan.gpu, [*_about(plan), ""]
     parts += [_memory(plan), "", _room(plan), "", f"At the least, with {plan.context} tokens of context:", ""]
-    parts += [_times(plan), "", f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms."]
+    cached = f"the cache of embeddings (--encoder-cache-mib) holds {plan.pictures} of them"
+    parts += [_times(plan), ""]
+    parts += [f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms; {cached}."]
     link = f"{gpu.link / 1e9:g} GB/s to others" if gpu.link else "exchanges between GPUs not counted"
     rates = f"{gpu.bandwidth / 1e9:g} GB/s, {gpu.flops / 1e12:g} TFLOP/s in 16 bits, {gpu.fp8_flops / 1e12:g} in 8"
     parts += [f"By the data sheet: {rates}, {link}.", "No exchange is hidden behind computing."]
@@ -76,8 +78,9 @@ def as_data(plan: Plan | EngineError) -> dict[str, Any]:
                 "weights": one.stage.weights,
                 "reserved": one.reserved,
                 "states": one.states,
-                "computing": one.activations.peak - one.activations.graphs,
+                "computing": one.activations.peak - one.activations.graphs - one.activations.embeds,
                 "graphs": one.activations.graphs,
+                "embeddings": one.activations.embeds,
                 "kv_cache": int(one.kv),
                 "kv_bytes_per_token": one.stage.kv,
             }
@@ -88,6 +91,7 @@ def as_data(plan: Plan | EngineError) -> dict[str, Any]:
         "prefill": {"tokens": plan.prompt, **asdict(plan.prefill)},
         "context": plan.context,
         "picture_seconds": plan.picture,
+        "pictures_cached": plan.pictures,
         "notes": list(plan.notes),
     }
 
@@ -138,6 +142,7 @@ def _column(plan: Plan, fit: Fit) -> dict[str, float]:
         "computing: a prompt's chunk": computing.step,
         "computing: logits": computing.logits,
         "computing: pictures in the tower": computing.tower,
+        "embeddings of pictures": computing.embeds,
         "recurrent states": fit.states,
         "CUDA graphs, at the most": computing.graphs,
         "CUDA and its libraries (assumed)": fit.reserved,

@@ -30,8 +30,9 @@ from vlmserve.engine.model_loading import prepare_device
 from vlmserve.frontend.stage import make_request_media, stage_limits
 from vlmserve.ipc.messages import EncodeOutput, EncodeReqInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base
-from vlmserve.memory.sizing import check_weights_fit, weight_bytes
+from vlmserve.memory.sizing import check_weights_fit, embeds_bytes, weight_bytes
 from vlmserve.models.registry import load_config
+from vlmserve_common.compute.memory import free_memory
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.library import torch_threads
@@ -151,7 +152,11 @@ class LocalTarget:
             if not args.num_encoders:
                 check_weights_fit(weight_bytes(tower), model=args.model, dtype=tower_dtype, device=device)
                 tower = load_tower(folder, device=device, dtype=dtype)
-            self._pool = build_encoder_pool(args, tower, dtype=tower_dtype, device=device, start=start)
+            row_bytes, (free, _) = tower.row_width * tower_dtype.itemsize, free_memory(device)
+            space = embeds_bytes(args, row_bytes=row_bytes, free=free)
+            self._pool = build_encoder_pool(
+                args, tower, dtype=tower_dtype, device=device, space_bytes=space, start=start
+            )
             max_patches = resolve_warmup_patches(args, device)
             num_threads = torch_threads(num_threads, tower_dtype)
             self._encoder = EncoderLoop(self._pool, max_patches=max_patches, num_threads=num_threads)

@@ -69,6 +69,16 @@ def test_the_235b_on_eight_gpus(plan):
     assert stage["kv_cache"] == pytest.approx(left, rel=1e-3)
 
 
+def test_the_cache_of_embeddings_has_a_part_of_what_weights_leave(plan):
+    found = plan("235b", "--tp 8 --ep 8 --gpu h200")
+    [stage] = found["stages"]
+    assert stage["embeddings"] == int((140.4 * _GIB - _GIB - stage["weights"]) / 32)
+    assert found["pictures_cached"] == stage["embeddings"] // (4 * 4096 * 2 * 1024) == 83
+    more = plan("235b", "--tp 8 --ep 8 --gpu h200 --encoder-cache-mib 40960 --disable-cuda-graph")
+    assert more["pictures_cached"] == 1280
+    assert more["stages"][0]["kv_cache"] < stage["kv_cache"], "beyond what --mem-fraction-static leaves"
+
+
 def test_exchanges_are_those_of_the_textbook(plan):
     """Two sums a layer and one of embeddings, of which a ring moves 7/8 twice; and seven eighths of the logits."""
     alone = plan("235b", "--tp 8 --batch 64 --link-gbs 0")["decode"]["64"]
