@@ -59,6 +59,7 @@ _NEEDED = {
     "speculative_draft_model_path": {"speculative_algorithm": "eagle3"},
     "role": {"prefill_urls": "tcp://host:1"},
     "prefill_urls": {"role": "decode"},
+    "hicache_storage_dir": {"enable_hierarchical_cache": "true"},
     "node_rank": {"tp_size": "8192", "nnodes": "8192", "dist_init_addr": "host:1"},
 }
 """What a setting's other value does not go without."""
@@ -140,6 +141,10 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
         ({"file_store_dir": "/no/such"}, "--file-store-dir is '/no/such'; it must be an existing folder that can be"),
         ({"max_pixels": "all"}, "--max-pixels is 'all'; it must be auto, checkpoint, or a whole number of 1 or more"),
         ({"max_pixels": 1.5}, "--max-pixels is 1.5; it must be"),
+        (
+            {"hicache_storage_dir": "kv"},
+            "--hicache-storage-dir is 'kv'; it must be left out without --enable-hierarchical-cache",
+        ),
         ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),
         ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
         (

@@ -37,6 +37,9 @@ def engine_problems(args: EngineArgs) -> list[str]:
         allowed = f"-1 (whole prompts), or a positive multiple of --page-size, which is {page}"
         by_page = f"a divisor of --chunked-prefill-size, which is {chunk}"
         problems.append(_blame(args, chunked_prefill_size=allowed, page_size=by_page))
+    if args.hicache_storage_dir is not None and not args.enable_hierarchical_cache:
+        allowed = "left out without --enable-hierarchical-cache, whose prefixes it keeps: it does nothing alone"
+        problems.append(problem(args, "hicache_storage_dir", allowed))
     for name in ("tp_size", "pp_size"):
         if getattr(args, name) > 1 and args.hicache_storage_dir is not None:
             problems.append(f"--hicache-storage-dir does not go with {flag(name)} above 1 yet")

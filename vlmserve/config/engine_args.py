@@ -272,7 +272,9 @@ class EngineArgs:
         "used twice",
     )
     hicache_storage_dir: str | None = _memory(
-        None, "folder that keeps prefixes which host memory has no room for, also across restarts; default: none"
+        None,
+        "folder that keeps prefixes which the host memory of --enable-hierarchical-cache has no room for, also across "
+        "restarts; default: none",
     )
     hicache_storage_gib: float = _memory(32.0, "limit of --hicache-storage-dir, in GiB", ABOVE_0)
     tp_size: int = _parallel(
