@@ -7,7 +7,7 @@ batch of the vision tower at its limit of patches, or one larger picture.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -18,19 +18,20 @@ import torch
 from processors.families.config import read_processor_config
 from vision.towers.blocks import VisionTower
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.encoder import resolve_max_patches
+from vlmserve.engine.encoder import encoders_beside, resolve_max_patches
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.model_worker_batch import SamplingBatchInfo
 from vlmserve.executor.sampler import sample, sent
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.req_to_token import ReqToTokenPool
-from vlmserve.memory.sizing import Activations, activation_bytes
+from vlmserve.memory.sizing import Activations, activation_bytes, weight_bytes
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.sampling_info import info_of
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.compute.shard import Shard
 
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
 """Runs a function, and returns the peak of the bytes that were allocated meanwhile."""
@@ -38,6 +39,10 @@ Meter: TypeAlias = Callable[[Callable[[], object]], int]
 _LOGITS = 14
 """The float32 copies of logits that exist at a time, if sampling sorts all of them for a top-p. They are logits as
 computed, scaled ones, logprobs, a sorted copy with its places (which takes twice as much), and its sums."""
+
+
+_CUDA_ITSELF = 2**30
+"""What CUDA and its libraries take in each process, as `vlmserve plan` assumes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +66,30 @@ def step_limits(args: EngineArgs, device: torch.device, *, max_model_len: int, a
     tokens = max(args.max_prefill_tokens, max_model_len)
     if args.chunked_prefill_size > 0:
         tokens = min(args.max_prefill_tokens, args.chunked_prefill_size)
-    patches = 0
-    if not args.num_encoders:
-        config = read_processor_config(Path(args.model), read_hf_config(Path(args.model)))
-        limits = [config.max_pixels, auto_pixels, args.max_pixels if isinstance(args.max_pixels, int) else None]
-        pixels = min(limit for limit in limits if limit is not None)
-        patches = max(resolve_max_patches(args, device), pixels // config.patches.patch_size**2)
+    patches = 0 if args.num_encoders else _largest_batch(args, device, auto_pixels)
     rows = args.max_running_requests
     return StepLimits(tokens=min(tokens, rows * max_model_len) + rows, rows=rows, patches=patches)
+
+
+def _largest_batch(args: EngineArgs, device: torch.device, auto_pixels: int | None = None) -> int:
+    """Return the patches of the largest batch of a tower: its limit, or one larger picture."""
+    config = read_processor_config(Path(args.model), read_hf_config(Path(args.model)))
+    limits = [config.max_pixels, auto_pixels, args.max_pixels if isinstance(args.max_pixels, int) else None]
+    pixels = min(limit for limit in limits if limit is not None)
+    return max(resolve_max_patches(args, device), pixels // config.patches.patch_size**2)
+
+
+def encoder_bytes(
+    args: EngineArgs, device: torch.device, towers: Sequence[VisionTower], dtype: torch.dtype, shard: Shard
+) -> int:
+    """Return the bytes that encoder processes will take on a rank's GPU: of each, towers, the largest batch, and CUDA
+    itself. They start when the KV cache is there. towers: may be on the meta device. device, shard: the rank's."""
+    count = encoders_beside(args, device, shard)
+    if not count:
+        return 0
+    batch = _largest_batch(args, device)
+    computing = max(_tower_bytes(tower, batch, dtype.itemsize) for tower in towers)
+    return count * (sum(map(weight_bytes, towers)) + computing + _CUDA_ITSELF)
 
 
 def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Activations:

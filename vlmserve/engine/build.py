@@ -15,7 +15,13 @@ import torch
 from vision.encoder_pool import EncoderPool
 from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve.config.engine_args import AUTO, EngineArgs, StartSettings
-from vlmserve.engine.activation_memory import cuda_meter, estimate_activations, measure_activations, step_limits
+from vlmserve.engine.activation_memory import (
+    cuda_meter,
+    encoder_bytes,
+    estimate_activations,
+    measure_activations,
+    step_limits,
+)
 from vlmserve.engine.encoder import auto_max_pixels, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, Pools, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.loop import EventLoop, GroupPlacement
@@ -144,7 +150,11 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     device, threads = prepare_device(args, ranks)
     model = load(args, device, comm, threads, with_tower=encodes)
     parts = _attention(args, ranks, device, model)
-    activations = replace(_activations(parts, encodes=encodes), embeds=_embeds_bytes(parts))
+    activations = replace(
+        _activations(parts, encodes=encodes),
+        embeds=_embeds_bytes(parts),
+        encoders=encoder_bytes(args, device, model.towers, model.dtype, comm.shard),
+    )
     graph_builder, graph_plan = _plan_graphs(parts, activations)
     activations = replace(activations, graphs=graph_plan.reserved)
     tokens, states = _pool_sizes(parts, activations, graph_plan)

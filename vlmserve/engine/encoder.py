@@ -32,6 +32,7 @@ from vlmserve_common.compute.cpus import available_cpus, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.lanes import lane_beside
 from vlmserve_common.compute.linear import Linear, pack_linears
+from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.quantized import Mode, tower_mode
 from vlmserve_common.version import __version__
@@ -193,6 +194,16 @@ def encoder_devices(args: EngineArgs, device: torch.device) -> tuple[str, ...]:
     gpus = torch.cuda.device_count()
     first = (device.index or 0) + (0 if args.encodes_on_all_ranks else len(args.own_ranks))
     return tuple(f"cuda:{(first + place) % gpus}" for place in range(count))
+
+
+def encoders_beside(args: EngineArgs, device: torch.device, shard: Shard) -> int:
+    """Return how many encoder processes compute on a rank's GPU. Those of other replicas count only if
+    `replica_args` chose their devices. device, shard: the rank's."""
+    rank = shard.stage.rank * shard.size + shard.rank
+    if not args.num_encoders or device.type != "cuda" or rank >= args.world_size // args.nnodes:
+        return 0  # the first machine has all of them
+    leader = torch.device("cuda", (device.index or 0) - rank)
+    return encoder_devices(args, leader).count(f"cuda:{device.index or 0}")
 
 
 SMALLEST_PIXELS = 448 * 448

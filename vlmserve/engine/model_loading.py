@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 
 from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.model_path import resolve_model
-from vlmserve.engine.activation_memory import estimate_activations, step_limits
+from vlmserve.engine.activation_memory import encoder_bytes, estimate_activations, step_limits
 from vlmserve.engine.encoder import SMALLEST_PIXELS, encoder_devices
 from vlmserve.engine.recurrent import state_bytes
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
@@ -109,6 +110,7 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
     # on a CPU the size of pictures is found out later; this is the least that it can be
     auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
+    beside = encoder_bytes(args, device, outline.towers, outline.dtype, shard)
     tokens = kv_cache_size(
         args,
         bytes_per_token=bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
@@ -116,7 +118,7 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
         device=device,
         weights_to_come=weights,
         state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
-        activations=estimate_activations(outline, limits.of_all_groups(args)),
+        activations=replace(estimate_activations(outline, limits.of_all_groups(args)), encoders=beside),
     )
     longest = min(max_model_len, tokens - args.page_size)
     if args.speculative_algorithm != "none" and args.most_drafts >= longest:

@@ -81,8 +81,10 @@ def replica_args(args: EngineArgs, replica: int | None) -> EngineArgs:
         )
     encoder_devices = args.encoder_devices
     if args.num_encoders and encoder_devices is None and not args.encodes_on_all_ranks:
-        behind = first + wanted + replica * args.num_encoders  # the GPUs after all replicas, then from the first one on
-        encoder_devices = ",".join(f"cuda:{(behind + place) % count}" for place in range(args.num_encoders))
+        free = [*range(first + wanted, count), *range(first)][replica * args.num_encoders :]
+        own = range(first + replica * ranks, first + (replica + 1) * ranks)
+        places = [free[n] if n < len(free) else own[(n - len(free)) % ranks] for n in range(args.num_encoders)]
+        encoder_devices = ",".join(f"cuda:{place}" for place in places)
     return replace(args, device=f"cuda:{first + replica * ranks}", encoder_devices=encoder_devices)
 
 

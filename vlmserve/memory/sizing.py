@@ -26,27 +26,31 @@ _SLOT_BYTES = 4  # of a request's table of KV slots, once on the device and once
 @dataclass(frozen=True, kw_only=True)
 class Activations:
     """Peak bytes for computing, beside weights and caches: a batch of the vision tower, the layers of a step, and
-    sampling behind these. Tower and step take turns, unless they are computed `beside` each other. Two things stay:
-    the graphs of captured steps, and embeds, the cache of embeddings."""
+    sampling behind these. Tower and step take turns, unless they are computed `beside` each other. Three things stay:
+    the graphs of captured steps; embeds, the cache of embeddings; and encoders, processes beside on the same GPU."""
 
     tower: int = 0
     step: int = 0
     logits: int = 0
     graphs: int = 0
     embeds: int = 0
+    encoders: int = 0
     beside: bool = False
 
     @property
     def peak(self) -> int:
         """The bytes that must be left free for computing, and for what stays."""
         step = self.step + self.logits
-        return (self.tower + step if self.beside else max(self.tower, step)) + self.graphs + self.embeds
+        return (self.tower + step if self.beside else max(self.tower, step)) + sum(self._kept.values())
+
+    @property
+    def _kept(self) -> dict[str, int]:
+        return {"CUDA graphs": self.graphs, "embeddings": self.embeds, "encoder processes": self.encoders}
 
     def __str__(self) -> str:
         parts = f"vision tower {show_gib(self.tower)}, prompt chunk {show_gib(self.step)}"
         parts += f", logits {show_gib(self.logits)}"
-        kept = {"CUDA graphs": self.graphs, "embeddings": self.embeds}
-        parts += "".join(f", {name} {show_gib(size)}" for name, size in kept.items() if size)
+        parts += "".join(f", {name} {show_gib(size)}" for name, size in self._kept.items() if size)
         return f"{show_gib(self.peak)} ({parts})"
 
 

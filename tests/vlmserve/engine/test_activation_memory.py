@@ -1,6 +1,7 @@
 """What computing takes: the estimate against what a profiler saw, and what limits the largest step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import vlmserve
+from vlmserve import LLM
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine import activation_memory
-from vlmserve.engine.activation_memory import StepLimits, estimate_activations, measure_activations, step_limits
+from vlmserve.engine import activation_memory, build, encoder
+from vlmserve.engine.activation_memory import (
+    StepLimits,
+    encoder_bytes,
+    estimate_activations,
+    measure_activations,
+    step_limits,
+)
+from vlmserve.engine.rank_processes import rank_shard
+from vlmserve.memory import sizing
+from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.registry import load_model, outline_model
 
@@ -59,6 +70,49 @@ def test_limits_of_a_step():
     assert limits(max_pixels=144 * patch, encoder_max_patches=100).patches == 144  # a picture
     assert limits(auto_pixels=169 * patch, encoder_max_patches=100).patches == 169
     assert limits(encoder_dp_size=1).patches == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        ({"encoder_dp_size": 2}, [0, 0]),  # behind the ranks
+        ({"encoder_dp_size": 5}, [1, 1]),  # and then from the first GPU on
+        ({"encoder_devices": "cuda:1,cuda:1,cuda:3"}, [0, 2]),
+        ({"encoder_devices": "cuda", "encoder_dp_size": 2}, [2, 0]),
+        ({"mm_encoder_tp_mode": "data"}, [1, 1]),
+        ({"mm_encoder_tp_mode": "data", "nnodes": 2, "tp_size": 4}, [1, 1, 0, 0]),
+        ({"encoder_devices": "cpu", "encoder_dp_size": 2}, [0, 0]),
+        ({"tp_size": 1, "pp_size": 2, "encoder_devices": "cuda:1"}, [0, 1]),
+        ({}, [0, 0]),
+    ],
+)
+def test_encoder_processes_have_memory_on_the_gpu_of_a_rank(settings, counts, monkeypatch: pytest.MonkeyPatch):
+    """Weights, a batch, and CUDA itself: for each that will be there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(encoder, "resolve_device", lambda name, *_: torch.device("cuda:0" if name == "cuda" else name))
+    args = EngineArgs(model=str(FOLDER), **{"tp_size": 2} | settings)
+    model = outline_model(FOLDER, torch.float32)
+    batch = StepLimits(tokens=1, rows=1, patches=65536)
+    each = weight_bytes(model.visual) + estimate_activations(model, batch).tower + 2**30
+    for rank, count in enumerate(counts):
+        own = replace(args, node_rank=rank // (len(counts) // args.nnodes))
+        device = torch.device("cuda", rank - own.own_ranks.start)
+        found = encoder_bytes(own, device, model.towers, model.dtype, rank_shard(own, rank))
+        assert found == count * each
+    assert encoder_bytes(args, CPU, model.towers, model.dtype, rank_shard(args, 0)) == 0
+
+
+def test_slots_leave_room_for_encoder_processes_that_start_later(monkeypatch: pytest.MonkeyPatch):
+    each, slots = 20 * 2**20, []
+    for module in (sizing, build):
+        monkeypatch.setattr(module, "free_memory", lambda device: (2**28, 2**28))
+    for count in (0, 2):
+        monkeypatch.setattr(build, "encoder_bytes", lambda *_, count=count: count * each)
+        with LLM(num_threads=1, media_processes=0, mem_fraction_static=0.95, encoder_cache_mib=8) as llm:
+            kv = llm._runner.kv_cache.layers
+            slots.append(llm.info.max_total_tokens)
+    a_slot = sum(part[0].nbytes for layer in kv for part in (layer.keys, layer.values))
+    assert (slots[0] - slots[1]) * a_slot == pytest.approx(0.95 * 2 * each, rel=0.01)
 
 
 def test_a_gpus_meter(monkeypatch):

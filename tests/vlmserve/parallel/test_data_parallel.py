@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -291,5 +292,7 @@ def test_each_replica_has_its_gpus(monkeypatch: pytest.MonkeyPatch):
     own = [replica_args(args, replica) for replica in range(2)]
     assert [one.device for one in own] == ["cuda:1", "cuda:3"]
     assert [one.encoder_devices for one in own] == ["cuda:5", "cuda:0"], "behind all, then from the first on"
+    many = [replica_args(replace(args, encoder_dp_size=3), replica).encoder_devices for replica in range(2)]
+    assert many == ["cuda:5,cuda:0,cuda:1", "cuda:3,cuda:4,cuda:3"], "then its own"
     with pytest.raises(EngineError, match=r"--dp-size is 3: so many replicas of 2 ranks each want 6 GPUs, from cuda:1"):
         replica_args(EngineArgs(model="m", device="cuda:1", dp_size=3, tp_size=2), 0)
