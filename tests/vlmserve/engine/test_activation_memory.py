@@ -76,7 +76,7 @@ def test_limits_of_a_step():
     ("settings", "counts"),
     [
         ({"encoder_dp_size": 2}, [0, 0]),  # behind the ranks
-        ({"encoder_dp_size": 5}, [1, 1]),  # and then from the first GPU on
+        ({"encoder_dp_size": 3}, [1, 0]),  # and then from the first GPU on
         ({"encoder_devices": "cuda:1,cuda:1,cuda:3"}, [0, 2]),
         ({"encoder_devices": "cuda", "encoder_dp_size": 2}, [2, 0]),
         ({"mm_encoder_tp_mode": "data"}, [1, 1]),
