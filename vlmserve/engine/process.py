@@ -13,8 +13,9 @@ from typing import Any, NoReturn, get_args
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.engine.build import build_loop, build_runner
-from vlmserve.engine.control import EngineControl, Profiler
+from vlmserve.engine.control import EngineControl
 from vlmserve.engine.loop import EventLoop
+from vlmserve.engine.profiling import Profiler
 from vlmserve.engine.rank_processes import (
     LAST_WORDS_S,
     follow,
@@ -121,7 +122,11 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     )
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)
-    control = EngineControl(loop, Profiler(), device=info.device, dtype=info.dtype, url=peers.url if peers else "")
+    profiler = Profiler()
+    if worker is not None:
+        tell, others = worker.profile, args.own_ranks[1:]
+        profiler = Profiler(others=others, tell=lambda order: loop.device.submit(tell, order).result())
+    control = EngineControl(loop, profiler, device=info.device, dtype=info.dtype, url=peers.url if peers else "")
     dispatch = message_dispatcher(loop, to_detokenizer.send)
     heartbeat = channels.heartbeat("scheduler")
     ending = Ending(FINISH_S)

@@ -16,6 +16,7 @@ from processors.pool import prepare_processes
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.fields import flag
 from vlmserve.engine.build import build_runner
+from vlmserve.engine.profiling import FollowingProfiler
 from vlmserve.executor.distributed.follower import Follower, GroupFollower
 from vlmserve.executor.distributed.leader import GroupLeader, LeadingWorker
 from vlmserve.executor.model_runner import ModelRunner
@@ -150,7 +151,8 @@ def follow(
         from vlmserve.engine.peers import connect_peers
 
         connect_peers(args, runner, ranks)
-    follower = (Follower if ranks.comm.tokens is None else GroupFollower)(runner, ranks)
+    profile = FollowingProfiler(rank).obey
+    follower = (Follower if ranks.comm.tokens is None else GroupFollower)(runner, ranks, profile)
     ready()
     try:
         while True:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.vlmserve.api.fake_engine import make_stats
-from vlmserve.engine.control import EngineControl, Profiler
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ContinueReq,

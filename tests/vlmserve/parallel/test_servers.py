@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import re
 import signal
@@ -89,6 +91,41 @@ def test_two_nodes_have_a_server_together(words: list[str], tmp_path: Path):
     finally:
         for node in (first, second):
             node.end()
+
+
+GROUPS = ["--dp-size", "2", "--enable-dp-attention"]
+
+
+@pytest.mark.parametrize("words", [[], *(pytest.param(words, marks=pytest.mark.slow) for words in (STAGES, GROUPS))])
+def test_a_profile_has_the_steps_of_all_ranks(words: list[str], tmp_path: Path):
+    """In one file, at the same time; and a second one after it."""
+    make_checkpoint("qwen3_vl", tmp_path / "model")
+    (tmp_path / "profiles").mkdir()
+    server = start_server(tmp_path / "model", tmp_path / "run", *words, "--profile-dir", str(tmp_path / "profiles"))
+    try:
+        before = answer_of(server)
+        paths = []
+        for _ in range(2):
+            assert server.post("start_profile")[0] == 200
+            assert answer_of(server) == before
+            paths.append(Path(server.post("stop_profile")[1]["path"]))
+            assert answer_of(server) == before
+    finally:
+        server.end()
+    assert sorted((tmp_path / "profiles").iterdir()) == sorted(paths)
+    for path in paths:
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        computed = [event for event in events if event.get("cat") == "cpu_op"]
+        spans = {}
+        for pid, name in names.items():
+            times = [event["ts"] for event in computed if event["pid"] == pid]
+            if times:
+                spans[name.partition(":")[0]] = min(times), max(times)
+        assert spans.keys() == {"rank 0", "rank 1"}
+        (first, last), (other_first, other_last) = spans.values()
+        assert first < other_last
+        assert other_first < last
 
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])

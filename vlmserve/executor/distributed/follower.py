@@ -6,7 +6,7 @@ last stage samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from vlmserve.executor.distributed.orders import (
     ForwardOrder,
     ForwardRound,
     OrderCodec,
+    ProfileOrder,
     SampleOrder,
     SampleThereOrder,
     with_rows,
@@ -29,9 +30,10 @@ _META = torch.device("meta")
 
 class Follower:
     """A rank whose model has one attention group. Call `obey` with one order after the other. RankLostError when
-    another rank is gone."""
+    another rank is gone. profile: obeys orders to record steps; never raises."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, profile: Callable[[ProfileOrder], None]) -> None:
+        self._profile = profile
         self._runner, self._ranks = runner, ranks
         self._codec = OrderCodec()
         self.await_order = ranks.take_orders()
@@ -42,7 +44,9 @@ class Follower:
     def obey(self, order: bytes) -> None:
         """Do as an order says."""
         decoded = self._codec.decode(order)
-        if isinstance(decoded, ForwardOrder):
+        if isinstance(decoded, ProfileOrder):
+            self._profile(decoded)
+        elif isinstance(decoded, ForwardOrder):
             self._forward(decoded)
         elif not self._ranks.shard.stage.is_last:
             return
@@ -87,9 +91,10 @@ class Follower:
 
 class GroupFollower:
     """A rank of a model with several attention groups. It remembers the tokens of its own group's requests. Call `obey`
-    with one order after the other. RankLostError when another rank is gone."""
+    with one order after the other. RankLostError when another rank is gone. profile: see `Follower`."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+    def __init__(self, runner: ModelRunner, ranks: Ranks, profile: Callable[[ProfileOrder], None]) -> None:
+        self._profile = profile
         assert ranks.group is not None, "there are several groups"
         self._runner, self._every_rank = runner, ranks.group
         self._part = GroupPart(runner, ranks.comm, samples=False)
@@ -100,7 +105,9 @@ class GroupFollower:
     def obey(self, order: bytes) -> None:
         """Do as an order says."""
         decoded = self._codec.decode(order)
-        if isinstance(decoded, ForwardRound):
+        if isinstance(decoded, ProfileOrder):
+            self._profile(decoded)
+        elif isinstance(decoded, ForwardRound):
             # every rank gets the embeddings of all groups
             given = [
                 None if step is None else with_rows(step, self._every_rank, self._runner.device)

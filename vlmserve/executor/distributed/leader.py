@@ -13,6 +13,7 @@ from vlmserve.executor.distributed.group_part import GroupPart
 from vlmserve.executor.distributed.orders import (
     ForwardRound,
     OrderCodec,
+    ProfileOrder,
     SampleOrder,
     SampleRound,
     SampleThereOrder,
@@ -64,6 +65,11 @@ class LeadingWorker:
                 self._ranks.orders.give(self._codec.encode(SampleThereOrder(step=forwarded.step, info=info)))
                 return _Awaited(forwarded.step, self._take_result)
             return self._sample_here(forwarded, info, group)
+
+    def profile(self, order: ProfileOrder) -> None:
+        """Have the other ranks record their steps, or end that."""
+        with _together("profiling failed", self._who_died):
+            self._ranks.orders.give(self._codec.encode(order))
 
     def _sample_here(self, forwarded: Forwarded, info: SamplingBatchInfo, group: ProcessGroup) -> PendingResult:
         order = _sample_order(forwarded, info)
@@ -159,6 +165,11 @@ class GroupLeader:
             if tokens:
                 self._every_rank.broadcast(torch.cat(tokens))
             return results
+
+    def profile(self, order: ProfileOrder) -> None:
+        """See `LeadingWorker`."""
+        with _together("profiling failed", self._who_died):
+            self._orders.give(self._codec.encode(order))
 
     def _first_row(self, group: int) -> int:
         """Return where a group's rows begin among the last tokens that this rank's runner knows."""

@@ -68,8 +68,17 @@ class SampleRound:
     steps: tuple[SampleOrder | None, ...]
 
 
-Order: TypeAlias = ForwardOrder | SampleOrder | SampleThereOrder
-Round: TypeAlias = ForwardRound | SampleRound
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProfileOrder:
+    """Record the steps from here on, into a trace beside `path`; without a path, write what was recorded. activities:
+    those of `StartProfileReq`."""
+
+    path: str | None = None
+    activities: tuple[str, ...] = ()
+
+
+Order: TypeAlias = ForwardOrder | SampleOrder | SampleThereOrder | ProfileOrder
+Round: TypeAlias = ForwardRound | SampleRound | ProfileOrder
 
 
 class OrderCodec:
@@ -77,7 +86,7 @@ class OrderCodec:
 
     def __init__(self) -> None:
         self._codec = WireCodec(
-            [ForwardOrder, SampleOrder, SampleThereOrder, ForwardRound, SampleRound, ModelWorkerResult]
+            [ForwardOrder, SampleOrder, SampleThereOrder, ForwardRound, SampleRound, ProfileOrder, ModelWorkerResult]
         )
 
     def encode(self, message: Order | Round | ModelWorkerResult) -> bytes:
