@@ -30,6 +30,7 @@ examples:
   vlmserve plan                                      which published models fit on this machine's CPU, and how fast
   vlmserve plan ./checkpoint --gpu cpu --quantization int4
   vlmserve plan Qwen3-VL-235B-A22B-Instruct/config.json --tp 8 --ep 8 --gpu h200
+  vlmserve plan Qwen/Qwen3-VL-235B-A22B-Instruct --tp 8 --ep 8 --server-link-gbit-s 400   prefill and decode apart
   vlmserve plan ./checkpoint --gpu l40s --context 32768 --kv-cache-dtype fp8_e4m3
   vlmserve plan ./checkpoint --tp 2 --gpu-memory-gib 24 --bandwidth-gbs 1008 --tflops 165
 """
@@ -81,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
             batches=[1, *args.batch] if args.model is None or gpu.is_cpu else args.batch,
             prompt=args.prompt,
             reserved=0 if gpu.is_cpu else int(args.reserved_gib * 2**30),
+            server_link=args.server_link_gbit_s * 1.25e8,
         )
 
     with tempfile.TemporaryDirectory(prefix="vlmserve-plan-") as made:
@@ -147,6 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     for field, (name, _, kind, text) in _GPU_FLAGS.items():
         add(f"--{name}", dest=field, default=argparse.SUPPRESS, type=kind, metavar="X", help=text)
     add("--reserved-gib", type=_amount, default=1.0, metavar="X", help="for CUDA and its libraries [default: 1]")
+    text = (
+        "Gbit/s between two servers: tell what --role prefill, decode and encode send each other [default: 0, nothing]"
+    )
+    add = parser.add_argument_group("servers of different roles").add_argument
+    add("--server-link-gbit-s", type=_amount, default=0.0, metavar="X", help=text)
     add = parser.add_argument_group("requests").add_argument
     text = "[default: 8192, or the most that the model takes]"
     add("--context", type=positive, metavar="N", help=f"tokens of each {text}")

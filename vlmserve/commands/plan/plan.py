@@ -236,12 +236,38 @@ class Floor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HandOver:
+    """What servers of different roles send each other, over `link` bytes a second between two of them.
+
+    `kv` is in bytes: KV and state of a request of `Plan.context` tokens, from a prefill to a decode server, of which
+    each GPU reads its own heads. `picture`: bytes of a picture's embeddings, from an encode server. `most`: bytes of KV
+    a second, if prompts are computed as fast as can be. `tower`: bytes that a GPU has more if it encodes nothing.
+    """
+
+    link: float
+    kv: int
+    picture: int
+    most: float
+    tower: int
+
+    @property
+    def kv_seconds(self) -> float:
+        """The seconds for a request's KV."""
+        return self.kv / self.link
+
+    @property
+    def picture_seconds(self) -> float:
+        """The seconds for a picture's embeddings."""
+        return self.picture / self.link
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The memory of all stages, and floors of times.
 
     `tokens` are the KV slots of a replica, or of a group of its ranks that share attention. `decode` has floors by
     requests of `context` tokens each, None if these do not fit. `prefill` is the floor of `prompt` tokens. `picture` is
-    in seconds. The cache of embeddings holds so many `pictures`.
+    in seconds. The cache of embeddings holds so many `pictures`. `hand_over` is for servers of different roles.
     """
 
     model: SpreadModel
@@ -255,17 +281,26 @@ class Plan:
     prefill: Floor
     picture: float
     pictures: int
+    hand_over: HandOver | None
     notes: tuple[str, ...]
 
 
 def make_plan(
-    args: EngineArgs, gpu: Gpu, *, context: int | None, batches: Sequence[int], prompt: int | None, reserved: int
+    args: EngineArgs,
+    gpu: Gpu,
+    *,
+    context: int | None,
+    batches: Sequence[int],
+    prompt: int | None,
+    reserved: int,
+    server_link: float = 0.0,
 ) -> Plan:
     """Make the plan of the folder `args.model`, which has a config.json.
 
     `batches` are requests that decode together, of `context` tokens each; None: as many as requests may have, 8192 at
-    the most, and the same for `prompt`. CUDA and its libraries take `reserved` bytes of each GPU. Raises EngineError
-    with numbers for what cannot be, and CheckpointError for a wrong config.json.
+    the most, and the same for `prompt`. CUDA and its libraries take `reserved` bytes of each GPU. Servers send each
+    other `server_link` bytes a second; 0: nothing. Raises EngineError with numbers for what cannot be, and
+    CheckpointError for a wrong config.json.
     """
     if args.quantization != "none" and not gpu.is_cpu:
         raise EngineError(f"--quantization {args.quantization} is for CPUs: --gpu cpu plans for this machine's")
@@ -281,6 +316,7 @@ def make_plan(
         raise EngineError(_complaint(worst, model, gpu, args, context))
     times = _Times(model, args, gpu)
     room = tokens // context * args.attention_groups
+    prefill = times.prefill(prompt)
     return Plan(
         model=model,
         args=args,
@@ -290,10 +326,24 @@ def make_plan(
         stages=stages,
         tokens=tokens,
         decode={batch: times.decode(batch, context) if batch <= room else None for batch in batches},
-        prefill=times.prefill(prompt),
+        prefill=prefill,
         picture=times.picture(PICTURE),
         pictures=stages[0].activations.embeds // (_row_bytes(model) * _tokens_of(model, PICTURE)),
+        hand_over=_hand_over(model, stages[0], args, context, prefill, server_link) if server_link else None,
         notes=tuple(_notes(model, args)),
+    )
+
+
+def _hand_over(model: SpreadModel, first: Fit, args: EngineArgs, context: int, prefill: Floor, link: float) -> HandOver:
+    ranks = args.tp_size // args.attention_groups
+    a_token = ranks * sum(stage.kv for stage in model.stages)
+    states = ranks * sum(stage.state.nbytes for stage in model.stages if stage.state is not None)
+    return HandOver(
+        link=link,
+        kv=context * a_token + states,
+        picture=_row_bytes(model) * _tokens_of(model, PICTURE),
+        most=prefill.tokens_per_second * a_token,
+        tower=first.stage.tower + first.activations.tower,
     )
 
 

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from vlmserve.commands.plan.gpus import Gpu
-from vlmserve.commands.plan.plan import PICTURE, Fit, Floor, Plan
+from vlmserve.commands.plan.plan import PICTURE, Fit, Floor, HandOver, Plan
+from vlmserve_common.compute.memory import show_gib
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
 
@@ -24,8 +25,21 @@ def show(plan: Plan) -> str:
     link = f"{gpu.link / 1e9:g} GB/s to others" if gpu.link else "exchanges between GPUs not counted"
     rates = f"{gpu.bandwidth / 1e9:g} GB/s, {gpu.flops / 1e12:g} TFLOP/s in 16 bits, {gpu.fp8_flops / 1e12:g} in 8"
     parts += [f"By the data sheet: {rates}, {link}.", "No exchange is hidden behind computing."]
-    parts += [f"Note: {note}." for note in plan.notes]
+    parts += [*_hand_over(plan), *(f"Note: {note}." for note in plan.notes)]
     return "\n".join(parts)
+
+
+def _hand_over(plan: Plan) -> list[str]:
+    one = plan.hand_over
+    if one is None:
+        return []
+    link, kv, picture = f"{one.link / 1.25e8:g} Gbit/s", show_gib(one.kv), show_gib(one.picture)
+    return [
+        f"A prefill and a decode server (--role), each as above: the KV of {plan.context} tokens is {kv}, "
+        f"{one.kv_seconds * 1e3:.3g} ms over {link}; prompts at full speed fill {one.most / 1.25e8:.3g} Gbit/s.",
+        f"An encode server: embeddings of that picture are {picture}, {one.picture_seconds * 1e3:.3g} ms; the first "
+        f"GPU of the others has {show_gib(one.tower)} more.",
+    ]
 
 
 def overview(gpu: Gpu, plans: Mapping[str, Plan | EngineError]) -> str:
@@ -92,8 +106,13 @@ def as_data(plan: Plan | EngineError) -> dict[str, Any]:
         "context": plan.context,
         "picture_seconds": plan.picture,
         "pictures_cached": plan.pictures,
+        "hand_over": None if plan.hand_over is None else _hand_over_data(plan.hand_over),
         "notes": list(plan.notes),
     }
+
+
+def _hand_over_data(one: HandOver) -> dict[str, float]:
+    return asdict(one) | {"kv_seconds": one.kv_seconds, "picture_seconds": one.picture_seconds}
 
 
 def _about(plan: Plan) -> list[str]:

@@ -79,6 +79,27 @@ def test_the_cache_of_embeddings_has_a_part_of_what_weights_leave(plan):
     assert more["stages"][0]["kv_cache"] < stage["kv_cache"], "beyond what --mem-fraction-static leaves"
 
 
+def test_what_servers_of_different_roles_send_each_other(plan, folders, capsys):
+    """The 235B on eight GPUs for prompts and eight for answers, encoders beside."""
+    words = "--tp 8 --ep 8 --gpu h200 --context 4096 --server-link-gbit-s 400"
+    found = plan("235b", words)
+    sent, [stage] = found["hand_over"], found["stages"]
+    a_token = 8 * 94 * 2 * 128 * 2  # a head at each of eight GPUs, of four heads
+    assert (sent["kv"], sent["kv_seconds"]) == (4096 * a_token, 4096 * a_token / 50e9)
+    assert (sent["picture"], sent["picture_seconds"]) == (2**25, 2**25 / 50e9)
+    assert sent["most"] == pytest.approx(a_token * found["prefill"]["tokens_per_second"])
+    assert stage["tower"] < sent["tower"] < stage["tower"] + stage["computing"]
+    groups = plan("235b", f"{words} --dp 8 --enable-dp-attention")["hand_over"]
+    assert groups["kv"] == 4096 * 94 * 2 * 4 * 128 * 2, "no head twice"
+    assert plan("235b", f"{words} --tp 4 --ep 4 --pp 2")["hand_over"]["kv"] == groups["kv"]
+    assert plan("235b", "--tp 8")["hand_over"] is None
+    assert cli.main(["plan", str(folders["235b"]), *words.split()]) == 0
+    page = (Path(__file__).parents[4] / "docs" / "parallel.md").read_text()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("A prefill", "An encode"))]
+    assert len(lines) == 2
+    assert "\n".join(lines) in page
+
+
 def test_exchanges_are_those_of_the_textbook(plan):
     """Two sums a layer and one of embeddings, of which a ring moves 7/8 twice; and seven eighths of the logits."""
     alone = plan("235b", "--tp 8 --batch 64 --link-gbs 0")["decode"]["64"]
