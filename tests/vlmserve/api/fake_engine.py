@@ -25,7 +25,8 @@ from vision.cache.stats import PoolStats, TierStats
 from vlmserve.api.app import ApiFrontend, make_frontend
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
-from vlmserve.engine.control import EngineControl, Profiler
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager
 from vlmserve.ipc.control_messages import ControlRequest, ControlResult
 from vlmserve.ipc.messages import (

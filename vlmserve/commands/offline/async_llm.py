@@ -19,7 +19,8 @@ from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.inputs import EngineSettings, check_messages, keywords_named, read_settings
 from vlmserve.commands.offline.llm import build_offline_engine
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.control import EngineControl, Profiler
+from vlmserve.engine.control import EngineControl
+from vlmserve.engine.profiling import Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, RequestBuilder
 from vlmserve.frontend.stage import StageLimits
