@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from vlmserve.frontend.scores import LabelScore as LabelScore
     from vlmserve.frontend.stage import StageLimits as StageLimits
     from vlmserve.frontend.tokenizer_manager import ChoiceOutput as ChoiceOutput
-    from vlmserve.frontend.tokenizer_manager import EngineUnavailableError as EngineUnavailableError
     from vlmserve.ipc.messages import GrammarSpec as GrammarSpec
     from vlmserve.ipc.messages import LogitsProcessorCall as LogitsProcessorCall
     from vlmserve.ipc.messages import ReturnOptions as ReturnOptions
     from vlmserve_common.errors import BadRequestError as BadRequestError
     from vlmserve_common.errors import CheckpointError as CheckpointError
     from vlmserve_common.errors import EngineError as EngineError
+    from vlmserve_common.errors import EngineUnavailableError as EngineUnavailableError
     from vlmserve_common.errors import VlmserveError as VlmserveError
     from vlmserve_common.version import __version__ as __version__
 
@@ -62,9 +62,9 @@ _EXPORTS = {
     "vlmserve.frontend.sampling": "SamplingOverrides",
     "vlmserve.frontend.scores": "LabelScore",
     "vlmserve.frontend.stage": "StageLimits",
-    "vlmserve.frontend.tokenizer_manager": "ChoiceOutput EngineUnavailableError",
+    "vlmserve.frontend.tokenizer_manager": "ChoiceOutput",
     "vlmserve.ipc.messages": "GrammarSpec LogitsProcessorCall ReturnOptions",
-    "vlmserve_common.errors": "BadRequestError CheckpointError EngineError VlmserveError",
+    "vlmserve_common.errors": "BadRequestError CheckpointError EngineError EngineUnavailableError VlmserveError",
     "vlmserve_common.version": "__version__",
 }
 _PLACES = {name: (module, name) for module, names in _EXPORTS.items() for name in names.split()}

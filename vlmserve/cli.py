@@ -35,6 +35,7 @@ _BENCHES = {
     "trace": ("where the device waits for the host, step by step", "vlmserve.commands.bench.trace"),
 }
 _TOOLS = {
+    "router": ("one endpoint in front of many servers", "vlmserve.router.command"),
     "plan": ("which models fit on this CPU or on GPUs, and how fast they can be", "vlmserve.commands.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
     "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),

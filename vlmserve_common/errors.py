@@ -40,6 +40,10 @@ class EngineError(VlmserveError):
     """The engine failed on its own account (a worker died, an invariant broke); answered with 5xx."""
 
 
+class EngineUnavailableError(EngineError):
+    """The engine is gone; the status is 503."""
+
+
 class DeviceLostError(EngineError):
     """A GPU reported an error after which it computes nothing more for this process, which has to end."""
 

@@ -1,4 +1,4 @@
-"""Who may ask: API keys (`Authorization: Bearer KEY`), their callers, and web pages where there are no keys.
+"""Who may ask: API keys (`Authorization: Bearer KEY`), and web pages where there are no keys.
 
 A browser on the server's machine or in its network sends whatever a page tells it to. A page can point its own name at
 the server; then the Host is that name. Or it can send a request whose answer it cannot read; then there is an Origin. A
@@ -11,14 +11,12 @@ import hashlib
 import hmac
 import ipaddress
 
-from fastapi import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vlmserve.api.api_keys import ApiKeys
 from vlmserve.api.errors import error_body
-from vlmserve.frontend.requests import Caller
 
 _OURS = (".localhost",)
 # Content types that a page may send without asking (the Fetch standard's safelist), and the path that takes no JSON
@@ -93,7 +91,8 @@ class WebPageGuard:
 
 def _is_there(scope: Scope) -> bool:
     """Return whether there is an endpoint at the request's path."""
-    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
+    # A router knows only what is its own.
+    return "app" not in scope or any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)
 
 
 def _name_of(host: str) -> str:
@@ -123,6 +122,8 @@ CONTROL_PATHS = frozenset(
         "/abort_request",
     )
 )
+# The servers behind a router, which operators change.
+WORKERS_PATH = "/workers"
 # What operators read: with the operators' key, if there is one, and without any otherwise.
 METRICS_PATH = "/metrics"
 # Load balancers and readers of the API's description have no key. These paths tell nothing about requests.
@@ -133,8 +134,8 @@ class ApiKeyMiddleware:
     """Answers 401 unless a valid key comes with the request. Keys are compared in constant time.
 
     keys: the keys of all paths except the open ones; None: these paths need no key. admin_key: the key of
-    `CONTROL_PATHS` and of /metrics; None: control paths take one of the other keys, and /metrics needs no key. scoped:
-    caches are not shared between names.
+    `CONTROL_PATHS`, of a router's /workers, and of /metrics; None: control paths take one of the other keys, and
+    /metrics needs no key. scoped: caches are not shared between names.
     """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys | None, admin_key: str | None, *, scoped: bool) -> None:
@@ -144,11 +145,12 @@ class ApiKeyMiddleware:
         self._scoped = scoped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path")
+        path: str = scope.get("path", "")
         if scope["type"] != "http" or path in OPEN_PATHS or (path == METRICS_PATH and self._admin_digest is None):
             await self._app(scope, receive, send)
             return
-        admin = self._admin_digest is not None and (path in CONTROL_PATHS or path == METRICS_PATH)
+        controls = path in CONTROL_PATHS or path == METRICS_PATH or path.startswith(WORKERS_PATH)
+        admin = self._admin_digest is not None and controls
         if (self._is_admin if admin else self._is_client)(scope):
             await self._app(scope, receive, send)
             return
@@ -177,21 +179,3 @@ def _given_key(scope: Scope) -> bytes:
     given: bytes = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
     scheme, _, key = given.partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else b""
-
-
-def owner_of(request: Request) -> str:
-    """Return the owner of the files that a request sees: a digest of its key's name, or of --api-key. Without API keys
-    all requests have the same owner."""
-    return getattr(request.state, "owner", "")
-
-
-def caller_of(request: Request) -> Caller:
-    """Return the caller of an HTTP request."""
-    state, owner = request.state, owner_of(request)
-    name = getattr(state, "client_name", "")
-    return Caller(
-        client=f"name {name}" if name else f"{owner} {request.client.host if request.client else ''}",
-        owner=owner,
-        tenant=getattr(state, "tenant", ""),
-        ended=state.answers.add,
-    )

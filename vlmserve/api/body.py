@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
-from fastapi import Request
 from pydantic import BaseModel
+from starlette.requests import Request
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import checked, json_object
@@ -78,7 +78,7 @@ async def read_body(
     request: Request, model: type[_Model], settings: ServerSettings, *, if_empty: bytes = b""
 ) -> _Model:
     """Return the body as a checked model. if_empty: stands for an empty body. Raises BadRequestError."""
-    data = await _receive(request, settings) or if_empty
+    data = await receive_body(request, settings) or if_empty
     if len(data) <= _INLINE_BYTES and data.count(b",") <= _INLINE_COMMAS:
         return _parse(data, model, settings)
     parsing: Threads = request.app.state.parsing
@@ -119,7 +119,8 @@ def _too_slow(message: str) -> BadRequestError:
     return BadRequestError(message, code="body_timeout", status=408)
 
 
-async def _receive(request: Request, settings: ServerSettings) -> bytearray:
+async def receive_body(request: Request, settings: ServerSettings) -> bytearray:
+    """Return the whole body. Raises BadRequestError."""
     body: HeldBody = request.state.body
     limit = int(settings.max_body_mib * 2**20)
     declared = request.headers.get("content-length", "")

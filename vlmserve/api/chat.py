@@ -12,8 +12,8 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from vlmserve.api.answer_types import ChatCompletion, ChatCompletionChunk
-from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
+from vlmserve.api.callers import caller_of
 from vlmserve.api.errors import Error
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer

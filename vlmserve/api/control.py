@@ -19,7 +19,7 @@ from vlmserve.api.errors import Error, error_body
 from vlmserve.api.openapi import BODY_ERRORS, ENGINE_ERRORS, ID_ERRORS, operation
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.protocol import StrictModel
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
+from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     Activity,
@@ -37,7 +37,7 @@ from vlmserve.ipc.control_messages import (
     StopProfileReq,
 )
 from vlmserve.ipc.messages import SchedulerStats
-from vlmserve_common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError, EngineUnavailableError
 from vlmserve_common.version import __version__
 
 AskEngine: TypeAlias = Callable[[ControlRequest], Awaitable[ControlResult]]

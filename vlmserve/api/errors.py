@@ -7,17 +7,16 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.database import is_full
 from vlmserve.config.plain_problems import did_you_mean, shortened
 from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def _hint(path: str, known: Iterable[str]) -> str:
     return did_you_mean(path.removeprefix("/v1"), ours, did_you_mean(path, others, served), prefix="/v1")
 
 
-def install_error_handlers(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
+def install_error_handlers(app: Starlette, retry_after_s: Callable[[], int]) -> None:
     """Answer every failure of `app` in OpenAI's form. retry_after_s: see `error_response`."""
 
     async def on_http_error(request: Request, error: Exception) -> Response:

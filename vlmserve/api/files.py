@@ -13,11 +13,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from processors.formats import words
-from vlmserve.api.auth import owner_of
 from vlmserve.api.body import body_parts
+from vlmserve.api.callers import owner_of
 from vlmserve.api.database import NO_SPACE
 from vlmserve.api.file_store import FileRecord, FileStore, Upload
-from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, Page, operation, page_of, page_query
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.pages import Page, page_of, page_query
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve_common.errors import BadRequestError, EngineError

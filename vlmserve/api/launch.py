@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.event_loop import ApiEventLoop, forget_turns
-from vlmserve.api.listening import address_of, listen
+from vlmserve.api.listening import address_of, announce, listen
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, check_model, checked_model, local_folder
 from vlmserve.config.settings import ServerSettings
@@ -350,14 +350,7 @@ class _Serving:
 
     def _announce(self) -> None:
         forget_turns()  # of the start
-        host, port = self.listener.getsockname()[:2]
-        if self.settings.port_file:
-            _write_whole(Path(self.settings.port_file), f"{port}\n")
-        everywhere = address_of(self.listener).is_unspecified
-        if everywhere:  # which is no address to go to
-            host = "::1" if ":" in host else "127.0.0.1"
-        shown, where = f"[{host}]" if ":" in host else host, " on all addresses" if everywhere else ""
-        logger.info("ready: http://%s:%d serves %s%s (Ctrl-C stops it)", shown, port, self.model_name, where)
+        announce(self.listener, self.settings.port_file, f"serves {self.model_name}")
 
     async def _watch(self, frontend: ApiFrontend, server: HttpServer) -> None:
         children = {child.process.pid: child.process for child in self.children}
@@ -457,10 +450,3 @@ def _settle_model(settings: ServerSettings) -> tuple[ServerSettings, str]:
     name = settings.served_model_name or model or DEFAULT_MODEL_NAME
     folder = checked_model(settings.engine)
     return replace(settings, engine=replace(settings.engine, model=str(folder))), name
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or none."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
+import os
 import socket
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -27,3 +32,18 @@ def listen(host: str, port: int) -> socket.socket:
 def address_of(listener: socket.socket) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the address that a socket is bound to, without the zone of IPv6."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+
+
+def announce(listener: socket.socket, port_file: str | None, what: str) -> None:
+    """Log where the server is, and what it does there. port_file: gets the port; a reader sees all of it or none."""
+    host, port = listener.getsockname()[:2]
+    if port_file:
+        path = Path(port_file)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        unfinished.write_text(f"{port}\n")
+        unfinished.replace(path)
+    everywhere = address_of(listener).is_unspecified
+    if everywhere:  # which is no address to go to
+        host = "::1" if ":" in host else "127.0.0.1"
+    shown, where = f"[{host}]" if ":" in host else host, " on all addresses" if everywhere else ""
+    logger.info("ready: http://%s:%d %s%s (Ctrl-C stops it)", shown, port, what, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
@@ -12,15 +12,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmserve.api.body import BodyBudget, HeldBody
 from vlmserve.api.errors import CLIENT_CLOSED_REQUEST, error_response
-from vlmserve.api.metrics import ServerMetrics
 from vlmserve.api.request_id import HEADER, given_id, new_id
-from vlmserve.api.tracing import TRACED_ROUTES, EndedAnswers, RequestTracer
-from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.api.tracing import TRACED_ROUTES, EndedAnswers
 from vlmserve_common.logs import request_id
+
+if TYPE_CHECKING:
+    from vlmserve.api.tracing import RequestTracer
+    from vlmserve.frontend.request_stats import RequestStats
 
 access = logging.getLogger("vlmserve.access")
 # why a request was turned away, where its error has no code
 _REASONS = {401: "invalid_api_key", 404: "not_found", 405: "not_found", 408: "timeout", 413: "too_large", 429: "busy"}
+
+
+class HttpMetrics(Protocol):
+    """Counts HTTP requests by path and status, and those that were turned away by the code of the error."""
+
+    def observe_http(self, path: str, status: int) -> None: ...
+    def observe_refusal(self, reason: str) -> None: ...
 
 
 class OutermostMiddleware:
@@ -34,7 +43,7 @@ class OutermostMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: ServerMetrics,
+        metrics: HttpMetrics,
         *,
         bodies: BodyBudget,
         access_log: bool,

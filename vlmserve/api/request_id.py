@@ -10,7 +10,7 @@ import re
 import uuid
 from collections.abc import Iterable
 
-from fastapi import Request
+from starlette.requests import Request
 
 from vlmserve_common.logs import request_id
 

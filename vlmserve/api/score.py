@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import PromptTokensDetails
-from vlmserve.api.auth import caller_of
 from vlmserve.api.body import read_body
+from vlmserve.api.callers import caller_of
 from vlmserve.api.openapi import MODEL_ERRORS, operation
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel, while_connected

@@ -15,13 +15,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from vlmserve.config.checks import SettingsError
-from vlmserve.frontend.request_stats import RequestStats, Timings
 from vlmserve_common.installing import install
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.export import SpanProcessor
+
+    from vlmserve.frontend.request_stats import RequestStats, Timings
 
 TRACED_ROUTES = frozenset(("/v1/chat/completions",))
 _EXPORT_TIMEOUT_S = 3.0  # which the server's end may take, where no collector answers

@@ -53,7 +53,7 @@ _GROUPS = (
 )
 _http, _pictures, _videos, _files = map(settings_of, ("HTTP server", "pictures", "videos", "uploaded files"))
 # Variables that are no settings, or that Kubernetes makes for a service called vlmserve.
-_NO_SETTING = re.compile(r"config|cpu_level|test_.*|service_(host|port).*|port_\d+_.*")
+_NO_SETTING = re.compile(r"config|cpu_level|upstream_api_key|test_.*|service_(host|port).*|port_\d+_.*")
 _DOMAIN = re.compile(r"\.?[\w-]+(?:\.[\w-]+)*|[\da-fA-F:]+")
 
 _PORT = Allowed(words="between 0 and 65535", holds=lambda value: 0 <= value <= 65535)

@@ -43,7 +43,6 @@ from vlmserve.executor.logits_processors import LogitsProcessors, load_logits_pr
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import RECENT_TOKENS
 from vlmserve.ipc.messages import SchedulerOutput
-from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
@@ -58,6 +57,7 @@ from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve.scheduler.drafts import make_drafter
 from vlmserve.scheduler.grammar.grammar_process import GrammarProcesses, GrammarSettings
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue

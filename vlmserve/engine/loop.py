@@ -39,7 +39,8 @@ from vlmserve.ipc.messages import (
     SchedulerStats,
     TokenizedGenerateReqInput,
 )
-from vlmserve.ipc.routing import ReplicaRouter, demand_of
+from vlmserve.ipc.routing import demand_of
+from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve.scheduler.handover import Sender
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.schedule_batch import ScheduleBatch

@@ -42,14 +42,10 @@ from vlmserve.ipc.messages import (
     TokenOutput,
     rids_of,
 )
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-class EngineUnavailableError(EngineError):
-    """The engine is gone; the status is 503."""
 
 
 @dataclass(frozen=True, slots=True)

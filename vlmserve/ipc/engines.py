@@ -22,8 +22,9 @@ from vlmserve.ipc.messages import (
     TokenizedGenerateReqInput,
     TokenizerManagerInput,
 )
-from vlmserve.ipc.routing import ReplicaRouter, demand_of, parts_of
+from vlmserve.ipc.routing import demand_of, parts_of
 from vlmserve.ipc.sockets import ControlClient, Sender
+from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve_common.transport.shm import SPARE_BYTES
 
 _LINGER_MS = 200

@@ -17,8 +17,7 @@ from tests.vlmserve.api.batch_house import URL, House, all_over, echo, line, run
 from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import Batch, count_lines, read_lines, write_file
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 from vlmserve_common.process.threads import check_wanted
 
 

@@ -20,7 +20,7 @@ from vlmserve.frontend.request_builder import (
     RequestLimits,
     TextPrompt,
 )
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError, TokenizerManager
+from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -32,7 +32,7 @@ from vlmserve.ipc.messages import (
     TokenOutput,
 )
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 
 TOKENIZER = TextTokenizer(make_tokenizer())
 PICTURE = {"type": "image_url", "image_url": {"url": "u"}}

@@ -21,13 +21,13 @@ from vlmserve.engine.loop import EventLoop, GroupPlacement
 from vlmserve.engine.step import OneGroup
 from vlmserve.executor.device_queue import DeviceQueue
 from vlmserve.ipc.messages import AbortReq, EncodeOutput, EncodeReqInput, FinishReason, TokenOutput
-from vlmserve.ipc.routing import ReplicaRouter
 from vlmserve.memory.allocator import TokenToKVPoolAllocator
 from vlmserve.memory.hiradix_cache import HiRadixCache
 from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
+from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve.scheduler.drafts import Drafter, WorkerDrafter
 from vlmserve.scheduler.guessing import Guesser
 from vlmserve.scheduler.handover import HandedPrompts, Receivers, RemotePrompts, Sender

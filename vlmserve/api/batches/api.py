@@ -10,12 +10,13 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import caller_of, owner_of
 from vlmserve.api.batches.journal import Batch, BatchJournal, BatchList, BatchObject
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
+from vlmserve.api.callers import caller_of, owner_of
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation, page_of, page_query
+from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.pages import page_of, page_query
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import invalid_value

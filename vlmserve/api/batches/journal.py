@@ -21,7 +21,7 @@ from vlmserve.api.body import check_values
 from vlmserve.api.database import Database
 from vlmserve.api.errors import not_found
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.openapi import Page
+from vlmserve.api.pages import Page
 from vlmserve.config.plain_problems import shortened
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.threads import check_wanted

@@ -40,8 +40,7 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.completion_answers import CompletionRequest
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.frontend.requests import Caller
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
-from vlmserve_common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError, EngineUnavailableError
 from vlmserve_common.logs import request_id
 from vlmserve_common.process.threads import Threads
 

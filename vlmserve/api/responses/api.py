@@ -14,12 +14,13 @@ from typing import Any, ParamSpec, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from vlmserve.api.auth import caller_of, owner_of
 from vlmserve.api.body import check_items, read_body
+from vlmserve.api.callers import caller_of, owner_of
 from vlmserve.api.chat import chat_events
 from vlmserve.api.database import Database
 from vlmserve.api.errors import not_found
-from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation, page_of, page_query
+from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
+from vlmserve.api.pages import page_of, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.protocol import DeletedResponse, InputItems, ResponseEvent, ResponseObject, ResponsesRequest

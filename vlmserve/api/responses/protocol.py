@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from typing_extensions import TypedDict
 
 from vlmserve.api.answer_types import AnswerLogprob, GuessedTokens, MoreUsage, Remarks
-from vlmserve.api.openapi import Page
+from vlmserve.api.pages import Page
 from vlmserve.frontend.openai.protocol import Metadata, NamedRequest, Stop, StrictModel
 
 

@@ -24,9 +24,8 @@ from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
 from vlmserve.frontend.request_builder import ChatPrompt
 from vlmserve.frontend.stage import stage_limits
-from vlmserve.frontend.tokenizer_manager import EngineUnavailableError
 from vlmserve_common.compute.devices import resolve_device
-from vlmserve_common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError, EngineUnavailableError
 
 MOST_CHOICES = 128
 _SAMPLED_BYTES = 1 << 20

@@ -24,7 +24,7 @@ from vlmserve.engine.profiling import Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, RequestBuilder
 from vlmserve.frontend.stage import StageLimits
-from vlmserve.frontend.tokenizer_manager import ChoiceOutput, EngineUnavailableError, TokenizerManager
+from vlmserve.frontend.tokenizer_manager import ChoiceOutput, TokenizerManager
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ContinueReq,
@@ -47,7 +47,7 @@ from vlmserve.ipc.messages import (
     SchedulerStats,
     TokenOutput,
 )
-from vlmserve_common.errors import EngineError
+from vlmserve_common.errors import EngineError, EngineUnavailableError
 from vlmserve_common.process.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""One OpenAI endpoint in front of many servers: `vlmserve router`."""
