@@ -29,6 +29,7 @@ _BENCHES = {
     "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
     "speculation": ("guessed tokens beside none", "vlmserve.commands.bench.speculation"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.commands.bench.api"),
+    "router": ("what a router adds to a request and to a token", "vlmserve.commands.bench.router"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.commands.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu.command"),
     "loading": ("how much memory each rank of a model takes until it can compute", "vlmserve.commands.bench.loading"),

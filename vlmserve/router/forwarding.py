@@ -52,6 +52,7 @@ _CREATED = {"/v1/files": "files", "/v1/batches": "batches", "/v1/responses": "re
 _ID = re.compile(rb'"id": ?"([\w.:-]{1,200})"')
 _MOST_IDS = 2**14
 _INLINE_BYTES = 256 * 1024
+_WATCHED_FROM_S = 0.02
 Refusal: TypeAlias = tuple[int, Headers, bytes]
 """An answer's status, headers and body."""
 
@@ -117,13 +118,19 @@ class Forwarding:
             wish = await self._wish(body, owner) if body and scope["method"] == "POST" else Wish()
         headers = self.headers(scope)
         exchange = _Exchange(scope=scope, send=send, headers=headers, body=body, wish=wish, at=None, began=began)
-        watching = asyncio.ensure_future(exchange.watch(receive)) if isinstance(body, bytes) else None
+        watching: list[asyncio.Task[None]] = []
+        loop = asyncio.get_running_loop()
+        # Most answers of a few milliseconds are not waited for by two tasks.
+        watch = loop.call_later(_WATCHED_FROM_S, lambda: watching.append(loop.create_task(exchange.watch(receive))))
+        if not isinstance(body, bytes):  # the client is watched while it sends
+            watch.cancel()
         try:
             exchange.at = await self._holder(exchange)
             await self._answer(exchange)
         finally:
-            if watching is not None:
-                watching.cancel()
+            watch.cancel()
+            for task in watching:
+                task.cancel()
 
     def headers(self, scope: Scope) -> Headers:
         """Return the headers that are passed on. A client cannot choose who computes its prompt."""

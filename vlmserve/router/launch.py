@@ -8,6 +8,7 @@ import gc
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from vlmserve.api.api_keys import read_api_keys
@@ -60,32 +61,39 @@ def launch_router(settings: RouterSettings) -> int:
 
 async def _serve(settings: RouterSettings, listener: socket.socket) -> None:
     http, loop = settings.http, asyncio.get_running_loop()
-    workers = Workers(settings)
-    metrics, parsing = RouterMetrics(workers, longest_turn_s), Threads("bodies", 1)
 
-    def started() -> None:
+    def started(server: HttpServer, workers: Workers) -> None:
+        def cut_short() -> None:
+            workers.cut("the router ends")
+            loop.call_later(_FAREWELL_S, setattr, server, "force_exit", True)
+
+        def stop(number: int) -> None:
+            if server.should_exit:
+                logger.info("%s again: not waiting any longer", signal.Signals(number).name)
+                cut_short()
+                return
+            name, patience_s = signal.Signals(number).name, http.shutdown_timeout_s
+            logger.info("%s: running requests get %g s to finish", name, patience_s)
+            server.should_exit = True
+            loop.call_later(patience_s, cut_short)
+
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, stop, number)
+        gc.freeze()  # these objects stay
         forget_turns()  # of the start
         announce(listener, http.port_file, f"routes to {len(settings.servers)} servers")
 
-    server = HttpServer(build_app(workers, settings, metrics, parsing), http, backlog=_BACKLOG, started=started)
+    await route(settings, listener, started)
 
-    def cut_short() -> None:
-        workers.cut("the router ends")
-        loop.call_later(_FAREWELL_S, setattr, server, "force_exit", True)
 
-    def stop(number: int) -> None:
-        if server.should_exit:
-            logger.info("%s again: not waiting any longer", signal.Signals(number).name)
-            cut_short()
-            return
-        name, patience_s = signal.Signals(number).name, http.shutdown_timeout_s
-        logger.info("%s: running requests get %g s to finish", name, patience_s)
-        server.should_exit = True
-        loop.call_later(patience_s, cut_short)
-
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stop, number)
-    gc.freeze()  # these objects stay
+async def route(
+    settings: RouterSettings, listener: socket.socket, started: Callable[[HttpServer, Workers], None]
+) -> None:
+    """Serve until the server that `started` gets should exit."""
+    workers = Workers(settings)
+    metrics, parsing = RouterMetrics(workers, longest_turn_s), Threads("bodies", 1)
+    app = build_app(workers, settings, metrics, parsing)
+    server = HttpServer(app, settings.http, backlog=_BACKLOG, started=lambda: started(server, workers))
     workers.start()
     try:
         await server.serve(sockets=[listener])

@@ -46,7 +46,7 @@ class Answer(asyncio.Protocol):
         self._why = "it closed the connection"
         self._parts: list[bytes] = []
         self._num_waiting = 0
-        self._complete = self._is_head = self._to_the_end = self._sent = self._cut_short = False
+        self._complete = self._is_head = self._to_the_end = self._sent = self._cut_short = self._keeps = False
         self._writable = True
         self._waiter: asyncio.Future[None] | None = None
         self._transport: asyncio.Transport
@@ -105,13 +105,14 @@ class Answer(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = self.status > 0
+        self._keeps = self._parser.should_keep_alive()  # later the parser has forgotten
 
     # ---- the router's side
 
     async def begin(self, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes]) -> None:
         """Send a request, and wait for the status and the headers of its answer. body: the parts of one are sent in
         chunks, until there is an answer. Raises ServerLostError."""
-        self.status, self._complete, self._to_the_end, self._sent = 0, False, False, True
+        self.status, self._complete, self._to_the_end, self._sent, self._keeps = 0, False, False, True, False
         self.headers.clear()
         self._is_head = method == "HEAD"
         self._parser = httptools.HttpResponseParser(self)
@@ -165,9 +166,7 @@ class Answer(asyncio.Protocol):
 
     def close(self) -> None:
         """Keep the connection for another request if it can serve one, or end it."""
-        read = self._complete and not self._parts and not self.lost
-        last = self._to_the_end or self._is_head or self._cut_short
-        if read and not last and self._parser.should_keep_alive():
+        if self._keeps and self._complete and not (self._parts or self.lost or self._is_head or self._cut_short):
             self._sent = False
             self._server.keep(self)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vlmserve.routing.replicas import BLOCK_TOKENS, Demand, Method, ReplicaRouter
 
@@ -147,3 +149,84 @@ def simulate(seed: int, size: int) -> list[int]:
 @pytest.mark.parametrize("size", [2, 5])
 def test_simulated_traffic(seed: int, size: int):
     assert simulate(seed, size) == simulate(seed, size)
+
+
+# ---- replicas that come and go
+
+
+def test_only_those_offered_are_chosen_whatever_speaks_for_others():
+    router = ReplicaRouter(3)
+    router.place(asking("1", "aaaa", session="s", replica=1))
+    assert router.place(asking("2", "aaaa", session="s"), [0, 2]) == 0
+    assert router.place(asking("3", session="s"), [0, 1, 2]) == 0, "the conversation has moved"
+    turns = ReplicaRouter(3, method="round_robin")
+    assert [turns.place(asking(str(number)), [0, 2]) for number in range(4)] == [0, 2, 0, 2]
+
+
+def test_a_replica_that_was_removed_is_forgotten_and_its_number_used_again():
+    router = ReplicaRouter(0)
+    assert [router.add() for _ in range(2)] == [0, 1]
+    router.place(asking("1", "aaaa", media=((b"picture", 64),), session="s", replica=1))
+    with pytest.raises(AssertionError, match="in flight at replica 1"):
+        router.remove(1)
+    router.end("1")
+    router.remove(1)
+    assert router.add() == 1
+    router.place(asking("2", "b" * 8, answer=1), [1])  # 0 is idle now
+    assert router.place(asking("3", "aaaa", media=((b"picture", 64),), session="s")) == 0
+
+
+def test_a_replica_that_comes_later_takes_turns_and_does_not_get_all():
+    router = ReplicaRouter(1)
+    for number in range(100):
+        router.place(asking(str(number)))
+    router.add()
+    assert [router.place(asking(str(number))) for number in range(4)] in ([0, 1, 0, 1], [1, 0, 1, 0])
+
+
+def test_what_others_do_at_a_replica_counts():
+    router = ReplicaRouter(2, apart_tokens=100)
+    router.place(asking("1", "aaaa", replica=0))
+    router.end("1")
+    router.told(0, 1000)
+    assert [router.place(asking(str(number), "aaaa")) for number in range(2, 4)] == [1, 1]
+    router.told(0, 0)
+    assert router.loads == (0, 4 * BLOCK_TOKENS)
+
+
+@given(st.data())
+def test_placing_is_sticky_balanced_and_keeps_to_the_members(data: st.DataObject):
+    """Replicas come, go and are left out at random, while conversations go on."""
+    router, members, under_way = ReplicaRouter(0), set(), {}
+    at: dict[str, tuple[frozenset[int], int]] = {}
+    for step in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(["add", "remove", "ask", "ask", "ask", "end"]))
+        if action == "add" and len(members) < 5:
+            members.add(router.add())
+        elif action == "remove" and members:
+            gone = data.draw(st.sampled_from(sorted(members)))
+            if gone not in under_way.values():
+                router.remove(gone)
+                members.remove(gone)
+                at = {name: kept for name, kept in at.items() if kept[1] != gone}
+        elif action == "ask" and members:
+            among = data.draw(st.sets(st.sampled_from(sorted(members)), min_size=1))
+            name = data.draw(st.sampled_from("stuv"))
+            replica = router.place(asking(str(step), name * 4, session=name), sorted(among))
+            assert replica in among
+            if name in at and at[name][1] in among:
+                assert replica == at[name][1], "as long as it is there, a conversation stays"
+            at[name] = frozenset(among), replica
+            under_way[str(step)] = replica
+        elif action == "end" and under_way:
+            rid = data.draw(st.sampled_from(sorted(under_way)))
+            router.end(rid)
+            del under_way[rid]
+    for rid in under_way:
+        router.end(rid)
+    assert not any(router.loads)
+    if members:
+        places = [
+            router.place(asking(f"new {number}", answer=7), sorted(members)) for number in range(4 * len(members))
+        ]
+        assert {places.count(member) for member in members} == {4}, "new ones are spread evenly"

@@ -1,0 +1,264 @@
+"""What becomes of a request: where it goes, what is tried again, and what the client sees."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.vlmserve.api.fake_engine import WAIT_S
+from tests.vlmserve.router.rig import ANSWER, CHAT, FakeServer, Router, fake_servers, routing
+from tests.vlmserve.server_process import await_that
+
+EVENTS = {"content-type": "text/event-stream"}
+
+
+@pytest.fixture
+def servers() -> Iterator[list[FakeServer]]:
+    with fake_servers(2) as servers:
+        yield servers
+
+
+@pytest.fixture
+def router(servers: list[FakeServer]) -> Iterator[Router]:
+    with routing("--replica", *(server.url for server in servers)) as router:
+        await_that(lambda: set(router.states().values()) == {"healthy"}, WAIT_S)
+        yield router
+
+
+def refuses(status: int, **headers: str):
+    return lambda path, given: (status, {"content-type": "application/json", **headers}, [b'{"error": {}}'])
+
+
+def break_off(path: str, headers: dict[str, str]):
+    return 200, {"content-type": "application/json"}, [b"", None]
+
+
+def test_requests_and_answers_pass_unchanged(servers, router):
+    body = json.dumps({"messages": [], "odd": [1, 2.5]}, indent=3).encode()
+    sent = {"traceparent": "00-1-2-3", "X-Request-Id": "mine", "Authorization": "Bearer x"}
+    sent |= {"Origin": f"http://127.0.0.1:{router.port}"}
+    sent |= {"X-Vlmserve-Prefill": "http://evil", "X-Forwarded-For": "1.2.3.4"}
+    servers[0].script = servers[1].script = lambda path, headers: (
+        201,
+        {"x-odd": "1", "date": "then"},
+        [b"some", b"thing"],
+    )
+    status, headers, answer = router.ask("POST", CHAT + "?a=%20b", body, sent)
+    assert (status, answer, headers["x-odd"], headers["x-request-id"]) == (201, b"something", "1", "mine")
+    assert headers["date"] != "then"
+    [(method, path, got, came)] = servers[0].seen + servers[1].seen
+    assert (method, path, came) == ("POST", CHAT, body)
+    assert (got["traceparent"], got["x-request-id"], got["authorization"]) == ("00-1-2-3", "mine", "Bearer x")
+    assert got["x-forwarded-for"] == "1.2.3.4", "what a proxy on this machine says of its client"
+    assert not {"origin", "x-vlmserve-prefill"} & got.keys()
+
+
+@pytest.mark.parametrize("script", [refuses(429), refuses(502), refuses(503), break_off])
+def test_what_has_not_begun_goes_elsewhere(servers, router, script):
+    servers[0].script = script
+    answers = [router.chat(f"{number}") for number in range(2)]
+    assert [(status, answer["model"]) for status, answer in answers] == [(200, "b")] * 2
+    assert servers[0].seen, "it was asked, too"
+
+
+def test_the_last_refusal_is_the_answer(servers, router):
+    servers[0].script = servers[1].script = refuses(429, **{"retry-after": "7"})
+    status, headers, _ = router.ask("POST", CHAT, {"messages": []})
+    assert (status, headers["retry-after"]) == (429, "7")
+    servers[0].script = servers[1].script = break_off
+    status, answer = router.chat()
+    assert (status, answer["error"]["code"]) == (503, "no_server")
+    assert servers[0].url in answer["error"]["message"]
+
+
+def test_a_batch_is_begun_once(servers, router):
+    servers[0].script = servers[1].script = break_off
+    status, _, body = router.ask("POST", "/v1/batches", {"input_file_id": "file-1"})
+    assert (status, json.loads(body)["error"]["code"]) == (502, "server_lost")
+    assert len(servers[0].seen + servers[1].seen) == 1
+
+
+def test_events_come_as_they_are_made_and_a_lost_server_ends_them_with_an_error(servers, router):
+    go_on = threading.Event()
+    for server in servers:
+        server.script = lambda path, headers: (
+            200,
+            EVENTS,
+            [b"data: 1\n\n", lambda: go_on.wait(WAIT_S), b"data: 2\n\n", None],
+        )
+    link = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+    link.request("POST", CHAT, json.dumps({"messages": [], "stream": True}), {"Content-Type": "application/json"})
+    answer = link.getresponse()
+    assert answer.read1() == b"data: 1\n\n", "before the second one is made"
+    go_on.set()
+    rest = answer.read()
+    assert rest.startswith(b"data: 2\n\ndata: ")
+    assert json.loads(rest.split(b"data: ")[-1])["error"]["code"] == "server_lost"
+    assert len(servers[0].seen + servers[1].seen) == 1, "it is not asked again"
+    link.close()
+
+
+def test_any_other_answer_that_breaks_off_breaks_the_connection(servers, router):
+    servers[0].script = servers[1].script = lambda path, headers: (200, {"content-length": "100"}, [b"half", None])
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        router.ask("POST", CHAT, {"messages": []})
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_client_that_leaves_is_left_by_the_router(servers, router, begun):
+    for server in servers:
+        first = [b"data: 1\n\n"] if begun else []
+        server.script = lambda path, headers, of=server, first=first: (
+            200,
+            EVENTS,
+            [*first, lambda: of.left.wait(WAIT_S), b"x"],
+        )
+    link = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+    link.request("POST", CHAT, json.dumps({"messages": []}), {"Content-Type": "application/json"})
+    if begun:
+        link.getresponse().read1()
+    await_that(lambda: servers[0].seen + servers[1].seen, WAIT_S)
+    link.sock.shutdown(socket.SHUT_RDWR)
+    link.close()
+    await_that(lambda: servers[0].left.is_set() or servers[1].left.is_set(), WAIT_S)
+
+
+def test_an_upload_is_passed_on_while_it_comes_and_all_of_a_client_go_to_one_server(servers, router):
+    def parts() -> Iterator[bytes]:
+        yield b"x" * 100_000
+        yield b"y" * 100_000
+
+    for _ in range(3):
+        link = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        with contextlib.closing(link):
+            link.request("POST", "/v1/files", parts(), {"Content-Type": "multipart/form-data; boundary=b"})
+            assert link.getresponse().status == 200
+    assert sorted(len(server.seen) for server in servers) == [0, 3]
+    [holder] = [server for server in servers if server.seen]
+    assert {body for *_, body in holder.seen} == {b"x" * 100_000 + b"y" * 100_000}
+
+
+def test_an_id_leads_to_the_server_that_made_it(servers, router):
+    for server in servers:
+        server.script = lambda path, headers, of=server: (200, {}, [json.dumps({"id": f"resp-{of.name}"}).encode()])
+    for number in range(4):
+        made = json.loads(router.ask("POST", "/v1/responses", {"input": f"{number}" * 500})[2])["id"]
+        again = json.loads(router.ask("POST", "/v1/responses", {"input": "x", "previous_response_id": made})[2])["id"]
+        assert again == made
+        assert router.ask("DELETE", f"/v1/responses/{made}")[0] == 200
+        asked = {server.name: [path for method, path, *_ in server.seen if method == "DELETE"] for server in servers}
+        assert f"/v1/responses/{made}" in asked[made[-1]]
+    assert {server.name: len(server.seen) > 0 for server in servers} == {"a": True, "b": True}
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_id_that_nobody_remembers_is_looked_for(servers, router, where):
+    servers[where].things.add("files/file-7")
+    part = {"type": "image_url", "image_url": {"file_id": "file-7"}}
+    for _ in range(2):
+        assert router.ask("POST", CHAT, {"messages": [{"role": "user", "content": [part]}]})[0] == 200
+    assert [len(server.seen) for server in servers] == ([2, 0] if where == 0 else [0, 2])
+
+
+def test_a_conversation_and_a_picture_stay_where_they_were(servers, router):
+    def where(**fields) -> str:
+        return router.chat(**fields)[1]["model"]
+
+    first = where(text="x", session_id="s")
+    assert {where(text=f"{number}", session_id="s") for number in range(6)} == {first}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    places = {
+        json.loads(router.ask("POST", CHAT, {"messages": [{"role": "user", "content": [picture]}]})[2])["model"]
+        for _ in range(6)
+    }
+    assert len(places) == 1
+    assert len({where(text="long " * 200 + str(number)) for number in range(6)}) == 1
+    assert {where(text=f"short {number}") for number in range(40)} == {"a", "b"}
+
+
+def test_a_model_is_asked_of_a_server_that_has_it(servers):
+    servers[1].model = "other"
+    with routing("--replica", *(server.url for server in servers)) as router:
+        await_that(lambda: all(worker.models for worker in router.workers), WAIT_S)
+        assert {router.chat(f"{number}", model="other")[1]["model"] for number in range(4)} == {"b"}
+        assert {router.chat(f"{number}", model="tiny")[1]["model"] for number in range(4)} == {"a"}
+        models = json.loads(router.ask("GET", "/v1/models")[2])
+        assert [model["id"] for model in models["data"]] == ["tiny", "other"]
+
+
+def test_bad_bodies_are_the_servers_to_refuse_and_large_ones_the_routers(servers, router):
+    servers[0].script = servers[1].script = refuses(400)
+    for body in (b"{", b"[1]", b"", b'{"messages": 1, "n": "x", "max_tokens": true, "session_id": 5}'):
+        assert router.ask("POST", CHAT, body)[0] == 400
+    assert len(servers[0].seen + servers[1].seen) == 4
+    with routing("--replica", servers[0].url, "--max-body-mib", "0.01") as small:
+        status, _, body = small.ask("POST", CHAT, b"x" * 20_000)
+        assert (status, json.loads(body)["error"]["code"]) == (413, "body_too_large")
+
+
+@pytest.mark.parametrize("size", [10, 400_000])
+def test_bodies_of_all_sizes_are_looked_into(servers, router, size):
+    body = {"messages": [{"role": "user", "content": "x" * size}], "session_id": "s"}
+    names = {json.loads(router.ask("POST", CHAT, body)[2])["model"] for _ in range(3)}
+    assert len(names) == 1
+
+
+# ---- prefill and decode
+
+
+@pytest.fixture
+def four() -> Iterator[list[FakeServer]]:
+    with fake_servers(4) as servers:
+        yield servers
+
+
+def disaggregated(servers: list[FakeServer]):
+    urls = [server.url for server in servers]
+    return routing("--prefill", *urls[:2], "--decode", *urls[2:])
+
+
+def test_a_decode_server_is_told_who_computes_the_prompt(four):
+    with disaggregated(four) as router:
+        await_that(lambda: set(router.states().values()) == {"healthy"}, WAIT_S)
+        for number in range(8):
+            assert router.chat(f"{number}" * 600)[0] == 200
+        assert not four[0].seen + four[1].seen
+        assert all(server.seen for server in four[2:])
+        told = [headers for server in four[2:] for _, _, headers, _ in server.seen]
+        assert {headers["x-vlmserve-prefill"] for headers in told} == {four[0].url, four[1].url}
+        rooms = {headers["x-vlmserve-room"] for headers in told}
+        assert len(rooms) == 8
+        assert all(len(room) == 32 and int(room, 16) for room in rooms)
+
+
+def test_a_prefill_server_that_is_gone_is_replaced_by_another(four):
+    def script(path, headers):
+        if headers["x-vlmserve-prefill"] == four[0].url:
+            return 503, {"x-vlmserve-retry": "prefill"}, [b"{}"]
+        return 200, {}, [json.dumps(ANSWER).encode()]
+
+    four[2].script = four[3].script = script
+    with disaggregated(four) as router:
+        await_that(lambda: set(router.states().values()) == {"healthy"}, WAIT_S)
+        for number in range(4):
+            status, headers, _ = router.ask(
+                "POST", CHAT, {"messages": [{"role": "user", "content": f"{number}" * 600}]}
+            )
+            assert status == 200
+            assert "x-vlmserve-retry" not in headers
+        four[2].script = four[3].script = lambda path, headers: (503, {"x-vlmserve-retry": "prefill"}, [b'{"a": 1}'])
+        assert router.chat()[0] == 503
+
+
+def test_without_a_prefill_server_nobody_decodes(four):
+    four[0].health = four[1].health = (503, {"error": {"message": "gone"}})
+    with disaggregated(four) as router:
+        await_that(lambda: list(router.states().values()) == ["unhealthy"] * 2 + ["healthy"] * 2, WAIT_S)
+        assert router.chat()[0] == 503
+        assert router.ask("GET", "/health")[0] == 503
