@@ -61,3 +61,8 @@ def test_serving_needs_no_torchvision_and_no_model_class_of_transformers() -> No
 def test_the_api_process_leaves_torch_to_its_media_processes() -> None:
     blocked = {"torch", "transformers"}
     _run(BLOCK.format(blocked=blocked) + "import vlmserve.api.app, processors.pool.process_maker")
+
+
+def test_the_router_holds_no_model_and_imports_nothing_of_one() -> None:
+    blocked = {"av", "fastapi", "jinja2", "numpy", "PIL", "tokenizers", "torch", "transformers", "zmq"}
+    _run(BLOCK.format(blocked=blocked) + "import vlmserve.router.command, vlmserve.router.launch")

@@ -1,0 +1,106 @@
+"""The whole: two real servers, the command in a process of its own, and the official client."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url, serving
+
+MODEL = "tiny"
+PICTURE = [
+    {"type": "image_url", "image_url": {"url": data_url(SAMPLES / "shapes.png")}},
+    {"type": "text", "text": "Describe the picture."},
+]
+
+
+@pytest.fixture(scope="module")
+def other(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with serving(tmp_path_factory.mktemp("other") / "run", model=default_model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def router(
+    shared_server: ServerProcess, other: ServerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    urls = [f"http://127.0.0.1:{server.port()}" for server in (shared_server, other)]
+    words = [sys.executable, "-m", "vlmserve.cli", "router", "--port", "0", "--replica", *urls]
+    router = ServerProcess(words, tmp_path_factory.mktemp("router"))
+    try:
+        await_that(lambda: router.get("health")[0] == 200)
+        yield router
+    finally:
+        router.end()
+
+
+def ask(client: openai.OpenAI, content: object = PICTURE, **fields):
+    messages = [{"role": "user", "content": content}]
+    return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, **{"max_tokens": 24, **fields})
+
+
+def states(router: ServerProcess) -> dict[str, str]:
+    return {one["url"]: one["state"] for one in json.loads(router.get("workers")[1])["workers"]}
+
+
+def test_answers_are_those_of_a_server(router, shared_server):
+    client = router.client()
+    direct = ask(shared_server.client()).choices[0].message.content
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert [ask(client).choices[0].message.content for _ in range(2)] == [direct] * 2
+    chunks = list(ask(client, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == direct
+    assert len(chunks) > 5
+    with pytest.raises(openai.NotFoundError, match="no model"):
+        client.chat.completions.create(model="none", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.NotFoundError, match="there is nothing at /v1/embeddings"):
+        client.embeddings.create(model=MODEL, input="x")
+
+
+def test_what_lives_at_one_server_is_found(router, shared_server):
+    client = router.client()
+    direct = ask(shared_server.client()).choices[0].message.content
+    file = client.files.create(file=SAMPLES / "shapes.png", purpose="user_data")
+    part = {"type": "image_url", "image_url": {"file_id": file.id}}
+    assert ask(client, [part, PICTURE[1]]).choices[0].message.content == direct
+    assert [one.id for one in client.files.list()] == [file.id]
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
+    line["body"] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    asked = client.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=asked.id, endpoint="/v1/chat/completions", completion_window="24h")
+    await_that(lambda: client.batches.retrieve(batch.id).status == "completed")
+    answers = client.files.content(client.batches.retrieve(batch.id).output_file_id).read()
+    assert json.loads(answers)["response"]["status_code"] == 200
+    assert [one.id for one in client.batches.list()] == [batch.id]
+    for one in client.files.list():
+        assert client.files.delete(one.id).deleted
+    first = client.responses.create(model=MODEL, input="What is red?", max_output_tokens=8)
+    second = client.responses.create(model=MODEL, input="And blue?", previous_response_id=first.id, max_output_tokens=8)
+    assert client.responses.retrieve(second.id).previous_response_id == first.id
+
+
+def test_a_server_that_is_killed_is_replaced_and_a_router_ends_cleanly(router, shared_server, other):
+    first, second = (f"http://127.0.0.1:{server.port()}" for server in (shared_server, other))
+    client = router.client()
+    assert router._ask("DELETE", f"workers/{first}")[0] == 202
+    await_that(lambda: first not in states(router))
+    stream = ask(client, "Tell me all.", stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
+    next(stream)
+    other.end()
+    with pytest.raises(openai.APIError, match="the server was lost in the middle of its answer"):
+        list(stream)
+    with pytest.raises(openai.InternalServerError, match="no server can answer now"):
+        ask(client)
+    assert router.get("health")[0] == 503
+    assert router.post("workers", url=first)[0] == 201
+    assert ask(client).choices[0].message.content == ask(shared_server.client()).choices[0].message.content
+    assert states(router)[second] == "unhealthy"
+    router.process.send_signal(signal.SIGTERM)
+    assert router.wait() == 0
+    assert "Traceback" not in "".join(router.log)
