@@ -108,11 +108,12 @@ class Forwarding:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Raises BadRequestError if no server does."""
         began, request, http = time.perf_counter(), Request(scope, receive), self._settings.http
-        owner = scope["state"].get("owner") or (scope.get("client") or ("",))[0]
+        owner = scope["state"].get("owner", "")
         body: bytes | AsyncIterator[bytes]
         if scope["method"] == "POST" and scope["path"] == _UPLOADS:
             # Requests may name several files of their client, so these have to be at one server.
-            body, wish = body_parts(request, http), Wish(demand=Demand(rids=(), session=f"uploads {owner}"))
+            client = owner or (scope.get("client") or ("",))[0]
+            body, wish = body_parts(request, http), Wish(demand=Demand(rids=(), session=f"uploads {client}"))
         else:
             body = bytes(await receive_body(request, http))
             wish = await self._wish(body, owner) if body and scope["method"] == "POST" else Wish()
@@ -199,23 +200,32 @@ class Forwarding:
             except ServerLostError as error:
                 if exchange.left:
                     return
-                reason = "lost" if error.reached else "unreachable"
                 failures.append(f"{failed.url}: {error}")
-                failed.suspect(str(error))
-                if error.reached and not exchange.is_repeatable:
+                if not error.reached:
+                    reason = "unreachable"
+                    failed.suspect(str(error))
+                elif exchange.is_repeatable:
+                    reason = "lost"
+                    failed.look.set()
+                else:
                     what = "the server was lost before its answer began; what was asked for may have been done"
                     raise BadRequestError(what, code="server_lost", status=502) from None
             finally:
                 self._workers.ended(place)
-            tried.append(failed)
             self._metrics.failed(failed.url, reason)
+            if exchange.left:
+                return
+            tried.append(failed)
+            if refused is not None and not isinstance(exchange.body, bytes):
+                break  # the upload is gone
         if refused is not None:
             status, headers, content = refused
             await exchange.send({"type": "http.response.start", "status": status, "headers": _passed_back(headers)})
             await exchange.send({"type": "http.response.body", "body": content})
             return
-        needed = "the server that has what the request names" if exchange.at is not None else "no server"
-        what = f"{needed} can answer now" if exchange.at is None else f"{needed} cannot answer now"
+        what = "no server can answer now"
+        if exchange.at is not None:
+            what = f"what the request names is at {exchange.at.url}, which cannot answer now"
         raise BadRequestError("; ".join([what, *failures]), code="no_server", status=503)
 
     async def _try(self, exchange: _Exchange, place: Place) -> Refusal | None:
@@ -259,7 +269,7 @@ class Forwarding:
         except ServerLostError as error:
             if exchange.left:
                 return
-            place.worker.suspect(str(error))
+            place.worker.look.set()
             self._metrics.failed(place.worker.url, "broken")
             logger.warning("an answer of %s broke off: %s", place.worker.url, error)
             # The connection of an answer that is no stream of events ends without the answer's end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -16,6 +17,7 @@ from vlmserve.router.demand import Wish
 from vlmserve.router.settings import Role, RouterSettings
 from vlmserve.router.upstream import Headers, Server, ServerLostError
 from vlmserve.routing.replicas import ANSWER_TOKENS, ReplicaRouter
+from vlmserve_common.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -216,19 +218,18 @@ class Workers:
         self._chooser(worker.role).told(worker.slot, int(max(0, others)) * _REQUEST_TOKENS)
 
     async def _look_after(self, worker: Worker) -> None:
+        interval_s, loop = self._settings.health_check_interval_s, asyncio.get_running_loop()
         while True:
-            try:
-                await self.check(worker)
-            except Exception:  # what it answered is not what a server of this kind answers
-                logger.exception("the health check of %s failed", worker.url)
-                worker.suspect("its answers are not those of vlmserve")
+            began = loop.time()
             worker.look.clear()
             try:
-                async with asyncio.timeout(self._settings.health_check_interval_s):
+                await self.check(worker)
+            except (ValueError, AttributeError, TypeError) as error:
+                worker.suspect(f"its answers are not those of a server: {first_line(error)}")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval_s):
                     await worker.look.wait()
-            except TimeoutError:
-                continue
-            await asyncio.sleep(min(1.0, self._settings.health_check_interval_s))  # not again and again
+            await asyncio.sleep(began + min(1.0, interval_s) - loop.time())  # not again and again
 
     async def _drop_when_idle(self, worker: Worker) -> None:
         try:

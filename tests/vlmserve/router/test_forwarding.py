@@ -84,6 +84,24 @@ def test_a_batch_is_begun_once(servers, router):
     assert len(servers[0].seen + servers[1].seen) == 1
 
 
+def test_an_upload_that_was_refused_is_not_sent_again(servers, router):
+    servers[0].script = servers[1].script = refuses(503)
+    for _ in range(2):
+        link = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        with contextlib.closing(link):
+            link.request("POST", "/v1/files", iter([b"some", b"thing"]))
+            assert link.getresponse().status == 503
+    assert [body for server in servers for *_, body in server.seen] == [b"something"] * 2
+
+
+def test_nobody_is_left_out_for_one_broken_connection(servers):
+    servers[0].script = break_off
+    with routing("--replica", servers[0].url) as router:
+        assert router.chat()[0] == 503
+        servers[0].script = FakeServer("a").script
+        assert router.chat()[0] == 200
+
+
 def test_events_come_as_they_are_made_and_a_lost_server_ends_them_with_an_error(servers, router):
     go_on = threading.Event()
     for server in servers:
