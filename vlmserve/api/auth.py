@@ -7,6 +7,7 @@ page can forge neither. An address as the Host is safe, since no DNS led to it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -102,6 +103,7 @@ def _name_of(host: str) -> str:
     return host.rpartition(":")[0 if ":" in host else 2].lower().removesuffix(".")
 
 
+@functools.lru_cache(256)
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import checked, json_object
@@ -90,20 +90,20 @@ async def body_parts(request: Request, settings: ServerSettings) -> AsyncIterato
 
     Only the time spent waiting counts. Slow work on the parts does not count.
     """
-    stream, loop = request.stream(), asyncio.get_running_loop()
-    patience_s = settings.body_timeout_s
-    waited_s, came = 0.0, 0
-    while True:
+    loop, patience_s = asyncio.get_running_loop(), settings.body_timeout_s
+    waited_s, came, more = 0.0, 0, True
+    while more:
         began = loop.time()
         try:
             async with asyncio.timeout(patience_s):
-                part = await anext(stream, None)
+                message = await request.receive()
         except TimeoutError:
             raise _too_slow(
                 f"nothing more of the request's body came for {patience_s:g} s (setting --body-timeout-s)"
             ) from None
-        if part is None:
-            return
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part, more = message.get("body", b""), message.get("more_body", False)
         waited_s, came = waited_s + loop.time() - began, came + len(part)
         if waited_s >= patience_s:
             if came < settings.min_body_bytes_per_s * waited_s:

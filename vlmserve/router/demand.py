@@ -24,7 +24,6 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _TEXTS = ("text", "input_text", "output_text")
 # Fields beside a medium's address or data.
 _BESIDE = ("type", "detail")
-_NOTHING = Demand(rids=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,20 +31,20 @@ class Wish:
     """What a request asks for. model: the name in its body. at: the things that the answering server must have, as
     paths behind /v1/ that describe each: an uploaded file, or an earlier response."""
 
-    demand: Demand = _NOTHING
+    demand: Demand
     model: str = ""
     at: tuple[str, ...] = ()
 
 
-def wish_of(body: bytes | bytearray, owner: str) -> Wish:
+def wish_of(body: bytes | bytearray, owner: str, rid: str) -> Wish:
     """Return what a client's JSON body asks for. A body that is no JSON object asks for nothing, and a server will
-    refuse it."""
+    refuse it. rid: of the request."""
     try:
         asked = pydantic_core.from_json(body, cache_strings=False)
     except ValueError:
-        return Wish()
+        return Wish(demand=Demand(rids=(rid,)))
     if not isinstance(asked, dict):
-        return Wish()
+        return Wish(demand=Demand(rids=(rid,)))
     media: dict[bytes, int] = {}
     at: list[str] = []
     texts = _texts(asked, media, at)
@@ -59,7 +58,7 @@ def wish_of(body: bytes | bytearray, owner: str) -> Wish:
     session = asked.get("session_id")
     return Wish(
         demand=Demand(
-            rids=(),
+            rids=(rid,),
             tokens=size // _TOKEN_BYTES + sum(media.values()),
             answer=max(0, min(limit, ANSWER_TOKENS)) * answers,
             prefix=prefix,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import time
@@ -103,20 +104,23 @@ class Forwarding:
         self._settings = settings
         self._metrics = metrics
         self._parsing = parsing
+        self._rids = itertools.count()
         self._holders: OrderedDict[str, str] = OrderedDict()  # a path behind /v1/ -> the URL of its server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request. Raises BadRequestError if no server does."""
         began, request, http = time.perf_counter(), Request(scope, receive), self._settings.http
-        owner = scope["state"].get("owner", "")
+        owner, rid = scope["state"].get("owner", ""), str(next(self._rids))
         body: bytes | AsyncIterator[bytes]
         if scope["method"] == "POST" and scope["path"] == _UPLOADS:
             # Requests may name several files of their client, so these have to be at one server.
             client = owner or (scope.get("client") or ("",))[0]
-            body, wish = body_parts(request, http), Wish(demand=Demand(rids=(), session=f"uploads {client}"))
+            body, wish = body_parts(request, http), Wish(demand=Demand(rids=(rid,), session=f"uploads {client}"))
         else:
             body = bytes(await receive_body(request, http))
-            wish = await self._wish(body, owner) if body and scope["method"] == "POST" else Wish()
+            wish = Wish(demand=Demand(rids=(rid,)))
+            if body and scope["method"] == "POST":
+                wish = await self._wish(body, owner, rid)
         headers = self.headers(scope)
         exchange = _Exchange(scope=scope, send=send, headers=headers, body=body, wish=wish, at=None, began=began)
         watching: list[asyncio.Task[None]] = []
@@ -147,9 +151,11 @@ class Forwarding:
         more += [(b"x-forwarded-for", host.encode())] if host else []
         return [*passed, *self._workers.headers, *more]
 
-    async def _wish(self, body: bytes, owner: str) -> Wish:
+    async def _wish(self, body: bytes, owner: str, rid: str) -> Wish:
         check_values(body, self._settings.http.max_json_values)
-        return wish_of(body, owner) if len(body) <= _INLINE_BYTES else await self._parsing.run(wish_of, body, owner)
+        if len(body) <= _INLINE_BYTES:
+            return wish_of(body, owner, rid)
+        return await self._parsing.run(wish_of, body, owner, rid)
 
     async def _holder(self, exchange: _Exchange) -> Worker | None:
         """Return the server that has what the request needs; None if any may answer, or none has it."""

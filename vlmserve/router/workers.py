@@ -7,10 +7,9 @@ import contextlib
 import json
 import logging
 import re
-import secrets
 import uuid
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from vlmserve.router.demand import Wish
@@ -145,19 +144,21 @@ class Workers:
         among = [one for one in self.answering(tried, wish.model) if at is None or one is at]
         if not among:
             return None
-        demand = replace(wish.demand, rids=(secrets.token_hex(8),))
+        demand, room = wish.demand, ""
+        [rid] = demand.rids
         worker = _of(among, self._choosers["answer"].place(demand, [one.slot for one in among]))
         prefill = None
         if worker.role == "decode":
             there = [one for one in self._all.values() if one.role == "prefill" and one.takes]
             computing = [one for one in there if one not in tried]
             if not computing:
-                self._choosers["answer"].end(demand.rids[0])
+                self._choosers["answer"].end(rid)
                 return None
             prefill = _of(computing, self._choosers["prefill"].place(demand, [one.slot for one in computing]))
             self._count(prefill, 1)
+            room = uuid.uuid4().hex
         self._count(worker, 1)
-        return Place(worker=worker, prefill=prefill, room=uuid.uuid4().hex, rid=demand.rids[0], computes=True)
+        return Place(worker=worker, prefill=prefill, room=room, rid=rid, computes=True)
 
     def prompt_is_done(self, place: Place) -> None:
         """Note that the first of an answer is there: the prefill server has nothing more to do for it."""

@@ -42,31 +42,36 @@ def _measures(args: argparse.Namespace) -> Iterator[Measure]:
     fake = OwnServer(words, {STEP_VARIABLE: str(args.step_ms)}, command=("vlmserve.commands.bench.fake_engine",))
     with fake, OwnServer(["--replica", fake.base_url], command=("vlmserve.cli", "router")) as router:
         apart = _keep_apart([fake.pid, *children_of(fake.pid)], router.pid)
+        pids = {"the router": router.pid, "the server's API process": fake.pid}
         urls = {"direct": fake.base_url, "routed": router.base_url}
 
         def times(count: int, tokens: int, at_a_time: int, *, stream: bool) -> dict[str, list[float]]:
-            found: dict[str, list[float]] = {name: [] for name in (*urls, "cpu")}
+            found: dict[str, list[float]] = {name: [] for name in (*urls, *pids)}
             for number in range(args.rounds + 1):
                 for name, url in urls.items():
-                    before = cpu_time(router.pid)
+                    before = {of: cpu_time(pid) for of, pid in pids.items()}
                     wall_s = send_all(url, bodies(count, tokens, stream=stream), at_a_time=at_a_time).wall_s
                     if number:  # the first round warms up
                         found[name].append(wall_s)
-                        found["cpu"] += [cpu_time(router.pid) - before] if name == "routed" else []
+                    if number and name == "routed":
+                        for of, pid in pids.items():
+                            found[of].append(cpu_time(pid) - before[of])
             return found
 
         whole = times(args.requests, 1, 1, stream=False)
         gaps = [1e3 * (b - a) / args.requests for a, b in zip(whole["direct"], whole["routed"], strict=True)]
-        cpu = [1e3 * seconds / args.requests for seconds in whole["cpu"]]
         yield _ms("added to a request of one token, one at a time", gaps, apart, _REQUEST_MS)
-        yield _ms("CPU time of it", cpu, apart, None)
+        for of in pids:
+            yield _ms(f"CPU time of {of}", [1e3 * seconds / args.requests for seconds in whole[of]], apart, None)
         long = times(4, args.tokens, 1, stream=True)
         spread = ratios(long["routed"], long["direct"])
         name = f"a stream of {args.tokens} tokens beside the server's own"
         yield Measure(name=name, spread=spread, target=_RATIO, bound="at most", about=apart)
         streamed = times(args.streams, args.tokens, args.streams, stream=True)
-        cpu = [1e3 * seconds / args.streams / args.tokens for seconds in streamed["cpu"]]
-        yield _ms(f"CPU time of a streamed token, {args.streams} at a time", cpu, apart, _TOKEN_MS)
+        about = f"{args.streams} streams at a time; {apart}"
+        for of, target in zip(pids, (_TOKEN_MS, None), strict=True):
+            cpu = [1e3 * seconds / args.streams / args.tokens for seconds in streamed[of]]
+            yield _ms(f"a token's CPU time of {of}", cpu, about, target)
 
 
 def _ms(name: str, values: Sequence[float], about: str, target: float | None) -> Measure:
