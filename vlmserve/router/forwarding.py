@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeAlias
@@ -28,7 +27,7 @@ from vlmserve.frontend.openai.json_bodies import sse_event
 from vlmserve.router.demand import Wish, wish_of
 from vlmserve.router.metrics import RouterMetrics
 from vlmserve.router.settings import RouterSettings
-from vlmserve.router.upstream import Answer, Headers, ServerLostError
+from vlmserve.router.upstream import Answer, Body, Headers, ServerLostError
 from vlmserve.router.workers import Place, Worker, Workers
 from vlmserve.routing.replicas import Demand
 from vlmserve_common.errors import BadRequestError
@@ -66,7 +65,7 @@ class _Exchange:
     scope: Scope
     send: Send
     headers: Headers
-    body: bytes | AsyncIterator[bytes]
+    body: Body
     wish: Wish
     at: Worker | None
     began: float
@@ -78,9 +77,14 @@ class _Exchange:
         return str(self.scope["path"])
 
     @property
+    def is_buffered(self) -> bool:
+        """Return True if the body can be sent again."""
+        return isinstance(self.body, bytes | bytearray)
+
+    @property
     def is_repeatable(self) -> bool:
         """Return True if the request may reach a server twice."""
-        return isinstance(self.body, bytes) and (self.scope["method"] != "POST" or self.path not in _ONCE)
+        return self.is_buffered and (self.scope["method"] != "POST" or self.path not in _ONCE)
 
     def waits_for(self, answer: Answer | None) -> None:
         """Note the answer that is being made."""
@@ -111,13 +115,13 @@ class Forwarding:
         """Answer a request. Raises BadRequestError if no server does."""
         began, request, http = time.perf_counter(), Request(scope, receive), self._settings.http
         owner, rid = scope["state"].get("owner", ""), str(next(self._rids))
-        body: bytes | AsyncIterator[bytes]
+        body: Body
         if scope["method"] == "POST" and scope["path"] == _UPLOADS:
             # Requests may name several files of their client, so these have to be at one server.
             client = owner or (scope.get("client") or ("",))[0]
             body, wish = body_parts(request, http), Wish(demand=Demand(rids=(rid,), session=f"uploads {client}"))
         else:
-            body = bytes(await receive_body(request, http))
+            body = await receive_body(request, http)
             wish = Wish(demand=Demand(rids=(rid,)))
             if body and scope["method"] == "POST":
                 wish = await self._wish(body, owner, rid)
@@ -127,7 +131,7 @@ class Forwarding:
         loop = asyncio.get_running_loop()
         # Most answers of a few milliseconds are not waited for by two tasks.
         watch = loop.call_later(_WATCHED_FROM_S, lambda: watching.append(loop.create_task(exchange.watch(receive))))
-        if not isinstance(body, bytes):  # the client is watched while it sends
+        if not exchange.is_buffered:  # the client is watched while it sends
             watch.cancel()
         try:
             exchange.at = await self._holder(exchange)
@@ -151,7 +155,7 @@ class Forwarding:
         more += [(b"x-forwarded-for", host.encode())] if host else []
         return [*passed, *self._workers.headers, *more]
 
-    async def _wish(self, body: bytes, owner: str, rid: str) -> Wish:
+    async def _wish(self, body: bytearray, owner: str, rid: str) -> Wish:
         check_values(body, self._settings.http.max_json_values)
         if len(body) <= _INLINE_BYTES:
             return wish_of(body, owner, rid)
@@ -164,7 +168,7 @@ class Forwarding:
         if not things:
             return None
         known = self._workers.get(self._holders.get(things[0], ""))
-        there = self._workers.answering()
+        there = self._workers.answering(prompt=False)
         if known is not None or len(there) < 2:
             return known
         has = await asyncio.gather(*(self._has(worker, things[0], exchange.headers) for worker in there))
@@ -222,7 +226,7 @@ class Forwarding:
             if exchange.left:
                 return
             tried.append(failed)
-            if refused is not None and not isinstance(exchange.body, bytes):
+            if refused is not None and not exchange.is_buffered:
                 break  # the upload is gone
         if refused is not None:
             status, headers, content = refused

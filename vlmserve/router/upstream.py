@@ -11,14 +11,19 @@ import contextlib
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import httptools
 
-Headers = Sequence[tuple[bytes, bytes]]
+Headers: TypeAlias = Sequence[tuple[bytes, bytes]]
+Body: TypeAlias = bytes | bytearray | AsyncIterator[bytes]
+"""A whole body, or one that is sent in chunks as its parts come."""
 # Servers close connections that idle for 5 s (--keep-alive-timeout-s). One that is about to be closed is not used.
 _KEPT_S = 4.0
 _MOST_WAITING = 256 * 1024
+# Smaller bodies are sent with the headers.
+_COPIED_BYTES = 64 * 1024
 _BODILESS = (204, 304)
 
 
@@ -109,11 +114,11 @@ class Answer(asyncio.Protocol):
 
     # ---- the router's side
 
-    async def begin(self, method: str, target: bytes, headers: Headers, body: bytes | AsyncIterator[bytes]) -> None:
+    async def begin(self, method: str, target: bytes, headers: Headers, body: Body) -> None:
         """Send a request, and wait for the status and the headers of its answer. body: the parts of one are sent in
         chunks, until there is an answer. Raises ServerLostError."""
         self.status, self._complete, self._to_the_end, self._sent, self._keeps = 0, False, False, True, False
-        self.headers.clear()
+        self.headers = []  # the former list may still be in use
         self._is_head = method == "HEAD"
         self._parser = httptools.HttpResponseParser(self)
         lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: " + self._server.netloc]
@@ -121,7 +126,12 @@ class Answer(asyncio.Protocol):
         if isinstance(body, bytes | bytearray):
             if body or method not in ("GET", "HEAD"):
                 lines.append(b"content-length: %d" % len(body))
-            self._transport.writelines((b"\r\n".join(lines), b"\r\n\r\n", body))
+            head = b"\r\n".join([*lines, b"\r\n"])
+            if len(body) < _COPIED_BYTES:
+                self._transport.write(head + body)
+            else:
+                self._transport.write(head)
+                self._transport.write(body)
         else:
             self._transport.write(b"\r\n".join([*lines, b"transfer-encoding: chunked\r\n\r\n"]))
             await self._send_parts(body)
@@ -207,7 +217,7 @@ class Server:
         method: str,
         target: bytes,
         headers: Headers = (),
-        body: bytes | AsyncIterator[bytes] = b"",
+        body: Body = b"",
         *,
         repeatable: bool = True,
         begun: Callable[[Answer], None] = lambda _: None,
@@ -278,7 +288,7 @@ async def _begun(
     method: str,
     target: bytes,
     headers: Headers,
-    body: bytes | AsyncIterator[bytes],
+    body: Body,
 ) -> Answer:
     begun(answer)
     try:

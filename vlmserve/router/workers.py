@@ -128,10 +128,10 @@ class Workers:
             worker.idle.set()
         self._run(worker, self._drop_when_idle(worker))
 
-    def answering(self, tried: Sequence[Worker] = (), model: str = "") -> list[Worker]:
+    def answering(self, tried: Sequence[Worker] = (), model: str = "", *, prompt: bool = True) -> list[Worker]:
         """Return the servers that may answer a request. tried: those that did not. model: servers of other models are
-        left out, if there is one that has it."""
-        prefill = any(one.takes and one.role == "prefill" for one in self._all.values())
+        left out, if there is one that has it. prompt: there is one to compute."""
+        prefill = not prompt or any(one.takes and one.role == "prefill" for one in self._all.values())
         roles = ("replica", "decode") if prefill else ("replica",)
         there = [one for one in self._all.values() if one.role in roles and one.takes and one not in tried]
         return [one for one in there if one.models is not None and model in one.models] or there
@@ -141,14 +141,14 @@ class Workers:
 
         tried: servers that are not to be asked. at: the only one that may answer.
         """
-        among = [one for one in self.answering(tried, wish.model) if at is None or one is at]
+        among = [one for one in self.answering(tried, wish.model, prompt=wish.prompt) if at is None or one is at]
         if not among:
             return None
         demand, room = wish.demand, ""
         [rid] = demand.rids
         worker = _of(among, self._choosers["answer"].place(demand, [one.slot for one in among]))
         prefill = None
-        if worker.role == "decode":
+        if worker.role == "decode" and wish.prompt:
             there = [one for one in self._all.values() if one.role == "prefill" and one.takes]
             computing = [one for one in there if one not in tried]
             if not computing:

@@ -280,3 +280,6 @@ def test_without_a_prefill_server_nobody_decodes(four):
         await_that(lambda: list(router.states().values()) == ["unhealthy"] * 2 + ["healthy"] * 2, WAIT_S)
         assert router.chat()[0] == 503
         assert router.ask("GET", "/health")[0] == 503
+        assert router.ask("GET", "/version")[0] == 200
+        assert router.ask("GET", "/v1/models")[0] == 200
+        assert not any("x-vlmserve-room" in headers for server in four for _, _, headers, _ in server.seen)
