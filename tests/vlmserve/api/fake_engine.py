@@ -38,6 +38,7 @@ from vlmserve.ipc.messages import (
     EncodeReqInput,
     ExpertStats,
     FinishReason,
+    HandoverStats,
     SchedulerInput,
     SchedulerStats,
     StageTimes,
@@ -311,6 +312,7 @@ def make_stats(**fields: int) -> SchedulerStats:
         "encoder": PoolStats(disk=TierStats(hits=3)),
         "steps": StepStats(),
         "experts": ExpertStats(),
+        "handover": HandoverStats(),
     }
     return SchedulerStats(**{**zero, "kv_total_tokens": 100, "kv_free_tokens": 60, "kv_cached_tokens": 10, **fields})
 

@@ -35,7 +35,7 @@ def _hand_over(plan: Plan) -> list[str]:
         return []
     link, kv, picture = f"{one.link / 1.25e8:g} Gbit/s", show_gib(one.kv), show_gib(one.picture)
     return [
-        f"A prefill and a decode server (--role), each as above: the KV of {plan.context} tokens is {kv}, "
+        f"A prefill and a decode server (--role), each as above: the KV of {plan.context} tokens is {kv},",
         f"{one.kv_seconds * 1e3:.3g} ms over {link}; prompts at full speed fill {one.most / 1.25e8:.3g} Gbit/s.",
         f"An encode server: embeddings of that picture are {picture}, {one.picture_seconds * 1e3:.3g} ms; the first "
         f"GPU of the others has {show_gib(one.tower)} more.",
