@@ -52,9 +52,9 @@ def check_guesses(llm: LLM, cases: list[Known], layer: int) -> None:
     drafter, case, seen = llm._runner._drafter, cases[0], 0
     plain = drafter.draft
 
-    def draft(step, inputs):
+    def draft(step, inputs, rounds):
         nonlocal seen
-        plain(step, inputs)
+        plain(step, inputs, rounds)
         tokens, index = inputs.drafts.tokens.tensor, inputs.drafts.host_lens[0] - case.answer.prompt_tokens
         seen += agree(case, index, step.input_ids[tokens].tolist())
         truth = torch.tensor(case.answer.token_ids)[index + 1 :][: len(tokens)]

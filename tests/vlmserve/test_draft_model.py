@@ -107,9 +107,9 @@ def test_guesses_are_the_reference_s(pair, settings):
             right = case.answer.token_ids[index : index + index % 5]
             return () if index % 11 in (5, 6, 7) else (*right, *[-1] * (DRAFTS - len(right)))
 
-        def check(step, inputs):
+        def check(step, inputs, rounds):
             nonlocal seen
-            plain(step, inputs)
+            plain(step, inputs, rounds)
             index, given = inputs.drafts.host_lens[0] - case.answer.prompt_tokens, inputs.drafts.given.tensor >= 0
             guesses = step.input_ids[inputs.drafts.tokens.tensor][~given].tolist()
             seen += agree(case, index + int(given.sum()), guesses)

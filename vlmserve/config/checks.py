@@ -61,15 +61,7 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append(_blame(args, dp_size=allowed, enable_dp_attention=by_groups))
     if args.enable_dp_attention and args.pp_size > 1:
         problems.append(problem(args, "pp_size", "1 with --enable-dp-attention"))
-    algorithm = args.speculative_algorithm
-    if algorithm not in ("none", "ngram"):
-        for setting, there in (
-            ("--pp-size above 1", args.pp_size > 1),
-            ("--enable-dp-attention", args.enable_dp_attention),
-        ):
-            if there:
-                problems.append(f"--speculative-algorithm {algorithm} does not go with {setting} yet")
-    if (algorithm in ("eagle3", "draft_model")) != (args.speculative_draft_model_path is not None):
+    if (args.speculative_algorithm in ("eagle3", "draft_model")) != (args.speculative_draft_model_path is not None):
         allowed = "a folder or id with --speculative-algorithm eagle3 or draft_model, and only then"
         problems.append(problem(args, "speculative_draft_model_path", allowed))
     if args.num_replicas > 1 and args.nnodes > 1:

@@ -100,15 +100,21 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
     widest = max(
         2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
     )
-    embeds = model.visual.row_width * itemsize
+    beside = (model.visual.row_width + len(model.language_model.tapped) * config.hidden_size) * itemsize
     logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
         step=activation_bytes(
-            limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=embeds
+            limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=beside
         ),
-        logits=logits if model.comm.shard.stage.is_last else 0,
+        logits=logits if model.comm.shard.stage.is_last else guess_logits(model, limits.rows),
     )
+
+
+def guess_logits(model: VisionLanguageModel, rows: int) -> int:
+    """Return the bytes of logits of a smaller model that guesses for so many requests; 0 without one. They exist twice:
+    as computed, and of the tokens that the model has, too."""
+    return 0 if model.draft is None else 2 * rows * model.draft.config.vocab_size * torch.float32.itemsize
 
 
 def measure_activations(
@@ -134,7 +140,7 @@ def measure_activations(
         return Activations(
             tower=meter(lambda: encode_nothing(model.visual, limits.patches, device)) if limits.patches else 0,
             step=meter(lambda: _decode(model, batch)),
-            logits=meter(logits) if shard.stage.is_last else 0,
+            logits=meter(logits) if shard.stage.is_last else guess_logits(model, limits.rows),
             beside=True,  # each on a stream of its own
         )
 

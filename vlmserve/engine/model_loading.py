@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from vlmserve.engine.encoder import SMALLEST_PIXELS, encoder_devices
 from vlmserve.engine.recurrent import state_bytes
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_part, weight_bytes
-from vlmserve.models.eagle import load_eagle_head
+from vlmserve.models.eagle import has_own_embedding, load_eagle_head, read_eagle_config
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import load_draft_model, load_model, outline_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
@@ -63,11 +63,9 @@ def load(
     processes have the tower. Errors: those of `load_model`, and EngineError for too little memory."""
     mode = _quantization(args, device)
     _check_sizes(args, device, mode, comm.shard)
-    dtype, mtp = dtype_setting(args.dtype), args.speculative_algorithm == "mtp"
-    if args.load_format == "dummy":
-        model = random_model(Path(args.model), device, dtype, with_tower=with_tower, comm=comm, mtp=mtp)
-    else:
-        model = load_model(args.model, device=device, dtype=dtype, with_tower=with_tower, comm=comm, mtp=mtp)
+    dtype = dtype_setting(args.dtype)
+    make = random_model if args.load_format == "dummy" else load_model
+    model = make(Path(args.model), device, dtype, with_tower=with_tower, comm=comm, **for_heads(args))
     attach_guessing(args, model, device)
     model.pack(mode)
     if device.type == "cpu":
@@ -129,27 +127,43 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
 
 
 def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLanguageModel:
-    dtype, mtp = dtype_setting(args.dtype), args.speculative_algorithm == "mtp"
+    dtype, heads = dtype_setting(args.dtype), for_heads(args)
     if args.load_format == "dummy":
-        outline = random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), mtp=mtp)
+        outline = random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), **heads)
     else:
-        outline = outline_model(Path(args.model), dtype, device, shard=shard, mtp=mtp)
+        outline = outline_model(Path(args.model), dtype, device, shard=shard, **heads)
     attach_guessing(args, outline, "meta")
     return outline
 
 
+def for_heads(args: EngineArgs) -> dict[str, Any]:
+    """Return what a head that guesses needs of the model: parameters of `load_model`."""
+    path = args.speculative_draft_model_path if args.speculative_algorithm == "eagle3" else None
+    return {
+        "mtp": args.speculative_algorithm == "mtp",
+        "embeds_last": path is not None and not has_own_embedding(resolve_model(path)),
+    }
+
+
 def attach_guessing(args: EngineArgs, model: VisionLanguageModel, device: torch.device | str) -> None:
-    """Load what guesses tokens from a folder of its own, if anything does; on the meta device, its outline. Raises
-    CheckpointError."""
+    """Load what guesses tokens from a folder of its own, if anything does; on the meta device, its outline. In a
+    pipeline, the first stage has a smaller model, as tokens and pictures begin there, and the last one has a head, as
+    hidden states end there. Raises CheckpointError."""
     if args.speculative_draft_model_path is None:
         return
-    folder = resolve_model(args.speculative_draft_model_path)
+    folder, stage = resolve_model(args.speculative_draft_model_path), model.comm.shard.stage
     if args.speculative_algorithm == "draft_model":
+        if not stage.is_first:
+            return
         if device == "meta":  # once: the outline comes first
             _check_same_tokens(folder, Path(args.model))
         model.attach_draft(load_draft_model(folder, model.config, device, model.dtype))
     else:
-        model.attach_eagle(load_eagle_head(folder, model.config, name=args.model, device=device, dtype=model.dtype))
+        config, head = read_eagle_config(folder, model.whole_config, args.model), None
+        if stage.is_last:
+            behind = model.config.num_kv_layers
+            head = load_eagle_head(folder, config, first_layer=behind, device=device, dtype=model.dtype)
+        model.attach_eagle(config, head)
 
 
 def _check_same_tokens(folder: Path, target: Path) -> None:

@@ -33,7 +33,7 @@ class DecodeGraphs:
 
     max_batch_size: requests of the largest step. sizes: of the captured steps, ascending; none at first.
     recurrent_cache: for models with recurrent layers; has a padding state. hidden: [max_batch_size, hidden], the output
-    of a step.
+    of a step. tapped: see `ForwardBatch`; of the last step.
     """
 
     @torch.inference_mode()
@@ -56,6 +56,8 @@ class DecodeGraphs:
         self._num_rows = _STATES if recurrent_cache is None else _STATES + 1
         device = req_to_token_pool.req_to_token.device
         self.hidden = torch.zeros(max_batch_size, model.config.hidden_size, dtype=model.dtype, device=device)
+        layers = len(model.language_model.tapped)
+        self.tapped = self.hidden.new_zeros((layers, *self.hidden.shape))
         self._rows = torch.zeros(self._num_rows * max_batch_size, dtype=torch.int64, device=device)
         self._seq_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
@@ -133,6 +135,7 @@ class DecodeGraphs:
             req_to_token_pool=self._req_to_token_pool,
             kv_cache=self._kv_cache,
             attn_backend=self._attn_backend,
+            tapped=self.tapped[:, :size],
             recurrent=None
             if self._recurrent_cache is None
             else RecurrentStep(cache=self._recurrent_cache, spans=(), single_states=rows[_STATES]),

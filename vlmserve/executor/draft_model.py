@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from vlmserve.executor.drafters import Drafter, one_token_each
+from vlmserve.executor.drafters import Drafter, agreed, one_token_each
 from vlmserve.executor.step_inputs import StepInputs
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
@@ -70,7 +72,7 @@ class DraftModelDrafter(Drafter):
         assert inputs.draft_positions is not None
         self._positions[:, step.out_cache_loc] = inputs.draft_positions.tensor
 
-    def draft(self, step: ForwardBatch, inputs: StepInputs) -> None:
+    def draft(self, step: ForwardBatch, inputs: StepInputs, rounds: Sequence[Sequence[int]]) -> None:
         """See `Drafter`. The KV of a guess that is right stays; that of the last guess is missing."""
         drafts, message = inputs.drafts, inputs.batch
         assert drafts is not None
@@ -100,11 +102,11 @@ class DraftModelDrafter(Drafter):
                 )
                 hidden = self._forward(batch)
             logits = self._draft.compute_logits(hidden)[:, : self._model.config.vocab_size].contiguous()
-            ids = torch.where(given[number] < 0, self._agreed(logits), given[number])
+            ids = torch.where(given[number] < 0, agreed(logits, self._model.comm.attention), given[number])
             step.input_ids[starts[:count] + number + 1] = ids
         self._note(step, inputs)
 
-    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+    def extend(self, step: ForwardBatch, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Compute the prompts of a step, and what is missing before them."""
         batch = inputs.batch
         chunks = inputs.extend_lens > 1

@@ -4,6 +4,7 @@ smaller model that guesses, see `draft_model`."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, Forwa
 from vlmserve.models.eagle import EagleHead
 from vlmserve.models.mtp import MTPHead
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.kernels.rows import argmax
 
 
@@ -28,24 +30,24 @@ class Drafter(ABC):
         """Note a step, before anything of it is computed."""
 
     @abstractmethod
-    def draft(self, step: ForwardBatch, inputs: StepInputs) -> None:
+    def draft(self, step: ForwardBatch, inputs: StepInputs, rounds: Sequence[Sequence[int]]) -> None:
         """Guess the likeliest next tokens of requests, one behind the other, and write them to the step's input_ids.
-        Guesses that are given stay."""
+        Guesses that are given stay. rounds: see `guess_rounds`."""
+
+    def join(self, rounds: Sequence[Sequence[int]]) -> None:  # noqa: B027  most share no layers
+        """Join the collectives of other groups' guesses while this group makes none."""
 
     @abstractmethod
-    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Prepare further guesses, when the model has computed the step.
+    def extend(self, step: ForwardBatch, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """Prepare further guesses, when the model has computed the step. hidden: [N, hidden], final."""
 
-        embeds [N, hidden]: what the model's first layer got. hidden: [N, hidden], final.
-        """
 
-    def _agreed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest int64 [N] of the first rank's logits [N, vocab], at all ranks."""
-        comm = self._model.comm
-        if comm.collectives is None:
-            return argmax(logits)
-        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-        return comm.collectives.broadcast(argmax(logits) if comm.shard.samples else ids)
+def agreed(logits: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    """Return the likeliest int64 [N] of the first rank's logits [N, vocab], at all ranks that `comm` connects."""
+    if comm.collectives is None:
+        return argmax(logits)
+    ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    return comm.collectives.broadcast(argmax(logits) if comm.shard.rank == 0 else ids)
 
 
 def one_token_each(
@@ -88,7 +90,7 @@ class HeadDrafter(Drafter):
         super().__init__(model)
         self._head = head
 
-    def draft(self, step: ForwardBatch, inputs: StepInputs) -> None:
+    def draft(self, step: ForwardBatch, inputs: StepInputs, rounds: Sequence[Sequence[int]]) -> None:
         """See `Drafter`. The guesses' KV goes to the slots of the tokens that they are made from. It is made of the
         head's own output in part, and `extend` replaces it."""
         drafts = inputs.drafts
@@ -112,9 +114,20 @@ class HeadDrafter(Drafter):
                 attn_backend=backend,
             )
             backend.init_forward_metadata(batch)
-            hidden, predicting = self._head(self._embed(batch.input_ids), hidden, batch.positions, batch)
-            ids = torch.where(given[number] < 0, self._likeliest(predicting), given[number])
+            with self._model.comm.among(rounds[number]):
+                hidden, predicting = self._head(self._embed(batch.input_ids), hidden, batch.positions, batch)
+                ids = torch.where(given[number] < 0, self._likeliest(predicting), given[number])
             step.input_ids[firsts + number + 1] = ids
+        self.join(rounds[len(drafts.counts) :])
+
+    def join(self, rounds: Sequence[Sequence[int]]) -> None:
+        """See `Drafter`."""
+        none = torch.empty(0, dtype=torch.int64, device=self._head.norm.weight.device)
+        for sizes in rounds:
+            with self._model.comm.among(sizes):
+                x = self._embed(none)
+                self._head.join(x)
+                self._likeliest(x)
 
     @abstractmethod
     def _last(self, step: ForwardBatch, inputs: StepInputs, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +142,8 @@ class HeadDrafter(Drafter):
 
     def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the likeliest token int64 [N] of hidden states [N, hidden], the same at all ranks."""
-        return self._agreed(self._model.compute_logits(hidden))
+        comm = self._model.comm
+        return comm.own_tokens(agreed(self._model.compute_logits(comm.all_tokens(hidden)), comm))
 
 
 class MTPDrafter(HeadDrafter):
@@ -146,16 +160,17 @@ class MTPDrafter(HeadDrafter):
         owners = inputs.states.tensor[order]
         return self._cache.hidden[owners], self._cache.positions[owners].t()
 
-    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+    def extend(self, step: ForwardBatch, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """See `Drafter`."""
         cache, recurrent = self._cache, step.recurrent
         assert recurrent is not None
+        assert step.tapped is not None
         assert inputs.states is not None
         states = inputs.states.tensor
         starts, lasts = step.extend_start_loc[:-1], step.extend_start_loc[1:] - 1
         before, positions = hidden.roll(1, 0), step.positions.roll(1, 1)
         before[starts], positions[:, starts] = cache.hidden[states], cache.positions[states].t()
-        self._head.store(embeds, before, positions, step)
+        self._head.store(step.tapped[0], before, positions, step)
         cache.hidden[states], cache.positions[states] = hidden[lasts], step.positions[:, lasts].t()
         for span in recurrent.spans:
             for tokens, state in span.kept.items():
@@ -180,9 +195,11 @@ class EagleDrafter(HeadDrafter):
         positions = inputs.entry_positions.tensor[:, step.extend_start_loc[order]]
         return self._eagle.features(self._slots_before(step, inputs, order), step), positions
 
-    def extend(self, step: ForwardBatch, inputs: StepInputs, embeds: torch.Tensor, hidden: torch.Tensor) -> None:
+    def extend(self, step: ForwardBatch, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """See `Drafter`."""
         assert inputs.entry_positions is not None
+        assert step.tapped is not None
+        embeds = step.tapped[0]
         slots = step.out_cache_loc.roll(1)
         slots[step.extend_start_loc[:-1]] = self._slots_before(step, inputs)
         if self._eagle.embed_tokens is not None:
@@ -211,4 +228,6 @@ class EagleDrafter(HeadDrafter):
 
     def _likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
         head = self._eagle.lm_head
-        return self._eagle.target_ids(self._agreed(head(hidden))) if head is not None else super()._likeliest(hidden)
+        if head is None:
+            return super()._likeliest(hidden)
+        return self._eagle.target_ids(agreed(head(hidden), self._model.comm.attention))

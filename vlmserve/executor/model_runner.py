@@ -8,6 +8,7 @@ launched behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,7 @@ from vlmserve.executor.model_worker_batch import (
 )
 from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
-from vlmserve.executor.step_inputs import StepInputs
+from vlmserve.executor.step_inputs import StepInputs, guess_rounds
 from vlmserve.ipc.messages import ExpertStats
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
@@ -107,13 +108,13 @@ class ModelRunner:
         return ExpertStats() if self._balancer is None else self._balancer.stats
 
     @torch.inference_mode()
-    def forward(self, batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch] = ()) -> Forwarded:
+    def forward(self, batch: ModelWorkerBatch, together: Sequence[ModelWorkerBatch | None] = ()) -> Forwarded:
         """Compute a step as far as the hidden states of its tokens.
 
         Side effects in this order: copies between the tiers of the KV cache and of states, request table, states that
-        go on behind right guesses, KV cache and states, snapshots of states. together: this and the steps that other
-        processes compute at the same time. All of them are replayed or none is; the result then outlives further
-        replays. Raises as `device_errors` does.
+        go on behind right guesses, KV cache and states, snapshots of states. together: the steps of all groups, which
+        are computed at the same time. All of them are replayed or none is; the result then outlives further replays.
+        Raises as `device_errors` does.
         """
         with device_errors(
             f"step {batch.step} of {len(batch.req_pool_indices)} requests, {len(batch.input_ids)} tokens"
@@ -131,23 +132,18 @@ class ModelRunner:
                 self.recurrent_cache.advance(*(part.tensor for part in inputs.advances))
             if self._drafter is not None:
                 self._drafter.begin(forward_batch, inputs)
-            if inputs.drafts is not None:
-                assert self._drafter is not None, "guesses to be made, and nothing to make them"
-                self._drafter.draft(forward_batch, inputs)
-            size = None if self._graphs is None else self._graphs.size_for(together or [batch])
+            guesses = self._guess(forward_batch, inputs, guess_rounds(together or [batch]))
+            size = None if self._graphs is None else self._graphs.size_for([*filter(None, together)] or [batch])
             if self._graphs is not None and size is not None:
                 hidden = self._graphs.run(forward_batch, size)
+                forward_batch = replace(forward_batch, tapped=self._graphs.tapped[:, : len(hidden)])
                 if together:  # they may replay again before this one is sampled
                     hidden = hidden.clone()
-                given = None
             else:
-                embeds, *deepstack = self._embed(batch, forward_batch.input_ids, inputs)
-                given = embeds.clone() if self._drafter is not None else None  # layers may write over them
-                hidden = self._run(forward_batch, embeds, *deepstack)
+                forward_batch = replace(forward_batch, tapped=self._room_for_taps(len(batch.input_ids)))
+                hidden = self._run(forward_batch, *self._embed(batch, forward_batch, inputs))
             if self._drafter is not None:
-                if given is None:
-                    given = self.model.embed_tokens(forward_batch.input_ids)
-                self._drafter.extend(forward_batch, inputs, given, hidden)
+                self._drafter.extend(forward_batch, inputs, hidden)
             self._copy_states(_ends_kept(batch))
             tiles = inputs.prompt_tiles
             return Forwarded(
@@ -159,15 +155,18 @@ class ModelRunner:
                 prompt_logprobs=prompt_logprobs(hidden, tiles, self.model.compute_logits) if tiles else None,
                 began=began,
                 ended=self._transfers.mark(),
-                drafts=forward_batch.input_ids[inputs.drafts.tokens.tensor] if inputs.drafts is not None else None,
+                drafts=guesses,
             )
 
     @torch.inference_mode()
-    def join(self, others: Sequence[ModelWorkerBatch]) -> None:
-        """Join the collectives of other groups' steps while this group has no tokens: see `Decoder.join`."""
+    def join(self, together: Sequence[ModelWorkerBatch | None]) -> None:
+        """Join the collectives of other groups' steps while this group has no tokens: see `Decoder.join`. together: the
+        steps of all groups."""
         if self._balancer is not None:
             self._balancer.step()
-        size = None if self._graphs is None else self._graphs.size_for(others)
+        if self._drafter is not None:
+            self._drafter.join(guess_rounds(together))
+        size = None if self._graphs is None else self._graphs.size_for([*filter(None, together)])
         if self._graphs is not None and size is not None:
             self._graphs.join(size)
         else:
@@ -231,16 +230,44 @@ class ModelRunner:
             single_tokens=inputs.single_tokens.tensor if inputs.single_tokens is not None else None,
         )
 
+    def _guess(self, step: ForwardBatch, inputs: StepInputs, rounds: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
+        """Have the guesses of all groups made. Return this group's, as far as this process knows them.
+
+        In a pipeline, the first stage embeds guesses. If the last one makes them, it sends them there.
+        """
+        stage, link, drafts = self.model.comm.shard.stage, self.model.comm.guesses, inputs.drafts
+        if drafts is None:
+            if self._drafter is not None:
+                self._drafter.join(rounds)
+            return None
+        tokens = drafts.tokens.tensor
+        if self._drafter is not None:
+            self._drafter.draft(step, inputs, rounds)
+            if not stage.is_first:
+                assert link is not None, "an outline does not compute"
+                link.send(step.input_ids[tokens])
+        elif stage.is_first:
+            assert link is not None, "guesses to be made, and nothing to make them"
+            step.input_ids[tokens] = link.receive(torch.empty_like(tokens))
+        else:
+            return None
+        return step.input_ids[tokens]
+
+    def _room_for_taps(self, tokens: int) -> torch.Tensor:
+        model = self.model
+        shape = len(model.language_model.tapped), tokens, model.config.hidden_size
+        return torch.empty(shape, dtype=model.dtype, device=self.device)
+
     def _embed(
-        self, batch: ModelWorkerBatch, input_ids: torch.Tensor, inputs: StepInputs
+        self, batch: ModelWorkerBatch, step: ForwardBatch, inputs: StepInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the step's embeddings, with vision embeddings in place of its R pad tokens; the places of those; and
-        their DeepStack embeddings [num_deepstack, R, hidden]. A later stage receives all of them from the one
-        before."""
+        their DeepStack embeddings [num_deepstack, R, hidden]. A later stage receives all of them from the one before,
+        and what was tapped there."""
         before = self.model.comm.before
         if before is not None:
-            return self._receive(before, len(input_ids), inputs)
-        embeds = self.model.embed_tokens(input_ids)
+            return self._receive(before, step, inputs)
+        embeds = self.model.embed_tokens(step.input_ids)
         for part in batch.input_embeds:
             embeds[part.token : part.token + len(part.embeds)] = to_device(part.embeds, self.device).to(embeds)
         if inputs.mm_index is None:
@@ -253,20 +280,27 @@ class ModelRunner:
         return embeds, index, parts[1:] if len(parts) > 1 else None
 
     def _receive(
-        self, before: Link, tokens: int, inputs: StepInputs
+        self, before: Link, step: ForwardBatch, inputs: StepInputs
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Receive embeddings from the stage before, with the DeepStack embeddings of layers from here on."""
+        """Receive embeddings from the stage before, what was tapped so far, and the DeepStack embeddings of layers from
+        here on."""
         model = self.model
         new = partial(torch.empty, dtype=model.dtype, device=self.device)
-        embeds = before.receive(new((tokens, model.config.hidden_size)))
+        embeds = before.receive(new((len(step.input_ids), model.config.hidden_size)))
+        tapped, _ = model.language_model.num_tapped
+        if tapped and step.tapped is not None:
+            before.receive(step.tapped[:tapped])
         levels = model.visual.num_deepstack_layers - model.language_model.layers.first
         if inputs.mm_index is None or levels <= 0:
             return embeds, None, None
         index = inputs.mm_index.tensor
         return embeds, index, before.receive(new((levels, len(index), model.config.hidden_size)))
 
-    def _send(self, behind: Link, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
+    def _send(self, behind: Link, step: ForwardBatch, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
         behind.send(hidden)
+        _, tapped = self.model.language_model.num_tapped
+        if tapped and step.tapped is not None:
+            behind.send(step.tapped[:tapped])
         levels = len(self.model.language_model.layers)
         if deepstack is not None and len(deepstack) > levels:
             behind.send(deepstack[levels:])
@@ -294,7 +328,7 @@ class ModelRunner:
         )
         behind = self.model.comm.behind
         if behind is not None:
-            self._send(behind, hidden, deepstack)
+            self._send(behind, forward_batch, hidden, deepstack)
         return hidden
 
     @torch.inference_mode()

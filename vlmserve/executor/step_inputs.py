@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 import numpy as np
 import torch
 
@@ -63,8 +66,7 @@ class StepInputs:
         jobs = batch.state_advances
         fields = [(job.source, job.row, job.tokens, job.target) for job in jobs]
         self.advances = [add(part) for part in np.array(fields, dtype=np.int64).T.copy()] if jobs else None
-        made_here = len(batch.num_drafts) > 0 and bool((batch.input_ids[drafted(batch)] < 0).any())
-        self.drafts = DraftInputs(batch, upload) if made_here else None
+        self.drafts = DraftInputs(batch, upload) if guess_counts(batch) else None
         self.mm_tokens = _tokens(batch.mm_embeds)
         self.mm_index = add(self.mm_tokens) if batch.mm_embeds else None
         self.draft_positions = self.entry_positions = self.last_places = self.given_tokens = None
@@ -95,7 +97,7 @@ class DraftInputs:
 
     def __init__(self, batch: ModelWorkerBatch, upload: Upload) -> None:
         order = np.argsort(-batch.num_drafts, kind="stable")[: np.count_nonzero(batch.num_drafts)]
-        self.counts = [int((batch.num_drafts > number).sum()) for number in range(batch.num_drafts.max())]
+        self.counts = guess_counts(batch)
         self.host_lens = batch.prefix_lens[order].tolist()
         self.host_order = order
         self.order, self.prefix_lens = upload.add(order), upload.add(batch.prefix_lens[order].astype(np.int32))
@@ -104,6 +106,19 @@ class DraftInputs:
         self.given = upload.add(
             np.concatenate([batch.input_ids[firsts[:count] + number] for number, count in enumerate(self.counts)])
         )
+
+
+def guess_counts(batch: ModelWorkerBatch) -> list[int]:
+    """Return how many requests of a step have a first guess, a second one, and so on; nothing if all are known."""
+    if not len(batch.num_drafts) or (batch.input_ids[drafted(batch)] >= 0).all():
+        return []
+    return [int((batch.num_drafts > number).sum()) for number in range(batch.num_drafts.max())]
+
+
+def guess_rounds(steps: Sequence[ModelWorkerBatch | None]) -> list[tuple[int, ...]]:
+    """Return the `guess_counts` of each group's step side by side: those of first guesses, of second ones, and so on.
+    None is a group without a step."""
+    return [*zip_longest(*([] if step is None else guess_counts(step) for step in steps), fillvalue=0)]
 
 
 def drafted(batch: ModelWorkerBatch) -> np.ndarray:

@@ -90,7 +90,7 @@ class LinearAttentionConfig:
 class ModelConfig:
     """A decoder's sizes. family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time,
     height and width. linear: None if all layers are attention. mtp_layers: of the head that guesses further tokens; 0
-    if it is not used.
+    if it is not used. embeds_last: whether the last stage of a pipeline embeds tokens, too, for a head that guesses.
 
     eos_token_ids: of generation_config.json and config.json together. dtype: declared by the checkpoint. shard: the
     part of the model that this process has. Sizes and numbers of layers describe the whole model, except in the result
@@ -117,6 +117,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     linear: LinearAttentionConfig | None = None
     mtp_layers: int = 0
+    embeds_last: bool = False
     shard: Shard = WHOLE
 
     @property
@@ -159,6 +160,7 @@ class ModelConfig:
         return replace(
             self,
             num_layers=len(own),
+            mtp_layers=self.mtp_layers if self.shard.stage.is_last else 0,
             linear=None if linear is None else linear.of_part(self.shard.attention),
             num_heads=self.shard.attention.part(self.num_heads, "num_attention_heads"),
             num_kv_heads=self.shard.attention.kv_heads(self.num_kv_heads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -149,9 +150,10 @@ def make_mlp(config: ModelConfig, comm: Communicator, layer_id: int) -> GatedMLP
 
 
 def make_embedding(config: ModelConfig, comm: Communicator) -> Embedding | VocabEmbedding | None:
-    """Make the embedding of the first stage, and of the last one if it is the head, too; None for other stages."""
+    """Make the embedding of the first stage, and of the last one if it is the head, too, or if what guesses there needs
+    it; None for other stages."""
     stage = comm.shard.stage
-    if not stage.is_first and not (stage.is_last and config.tie_word_embeddings):
+    if not stage.is_first and not (stage.is_last and (config.tie_word_embeddings or config.embeds_last)):
         return None
     if comm.shard.is_whole:
         return Embedding(config.vocab_size, config.hidden_size)
@@ -186,19 +188,17 @@ class StageLayers(nn.ModuleList):
 
 
 class Taps(Protocol):
-    """Reads hidden states before some layers, `taps`, ascending."""
-
-    taps: tuple[int, ...]
+    """Reads the input of some layers, once all of them are computed."""
 
     def write(self, tapped: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        """Take those of a step, [N, taps, hidden]."""
+        """Take what is tapped of a step, [layers, N, hidden]."""
 
 
 class Decoder(nn.Module):
     """Embedding, layers and final norm, or a pipeline stage's part of these.
 
     layers: those here, in order. norm: the final one, of the last stage only. rotary: positions -> the angles that
-    attention layers turn by. taps: may be set, to read hidden states on their way.
+    attention layers turn by. tapped, taps: see `tap`.
     """
 
     def __init__(
@@ -210,6 +210,8 @@ class Decoder(nn.Module):
         self.layers = StageLayers(layers, first=config.own_layers.start, whole=config.num_layers)
         self.norm = norm if comm.shard.stage.is_last else None
         self._rotary = rotary
+        self.tapped: tuple[int, ...] = ()
+        self._tapped_here: dict[int, int] = {}
         self.taps: Taps | None = None
         self._comm = comm
         self._packed: DecoderLayers | None = None
@@ -222,6 +224,20 @@ class Decoder(nn.Module):
             scale=config.head_dim**-0.5,
             act=config.hidden_act,
         )
+
+    def tap(self, layers: tuple[int, ...], taps: Taps | None = None) -> None:
+        """Keep the input of these layers of the whole model, ascending, in each step. The number of all layers stands
+        for the output of the last one. taps: reads them, in the last stage."""
+        first, is_last = self.layers.first, self.norm is not None
+        here = range(first, first + len(self.layers) + is_last)
+        self.tapped, self.taps = layers, taps
+        self._tapped_here = {layer - first: place for place, layer in enumerate(layers) if layer in here}
+
+    @property
+    def num_tapped(self) -> tuple[int, int]:
+        """How many layers are tapped in the stages before, and in these and this one."""
+        first = self.layers.first
+        return bisect_left(self.tapped, first), bisect_left(self.tapped, first + len(self.layers))
 
     def pack(self, mode: Mode | None = None) -> None:
         """Lay all weights of the layers out for this process's operators; see `Linear.pack`."""
@@ -254,15 +270,14 @@ class Decoder(nn.Module):
         run = self._run_layers(self._rotary(positions), forward_batch)
         x, done = input_embeds, 0
         deepstack = () if deepstack_embeds is None else deepstack_embeds[: len(self.layers)]
-        taps = () if self.taps is None else self.taps.taps
-        tapped = x.new_empty((len(x), len(taps), x.shape[1]))
-        for stop in sorted({*range(1, len(deepstack) + 1), *taps, len(self.layers)}):
+        tapped = x.new_empty((len(self.tapped), *x.shape)) if forward_batch.tapped is None else forward_batch.tapped
+        for stop in sorted({*range(1, len(deepstack) + 1), *self._tapped_here, len(self.layers)}):
             if stop > done:
                 x = run(x, done, stop)
             if deepstack_index is not None and 0 < stop <= len(deepstack):
                 x = x.index_add_(0, deepstack_index, deepstack[stop - 1])
-            if stop in taps:
-                tapped[:, taps.index(stop)] = x
+            if stop in self._tapped_here:
+                tapped[self._tapped_here[stop]] = x
             done = stop
         if self.taps is not None:
             self.taps.write(tapped, forward_batch)

@@ -99,7 +99,7 @@ class EagleHead(nn.Module):
     def __init__(self, config: EagleConfig, dtype: torch.dtype, first_layer: int) -> None:
         super().__init__()
         decoder = config.decoder
-        self.config, self.taps = config, config.taps
+        self.config = config
         self.fc = Linear(len(config.taps) * config.target_size, decoder.hidden_size, bias=False)
         self.embed_tokens = Embedding(decoder.vocab_size, decoder.hidden_size) if config.has_embedding else None
         self.midlayer = EagleLayer(config, first_layer)
@@ -117,8 +117,9 @@ class EagleHead(nn.Module):
         return KVShape(decoder.num_kv_heads, decoder.head_dim), KVShape(1, decoder.hidden_size // 2)
 
     def write(self, tapped: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        """Store the features of a step's tokens, made of the target's hidden states [N, taps, target's hidden]."""
-        k, v = self.fc(tapped.flatten(1))[:, None].chunk(2, dim=-1)
+        """Store the features of a step's tokens, made of the last of the target's hidden states [n, N, hidden]."""
+        inputs = tapped[-len(self.config.taps) :].transpose(0, 1).flatten(1)
+        k, v = self.fc(inputs)[:, None].chunk(2, dim=-1)
         forward_batch.kv_cache.write(self._features, forward_batch.out_cache_loc, k, v)
 
     def features(self, slots: torch.Tensor, forward_batch: ForwardBatch) -> torch.Tensor:
@@ -143,20 +144,27 @@ class EagleHead(nn.Module):
         """Write the KV of entries that nothing is guessed from: with a single layer, it needs no attention."""
         self.midlayer.store(embeds, features, self._rotary(positions), forward_batch)
 
+    def join(self, x: torch.Tensor) -> None:
+        """Do nothing while other groups have entries: each process has all of the layer."""
+
     def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the target's ids of the head's own, int64 [N]."""
         return ids + self.d2t[ids]
 
 
+def has_own_embedding(folder: Path) -> bool:
+    """Return True if the head in a checkpoint folder embeds tokens itself. CheckpointError."""
+    return any(_RULES.our_name(name) == "embed_tokens.weight" for name in CheckpointReader(folder).tensors)
+
+
 def load_eagle_head(
-    folder: Path, target: ModelConfig, *, name: str, device: torch.device | str, dtype: torch.dtype
+    folder: Path, config: EagleConfig, *, first_layer: int, device: torch.device | str, dtype: torch.dtype
 ) -> EagleHead:
-    """Load a head from a checkpoint folder; on the meta device, make its outline. target: the model it guesses for,
-    called `name`. CheckpointError for a folder that has no head, or one for another model."""
+    """Load a head from a checkpoint folder; on the meta device, make its outline. config: of `read_eagle_config`.
+    first_layer: see `EagleHead`. CheckpointError for tensors that do not fit."""
     reader = CheckpointReader(folder)
-    config = _read_config(folder, reader, target, name)
     with torch.device("meta"):
-        head = EagleHead(config, dtype, target.num_kv_layers).to(dtype)
+        head = EagleHead(config, dtype, first_layer).to(dtype)
     device = torch.device(device)
     if device.type == "meta":
         match_weights(head, reader, _RULES, passed_over=_VOCABULARIES)
@@ -167,15 +175,18 @@ def load_eagle_head(
     if "d2t" in reader.tensors:
         reader.read_into([(reader.tensors["d2t"], head.d2t)])
         ids = head.target_ids(torch.arange(config.draft_vocab, device=device))
-        if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
+        vocab = config.decoder.vocab_size
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab:
             raise CheckpointError(
-                f"{folder}: d2t names tokens {int(ids.min())} .. {int(ids.max())}, and {name} has {target.vocab_size}"
+                f"{folder}: d2t names tokens {int(ids.min())} .. {int(ids.max())}, and its target has {vocab}"
             )
     return head.eval()
 
 
-def _read_config(folder: Path, reader: CheckpointReader, target: ModelConfig, name: str) -> EagleConfig:
-    hf_config = _plain(folder)
+def read_eagle_config(folder: Path, target: ModelConfig, name: str) -> EagleConfig:
+    """Read the sizes of a head for `target`, a whole model called `name`. CheckpointError for a folder that has no
+    head, or one for another model."""
+    reader, hf_config = CheckpointReader(folder), _plain(folder)
     top = Fields(hf_config, f"{folder}/config.json")
     kinds = [*top.values.get("architectures", ()), top.values.get("speculators_model_type", "")]
     if not any("eagle3" in str(kind).lower() for kind in kinds):

@@ -58,6 +58,10 @@ class MTPHead(nn.Module):
         x = self._layer.input_layernorm(self._join(embeds, hidden))
         attention.store(x, self._rotary(positions), forward_batch)
 
+    def join(self, x: torch.Tensor) -> None:
+        """Join the collectives of other groups' entries while this group has none, given x [0, hidden]."""
+        self._layer.mlp(x)
+
     @property
     def _layer(self) -> HybridLayer:
         return cast(HybridLayer, self.layers[0])

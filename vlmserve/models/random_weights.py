@@ -26,13 +26,13 @@ def random_model(
     with_tower: bool = True,
     comm: Communicator = ALONE,
     mtp: bool = False,
+    embeds_last: bool = False,
 ) -> VisionLanguageModel:
-    """Make the model of a checkpoint folder, which needs no weights. dtype, with_tower, comm, mtp and errors: those of
-    `load_model`.
+    """Make the model of a checkpoint folder, which needs no weights. Parameters and errors are those of `load_model`.
 
     On the meta device it is an outline.
     """
-    config = load_config(folder, comm.shard, mtp=mtp)
+    config = load_config(folder, comm.shard, mtp=mtp, embeds_last=embeds_last)
     model = make_model(
         read_hf_config(folder), config, torch.device(device), dtype or config.dtype, with_tower=with_tower, comm=comm
     )

@@ -72,10 +72,10 @@ TEXT_FAMILIES: Mapping[str, Family] = MappingProxyType(
 """Models without a tower, which may guess for others."""
 
 
-def load_config(folder: Path, shard: Shard = WHOLE, *, mtp: bool = False) -> ModelConfig:
-    """Return the configuration of a checkpoint folder, for one part of the model. mtp and errors: those of
+def load_config(folder: Path, shard: Shard = WHOLE, *, mtp: bool = False, embeds_last: bool = False) -> ModelConfig:
+    """Return the configuration of a checkpoint folder, for one part of the model. mtp, embeds_last and errors: those of
     `load_model`."""
-    return _model_config(folder, read_hf_config(folder), shard, mtp=mtp)
+    return _model_config(folder, read_hf_config(folder), shard, mtp=mtp, embeds_last=embeds_last)
 
 
 def outline_model(
@@ -85,13 +85,15 @@ def outline_model(
     *,
     shard: Shard = WHOLE,
     mtp: bool = False,
+    embeds_last: bool = False,
 ) -> VisionLanguageModel:
     """Make the model of a checkpoint folder without its weights, on the meta device: it has sizes, and no memory.
 
-    dtype, device, mtp, errors: those of `load_model`. shard: the part of the model. Tensors are found, and not read.
+    dtype, device, mtp, embeds_last, errors: those of `load_model`. shard: the part of the model. Tensors are found, and
+    not read.
     """
     hf_config = read_hf_config(folder)
-    config = _model_config(folder, hf_config, shard, mtp=mtp)
+    config = _model_config(folder, hf_config, shard, mtp=mtp, embeds_last=embeds_last)
     model = _outline(hf_config, config, dtype or config.dtype, Communicator(shard))
     _Tensors(folder, hf_config, model, torch.device(device)).match()
     return model
@@ -106,6 +108,7 @@ def load_model(
     keep_fp8: bool | None = None,
     comm: Communicator = ALONE,
     mtp: bool = False,
+    embeds_last: bool = False,
 ) -> VisionLanguageModel:
     """Make a model on `device` and fill it from a checkpoint folder or hub id.
 
@@ -113,14 +116,15 @@ def load_model(
     with_tower: see `make_model`; without it, the tower's tensors are passed over. Quantised weights are packed at once.
     keep_fp8: whether 8-bit floats stay 8-bit, and inputs are rounded to them; by default if the device multiplies them.
     comm: the part of the decoder that this process has, and its connections; only this part is read. mtp: whether the
-    head that guesses further tokens is read, too.
+    head that guesses further tokens is read, too. embeds_last: see `ModelConfig`; an MTP head always needs it.
 
     Raises CheckpointError when the family is unknown, the configuration impossible, or a tensor missing, unexpected or
     misshaped. EngineError for a model that cannot be shared in this way.
     """
     folder, device = resolve_model(str(path)), torch.device(device)
     hf_config = read_hf_config(folder)
-    config, scheme = _model_config(folder, hf_config, comm.shard, mtp=mtp), quantization_of(folder, hf_config)
+    config = _model_config(folder, hf_config, comm.shard, mtp=mtp, embeds_last=embeds_last)
+    scheme = quantization_of(folder, hf_config)
     if dtype is None and isinstance(scheme, Scheme) and config.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.bfloat16  # float16 is what GPUs of their time wanted; only bfloat16 has operators here
     model = _outline(hf_config, config, dtype or config.dtype, comm)
@@ -258,7 +262,7 @@ def _outline(
 ) -> VisionLanguageModel:
     with torch.device("meta"):
         family, tower = FAMILIES[config.family], make_tower(hf_config, dtype, "meta")
-        mtp = family.mtp(config, dtype, comm) if config.mtp_layers and family.mtp is not None else None
+        mtp = family.mtp(config, dtype, comm) if config.of_part().mtp_layers and family.mtp is not None else None
         return VisionLanguageModel(config, tower, family.decoder(config, dtype, comm), dtype, comm, mtp).to(dtype)
 
 
@@ -266,7 +270,12 @@ _NO_MTP = "--speculative-algorithm mtp needs a checkpoint with an MTP head"
 
 
 def _model_config(
-    folder: Path, hf_config: Mapping[str, Any], shard: Shard = WHOLE, *, mtp: bool = False
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    shard: Shard = WHOLE,
+    *,
+    mtp: bool = False,
+    embeds_last: bool = False,
 ) -> ModelConfig:
     family = {**FAMILIES, **TEXT_FAMILIES}[hf_config["model_type"]]
     try:
@@ -278,7 +287,7 @@ def _model_config(
         raise CheckpointError(f"{folder}: {error}") from error
     if shard.experts.ep_size > 1 and config.experts is None:
         raise EngineError(f"--ep-size is {shard.experts.ep_size}: {config.family} models have no experts")
-    return replace(config, shard=shard)
+    return replace(config, shard=shard, embeds_last=mtp or embeds_last)
 
 
 def _mtp_layers(hf_config: Mapping[str, Any], family: Family) -> int:

@@ -13,7 +13,7 @@ from vlmserve.memory.kv_cache import KVShape
 from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
-from vlmserve.models.eagle import EagleHead
+from vlmserve.models.eagle import EagleConfig, EagleHead
 from vlmserve.models.mtp import MTPHead
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.communicator import Communicator
@@ -44,13 +44,13 @@ WEIGHT_RULES = WeightRules(
 class LanguageModel(nn.Module):
     """A decoder and a head. A tied model's head is its embedding. Only the last stage of a pipeline has a head.
 
-    config: of the whole model; `self.config` has the sizes of this process's part. dtype: computed in. comm: the part,
-    with its connections.
+    config: of the whole model, as `self.whole_config` is; `self.config` has the sizes of this process's part. dtype:
+    computed in. comm: the part, with its connections.
     """
 
     def __init__(self, config: ModelConfig, decoder: Decoder, dtype: torch.dtype, comm: Communicator) -> None:
         super().__init__()
-        self.config = config.of_part()
+        self.whole_config, self.config = config, config.of_part()
         self.comm = comm
         self.dtype = dtype
         self.language_model = decoder
@@ -136,13 +136,15 @@ class VisionLanguageModel(LanguageModel):
         self.visual = visual
         self.mtp = mtp
         self.draft: LanguageModel | None = None
+        if config.mtp_layers:
+            decoder.tap((0,))
 
-    def attach_eagle(self, head: EagleHead) -> None:
-        """Let a head guess further tokens, before `pack`."""
-        self.language_model.taps = head
+    def attach_eagle(self, config: EagleConfig, head: EagleHead | None) -> None:
+        """Let a head guess further tokens, before `pack`. head: None where another stage of a pipeline has it."""
+        self.language_model.tap(tuple(sorted({0, *config.taps})), head)
 
     def attach_draft(self, model: LanguageModel) -> None:
-        """Let a smaller model guess further tokens, before `pack`. Each process has all of it."""
+        """Let a smaller model guess further tokens, before `pack`. Each process of the first stage has all of it."""
         self.draft = model
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,13 +41,13 @@ class Collectives(Protocol):
 
 
 class Link(Protocol):
-    """The connection from a pipeline stage to the next. Tensors arrive in the order in which they were sent."""
+    """The connection from a pipeline stage to another one. Tensors arrive in the order in which they were sent."""
 
     def send(self, x: torch.Tensor) -> None:
-        """Send x from the earlier stage, and return at once. x may not be changed afterwards."""
+        """Send x from the one stage, and return at once. x may not be changed afterwards."""
 
     def receive(self, x: torch.Tensor) -> torch.Tensor:
-        """Wait, at the later stage, for the next tensor, which is written to x and returned."""
+        """Wait, at the other stage, for the next tensor, which is written to x and returned."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,7 +57,7 @@ class Communicator:
 
     collectives: of the ranks of one pipeline stage. attention_collectives: of the ranks of one attention group; tokens:
     the exchange between the groups; both None with one group. before, behind: links from the stage before and to the
-    next.
+    next. guesses: link from the last stage to the first one.
     """
 
     shard: Shard = WHOLE
@@ -65,6 +66,7 @@ class Communicator:
     tokens: TokenExchange | None = None
     before: Link | None = None
     behind: Link | None = None
+    guesses: Link | None = None
 
     @property
     def attention(self) -> Communicator:
@@ -72,6 +74,10 @@ class Communicator:
         if self.shard.groups == 1:
             return self
         return Communicator(self.shard.attention, self.attention_collectives)
+
+    def among(self, sizes: Sequence[int]) -> AbstractContextManager[object]:
+        """Set the tokens of each group inside this context: see `TokenExchange`."""
+        return nullcontext() if self.tokens is None else self.tokens.among(sizes)
 
     def all_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Return the rows of all groups' tokens, given x [N, ...] of this group's."""

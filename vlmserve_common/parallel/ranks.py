@@ -56,7 +56,10 @@ class Ranks:
             returning = self._make("results", int(shard.is_entry), 2, device=_CPU, forever=not shard.is_entry)
             self.results = Orders(returning.hand_on)
         members, peers, tokens = self._join_groups()
-        self.comm = Communicator(shard, self.group, members, tokens, before, behind)
+        guesses = None
+        if stages > 1 and (shard.stage.is_first or shard.stage.is_last):
+            guesses = self._make(f"guesses {shard.rank}", int(shard.stage.is_first), 2)
+        self.comm = Communicator(shard, self.group, members, tokens, before, behind, guesses)
         every = (self.group, members, None if peers is self.group else peers)
         self.computing = tuple(group for group in every if group is not None)
         """Groups that exchange in the middle of a step, links to other stages excepted."""

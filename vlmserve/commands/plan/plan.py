@@ -15,10 +15,10 @@ from torch import nn
 
 from vlmserve.commands.plan.gpus import Gpu
 from vlmserve.config.engine_args import EngineArgs
-from vlmserve.engine.activation_memory import estimate_activations, step_limits
+from vlmserve.engine.activation_memory import estimate_activations, guess_logits, step_limits
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.graph_planning import why_not_captured
-from vlmserve.engine.model_loading import attach_guessing
+from vlmserve.engine.model_loading import attach_guessing, for_heads
 from vlmserve.engine.recurrent import bytes_of_states, state_shape
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.recurrent_cache import StateShape
@@ -101,15 +101,16 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     shard = Shard(
         0, args.tp_size, experts=ExpertSharing(ep_size=args.ep_size, a2a="none"), groups=args.attention_groups
     )
-    mtp = args.speculative_algorithm == "mtp"
-    config = load_config(folder, mtp=mtp)
+    heads = for_heads(args)
+    config, part = load_config(folder, **heads), load_config(folder, shard, **heads)
     meta, dtype = torch.device("meta"), dtype_setting(args.dtype) or config.dtype
-    whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, load_config(folder, shard, mtp=mtp)))
+    whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, part))
     attach_guessing(args, outline, "meta")
     embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
     assert embedding is not None, "the outline is of all layers"
     assert norm is not None
     head = outline.lm_head or embedding
+    embeds_last = config.embeds_last and outline.lm_head is not None
     held = _part_held(scheme, dtype)
     layers = outline.language_model.layers
     experts = [expert_bytes(layer) // args.tp_size for layer in whole.language_model.layers]
@@ -127,23 +128,23 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
         kv_layers = last - first
         if config.linear is not None:
             kv_layers -= sum(first <= layer < last for layer in config.linear.layers)
-        guessing = sum(
-            weight_bytes(part) for part in (outline.mtp, outline.eagle, outline.draft) if ends and part is not None
-        )
-        guessing -= towers - weight_bytes(outline.visual) if ends else 0
-        state = _state(outline, last - first - kv_layers)
+        guesses = begins if outline.draft is not None else ends  # see `attach_guessing`
+        guessing = [part for part in (outline.mtp, outline.eagle, outline.draft) if guesses and part is not None]
+        own_towers = (towers - weight_bytes(outline.visual)) * guesses
+        state = _state(outline, last - first - kv_layers, ends=ends)
         kv_layers += config.mtp_layers if ends else 0
         tied_here = outline.lm_head is None and begins and not on_cpu
         stages.append(
             StageShare(
                 first=first,
                 last=last,
-                embedding=weight_bytes(embedding) if begins else 0,
-                dense=int((sum(dense[first:last]) + guessing) * held) + (weight_bytes(norm) if ends else 0),
+                embedding=weight_bytes(embedding) if begins or (ends and embeds_last) else 0,
+                dense=int((sum(dense[first:last]) + sum(map(weight_bytes, guessing)) - own_towers) * held)
+                + (weight_bytes(norm) if ends else 0),
                 experts=int(sum(experts[first:last]) * held),
                 head=weight_bytes(head) if ends and not tied_here else 0,
                 tower=towers if begins else 0,
-                kv=kv_layers * per_layer + (sum(one.nbytes(kv_dtype) for one in outline.guessing_kv) if ends else 0),
+                kv=kv_layers * per_layer + sum(one.nbytes(kv_dtype) for one in outline.guessing_kv) * guesses,
                 state=state,
                 kv_layers=kv_layers,
                 dense_numbers=sum(numbers[first:last]),
@@ -177,11 +178,12 @@ def _numbers(layer: nn.Module) -> int:
     return every - expert_bytes(layer) // itemsize
 
 
-def _state(outline: VisionLanguageModel, layers: int) -> StateShape | None:
+def _state(outline: VisionLanguageModel, layers: int, *, ends: bool) -> StateShape | None:
     shape = state_shape(outline.config, outline.dtype)
     if shape is None or not layers:
         return None
-    return replace(shape, conv=(layers, *shape.conv[1:]), recurrent=(layers, *shape.recurrent[1:]))
+    conv, recurrent = ((layers, *part[1:]) for part in (shape.conv, shape.recurrent))
+    return replace(shape, conv=conv, recurrent=recurrent, hidden=shape.hidden * ends)
 
 
 def _active(whole: VisionLanguageModel) -> int:
@@ -361,7 +363,7 @@ def _fit(model: SpreadModel, gpu: Gpu, args: EngineArgs, longest: int, reserved:
         own = replace(limits, patches=resolve_max_patches(args, device) if stage.tower else 0)
         activations = replace(estimate_activations(model.outline, own), beside=not gpu.is_cpu)
         if not stage.head_numbers:
-            activations = replace(activations, logits=0)
+            activations = replace(activations, logits=0 if stage.first else guess_logits(model.outline, own.rows))
         states = 0 if stage.state is None else bytes_of_states(args, stage.state, longest)
         free = gpu.memory - reserved - stage.weights - states
         if stage.tower:

@@ -4,7 +4,7 @@ groups share."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,16 +12,18 @@ from vlmserve.executor.distributed.orders import SampleOrder
 from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs, sent_tiles
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PromptLogprobRows, without_returns
+from vlmserve.executor.step_inputs import guess_rounds
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.transfers import transfers_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
-    """What a step gives besides tokens. hidden_states: float32 [H, hidden]."""
+    """What a step gives besides tokens. hidden_states: float32 [H, hidden]. drafts: see `Forwarded`."""
 
     hidden_states: torch.Tensor | None = None
     prompt_logprobs: DeviceLogprobs | None = None
+    drafts: torch.Tensor | None = None
 
 
 class GroupPart:
@@ -36,19 +38,24 @@ class GroupPart:
         self._runner, self._tokens, self._samples = runner, comm.tokens, samples
         self.group = comm.tokens.group
         self._transfers = transfers_for(runner.device)
+        self._no_ids = torch.empty(0, dtype=torch.int64, device=runner.device)
         self._hidden: dict[int, torch.Tensor] = {}  # of steps of this group that are not sampled yet
 
     @torch.inference_mode()
     def forward(self, steps: Sequence[ModelWorkerBatch | None]) -> list[Returned]:
         """Compute a step of each group; only this rank's own needs its embeddings. Return what each step gives besides
         tokens, if this rank samples."""
-        own, given = steps[self.group], [step for step in steps if step is not None]
+        own, drafts = steps[self.group], None
         with self._tokens.among([0 if step is None else len(step.input_ids) for step in steps]):
             if own is None:
-                self._runner.join(given)
+                self._runner.join(steps)
             else:
-                self._hidden[own.step] = self._runner.forward(without_returns(own), given).hidden
-        return [Returned() if step is None else self._returned(group, step) for group, step in enumerate(steps)]
+                forwarded = self._runner.forward(without_returns(own), steps)
+                self._hidden[own.step], drafts = forwarded.hidden, forwarded.drafts
+        return [
+            Returned() if step is None else replace(self._returned(group, step), drafts=guesses)
+            for group, (step, guesses) in enumerate(zip(steps, self._drafts(steps, drafts), strict=True))
+        ]
 
     @torch.inference_mode()
     def logits(self, steps: Sequence[SampleOrder | None]) -> Iterator[torch.Tensor]:
@@ -63,6 +70,15 @@ class GroupPart:
         with self._tokens.among(sizes) as layout:
             found = self._runner.model.compute_logits(self._tokens.gather(rows))
         return (found[layout.of_group(group)] for group in range(len(steps)))
+
+    def _drafts(self, steps: Sequence[ModelWorkerBatch | None], own: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return the guesses that were made for each group's step, given those of this group's."""
+        counts = [sum(sizes) for sizes in zip(*guess_rounds(steps), strict=True)]
+        if not counts:
+            return [None] * len(steps)
+        with self._tokens.among(counts) as layout:
+            ids = self._tokens.gather(self._no_ids if own is None else own)
+        return [ids[layout.of_group(group)] if count else None for group, count in enumerate(counts)]
 
     def _returned(self, group: int, step: ModelWorkerBatch) -> Returned:
         asked = step.prompt_logprobs

@@ -29,7 +29,7 @@ from vlmserve.executor.model_worker_batch import (
     without_returns,
 )
 from vlmserve.executor.step_inputs import places_of
-from vlmserve_common.compute.transfers import to_device, transfers_for
+from vlmserve_common.compute.transfers import Download, to_device, transfers_for
 from vlmserve_common.errors import DeviceLostError
 from vlmserve_common.parallel.group import ProcessGroup
 from vlmserve_common.parallel.ranks import Ranks
@@ -46,6 +46,7 @@ class LeadingWorker:
 
     def __init__(self, runner: ModelRunner, ranks: Ranks, who_died: Callable[[], str | None] = lambda: None) -> None:
         self._runner, self._ranks, self._who_died = runner, ranks, who_died
+        self._transfers = transfers_for(runner.device)
         self._codec, self._result_codec = OrderCodec(), OrderCodec()  # another thread waits for results
 
     def forward(self, batch: ModelWorkerBatch) -> Forwarded:
@@ -63,7 +64,8 @@ class LeadingWorker:
             group = self._ranks.group
             if group is None or not self._ranks.shard.samples:
                 self._ranks.orders.give(self._codec.encode(SampleThereOrder(step=forwarded.step, info=info)))
-                return _Awaited(forwarded.step, self._take_result)
+                drafts = None if forwarded.drafts is None else self._transfers.download([forwarded.drafts])
+                return _Awaited(forwarded.step, self._take_result, drafts)
             return self._sample_here(forwarded, info, group)
 
     def profile(self, order: ProfileOrder) -> None:
@@ -92,14 +94,16 @@ class LeadingWorker:
 
 
 class _Awaited:
-    """The result of a step that the last stage samples. Results come, and must be taken, in the order of the steps."""
+    """The result of a step that the last stage samples. Results come, and must be taken, in the order of the steps.
+    drafts: guesses, which are known here."""
 
-    def __init__(self, step: int, take: Callable[[int], ModelWorkerResult]) -> None:
-        self._step, self._take = step, take
+    def __init__(self, step: int, take: Callable[[int], ModelWorkerResult], drafts: Download | None) -> None:
+        self._step, self._take, self._drafts = step, take, drafts
 
     def result(self) -> ModelWorkerResult:
         """Wait for the result. To be called once."""
-        return self._take(self._step)
+        result = self._take(self._step)
+        return result if self._drafts is None else replace(result, drafts=self._drafts.arrays()[0])
 
 
 class GroupLeader:
@@ -138,6 +142,7 @@ class GroupLeader:
                     hidden=self._part.no_rows(),
                     returned=brought.hidden_states,
                     prompt_logprobs=brought.prompt_logprobs,
+                    drafts=brought.drafts,
                     began=began,
                     ended=ended,
                 )

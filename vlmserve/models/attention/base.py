@@ -63,7 +63,8 @@ class ForwardBatch:
     int32 [B]: tokens of each request, with this step's. extend_start_loc int32 [B + 1]: where the tokens of each
     request begin in the batch, and N. prefix_lens, extend_lens: host lists of length B, tokens before and of this step.
     out_cache_loc int64 [N]: the KV slot each token is written to. recurrent: the states of recurrent layers; None for
-    models without any.
+    models without any. tapped [layers, N, hidden]: the input of layers that `Decoder.tap` names; None makes room as the
+    decoder computes.
     """
 
     forward_mode: ForwardMode
@@ -79,6 +80,7 @@ class ForwardBatch:
     kv_cache: KVCache
     attn_backend: AttentionBackend
     recurrent: RecurrentStep | None = None
+    tapped: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
