@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.vlmserve.reference import ask, assert_equal_answers, conversations, picture
@@ -14,6 +15,11 @@ NEW, DRAFTS = 40, 4
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 WORDS = "How many red circles are there on the left side of the blue square? "
 FOUR = {"speculative_num_draft_tokens": DRAFTS}  # always so many
+PP, GROUPS = {"pp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+MORE_SHARED = [
+    pytest.param(one, marks=pytest.mark.slow)
+    for one in ({"tp_size": 2}, PP | {"tp_size": 2, "disable_overlap_schedule": True}, GROUPS | {"tp_size": 4})
+]
 
 
 @dataclass
@@ -92,3 +98,34 @@ def check_many(folder: Path, cases: list[Known], settings: dict, **guessing: str
             assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
         assert llm.stats().steps.guesses.steps > 20
         assert bool(llm.stats().retracted_total) == (settings.get("max_total_tokens") == 384)
+
+
+def check_shared(folder: Path, cases: list[Known], settings: dict, **guessing: str) -> None:
+    """Ask processes that share a model. Alone, with other groups idle, all guesses must be those known. Random answers
+    of many at a time must be those of one process without guesses."""
+    random = SamplingOverrides(temperature=0.8, seed=5, max_new_tokens=30)
+    asked, case, seen = [case.messages for case in cases] * 2, cases[0], 0
+    with LLM(str(folder), num_threads=1) as plain:
+        wanted = plain.chat_batch(asked, random)
+    with LLM(str(folder), num_threads=1, chunked_prefill_size=48, **guessing, **FOUR, **settings) as llm:
+        schedulers = llm.engine.loop.schedulers
+        done = llm.chat_batch(asked, random)
+        assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
+        before = sum(scheduler.stats().steps.guesses.tokens for scheduler in schedulers)
+
+        def checking(plain):
+            def process(batch, result):
+                nonlocal seen
+                for part in batch.reqs:
+                    if part.drafts:
+                        seen += agree(case, part.start - case.answer.prompt_tokens, result.drafts.tolist())
+                return plain(batch, result)
+
+            return process
+
+        for scheduler in schedulers:
+            scheduler.process_batch_result = checking(scheduler.process_batch_result)
+        for case in cases:
+            assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
+        after = sum(scheduler.stats().steps.guesses.tokens for scheduler in schedulers)
+        assert seen > 0.9 * (after - before) > 100

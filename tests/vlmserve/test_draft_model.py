@@ -13,7 +13,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
-from tests.vlmserve.known_guesses import DRAFTS, FOUR, GREEDY, NEW, Known, agree, check_many, questions
+from tests.vlmserve.known_guesses import (
+    DRAFTS,
+    FOUR,
+    GREEDY,
+    GROUPS,
+    MORE_SHARED,
+    NEW,
+    PP,
+    Known,
+    agree,
+    check_many,
+    check_shared,
+    questions,
+)
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, picture
 from tests.vlmserve.server_process import SAMPLES, media_part, serving
 from vlmserve import LLM, SamplingOverrides, TokensPrompt
@@ -127,13 +140,18 @@ def test_guesses_are_the_reference_s(pair, settings):
     [
         {"chunked_prefill_size": 48, "max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01},
         {"speculative_num_draft_tokens": "auto", "enable_hierarchical_cache": True, "max_total_tokens": 512},
-        pytest.param({"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param({"kv_cache_dtype": "fp8_e4m3"}, marks=pytest.mark.slow),
     ],
 )
 def test_answers_of_many_at_a_time(pair, settings):
     folder, draft, cases = pair
     check_many(folder, cases, settings, **guessing(draft))
+
+
+@pytest.mark.parametrize("settings", [PP, GROUPS, *MORE_SHARED])
+def test_processes_that_share_the_model(pair, settings):
+    folder, draft, cases = pair
+    check_shared(folder, cases, settings, **guessing(draft))
 
 
 @pytest.mark.parametrize("settings", [{"chunked_prefill_size": 48}, {"disable_radix_cache": True}])

@@ -12,7 +12,19 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from tests.tiny_checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.vlmserve.known_guesses import DRAFTS, FOUR, NEW, Known, check_guesses, check_many, questions
+from tests.vlmserve.known_guesses import (
+    DRAFTS,
+    FOUR,
+    GROUPS,
+    MORE_SHARED,
+    NEW,
+    PP,
+    Known,
+    check_guesses,
+    check_many,
+    check_shared,
+    questions,
+)
 from tests.vlmserve.reference import Reference
 from vlmserve import LLM
 from vlmserve_common.errors import CheckpointError, SettingsError
@@ -216,7 +228,6 @@ def test_guesses_are_the_reference_s(heads, settings):
     [
         {"chunked_prefill_size": 48, "max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01},
         {"speculative_num_draft_tokens": "auto", "enable_hierarchical_cache": True, "max_total_tokens": 512},
-        pytest.param({"tp_size": 2}, marks=pytest.mark.slow),
         pytest.param({"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
     ],
 )
@@ -225,6 +236,12 @@ def test_answers_of_many_at_a_time(heads, settings):
     folder, head, cases = heads
     eagle = {"speculative_algorithm": "eagle3", "speculative_draft_model_path": str(head)}
     check_many(folder, cases, settings, **eagle)
+
+
+@pytest.mark.parametrize("settings", [PP, GROUPS, *MORE_SHARED, pytest.param({"pp_size": 3}, marks=pytest.mark.slow)])
+def test_processes_that_share_the_model(heads, settings):
+    folder, head, cases = heads
+    check_shared(folder, cases, settings, speculative_algorithm="eagle3", speculative_draft_model_path=str(head))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +278,6 @@ def test_settings_that_do_not_go_together(tmp_path):
     for settings, message in (
         ({"speculative_algorithm": "eagle3"}, "speculative_draft_model_path is None; it must be a folder or id with"),
         (head, "must be a folder or id with"),
-        ({"speculative_algorithm": "eagle3", **head, "pp_size": 2}, "eagle3 does not go with pp_size above 1"),
     ):
         with pytest.raises(SettingsError, match=message):
             LLM("builtin:tiny", **settings)

@@ -10,10 +10,21 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, make_checkpoint
-from tests.vlmserve.known_guesses import DRAFTS, FOUR, GREEDY, NEW, Known, agree, check_guesses, questions
-from tests.vlmserve.reference import Reference, assert_equal_answers
+from tests.vlmserve.known_guesses import (
+    DRAFTS,
+    FOUR,
+    GROUPS,
+    MORE_SHARED,
+    NEW,
+    PP,
+    Known,
+    check_guesses,
+    check_shared,
+    questions,
+)
+from tests.vlmserve.reference import Reference
 from vlmserve import LLM, SamplingOverrides
-from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
+from vlmserve_common.errors import CheckpointError, EngineError
 
 
 class Head:
@@ -107,7 +118,8 @@ def known(folder: Path, asked: list) -> list[Known]:
 
 @pytest.fixture(scope="module")
 def family(request, tmp_path_factory):
-    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), mtp=True)
+    mixers = ("linear_attention", "full_attention") * 2  # for two stages
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), mtp=True, mixers=mixers)
     return folder, known(folder, questions())
 
 
@@ -135,24 +147,10 @@ def test_guesses_are_the_reference_s(family, settings):
 
 
 @each_family
-@pytest.mark.slow
-def test_two_processes_guess_alike(family):
+@pytest.mark.parametrize("settings", [PP, GROUPS, *MORE_SHARED])
+def test_processes_that_share_the_model(family, settings):
     folder, cases = family
-    with LLM(str(folder), num_threads=1, tp_size=2, speculative_algorithm="mtp", **FOUR) as llm:
-        scheduler, seen = llm.engine.loop.schedulers[0], 0
-        plain = scheduler.process_batch_result
-
-        def process(batch, result):
-            nonlocal seen
-            for part in batch.reqs:
-                if part.drafts:
-                    seen += agree(case, part.start - case.answer.prompt_tokens, result.drafts.tolist())
-            return plain(batch, result)
-
-        scheduler.process_batch_result = process
-        for case in cases:
-            assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
-        assert seen > 0.9 * llm.stats().steps.guesses.tokens > 100
+    check_shared(folder, cases, settings, speculative_algorithm="mtp")
 
 
 class Knowing:
@@ -210,8 +208,6 @@ def test_answers_of_many_at_a_time(family, settings):
 @sparse
 def test_what_cannot_guess_is_refused(family, tmp_path):
     folder, _ = family
-    with pytest.raises(SettingsError, match="speculative_algorithm mtp does not go with pp_size above 1"):
-        LLM(str(folder), speculative_algorithm="mtp", pp_size=2)
     other = make_checkpoint("qwen3_vl", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"other: speculative_algorithm mtp needs .* this qwen3_vl has none"):
         LLM(str(other), speculative_algorithm="mtp")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.tiny_checkpoints import make_checkpoint
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.vlmserve.test_eagle import LAYOUTS, make_head
 from vlmserve import cli
 from vlmserve.commands.bench.checkpoints import write_folder
 from vlmserve.commands.plan.gpus import Gpu
@@ -19,6 +20,9 @@ from vlmserve.commands.plan.published import PUBLISHED, SHAPES, write_config
 from vlmserve.commands.plan.table import overview
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import DEFAULT_MODEL
+from vlmserve.engine.model_loading import attach_guessing, bytes_per_token, for_heads
+from vlmserve.engine.rank_processes import rank_shard
+from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import outline_model
@@ -194,6 +198,27 @@ def test_a_smaller_model_that_guesses_is_held_too(tmp_path: Path) -> None:
     [more] = lay_out(folder, EngineArgs(model=str(folder), speculative_algorithm="draft_model", **guessing)).stages
     assert more.weights == plain.weights + weight_bytes(outline_model(draft))
     assert (more.tower, more.kv) == (2 * plain.tower, 2 * plain.kv)
+
+
+@pytest.mark.parametrize("algorithm", ["draft_model", "eagle3", "mtp"])
+def test_each_stage_holds_what_the_engine_loads_there(tmp_path: Path, algorithm: str) -> None:
+    hybrid = algorithm == "mtp"
+    mixers = ("linear_attention", "full_attention") * 2
+    folder = make_checkpoint(HYBRID if hybrid else "qwen3_vl", tmp_path / "model", mtp=hybrid, mixers=mixers)
+    path = None
+    if algorithm == "draft_model":
+        path = make_checkpoint("qwen3_vl", tmp_path / "draft")
+    elif algorithm == "eagle3":
+        path = make_head(tmp_path / "head", LAYOUTS["own"][0], embedding=False)
+    guessing = {"speculative_algorithm": algorithm, "speculative_draft_model_path": path and str(path)}
+    args = EngineArgs(model=str(folder), pp_size=2, **guessing)
+    for stage, share in enumerate(lay_out(folder, args).stages):
+        outline = outline_model(folder, shard=rank_shard(args, stage), **for_heads(args))
+        attach_guessing(args, outline, "meta")
+        elsewhere = 0 if stage == 0 else sum(weight_bytes(tower) for tower in outline.towers)
+        assert share.weights == weight_bytes(outline) - elsewhere
+        assert share.kv == bytes_per_token(outline, outline.dtype)
+        assert share.state == state_shape(outline.config, outline.dtype)
 
 
 @pytest.mark.parametrize(
