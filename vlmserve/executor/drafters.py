@@ -230,4 +230,6 @@ class EagleDrafter(HeadDrafter):
         head = self._eagle.lm_head
         if head is None:
             return super()._likeliest(hidden)
+        if not len(hidden):  # other groups guess, and share nothing of this head
+            return hidden.new_empty(0, dtype=torch.int64)
         return self._eagle.target_ids(agreed(head(hidden), self._model.comm.attention))

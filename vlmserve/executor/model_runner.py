@@ -233,7 +233,7 @@ class ModelRunner:
     def _guess(self, step: ForwardBatch, inputs: StepInputs, rounds: Sequence[tuple[int, ...]]) -> torch.Tensor | None:
         """Have the guesses of all groups made. Return this group's, as far as this process knows them.
 
-        In a pipeline, the first stage embeds guesses. If the last one makes them, it sends them there.
+        In a pipeline, the first stage has to know them. If the last one makes them, it sends them there.
         """
         stage, link, drafts = self.model.comm.shard.stage, self.model.comm.guesses, inputs.drafts
         if drafts is None:
@@ -288,7 +288,8 @@ class ModelRunner:
         new = partial(torch.empty, dtype=model.dtype, device=self.device)
         embeds = before.receive(new((len(step.input_ids), model.config.hidden_size)))
         tapped, _ = model.language_model.num_tapped
-        if tapped and step.tapped is not None:
+        if tapped:
+            assert step.tapped is not None
             before.receive(step.tapped[:tapped])
         levels = model.visual.num_deepstack_layers - model.language_model.layers.first
         if inputs.mm_index is None or levels <= 0:
@@ -299,7 +300,8 @@ class ModelRunner:
     def _send(self, behind: Link, step: ForwardBatch, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
         behind.send(hidden)
         _, tapped = self.model.language_model.num_tapped
-        if tapped and step.tapped is not None:
+        if tapped:
+            assert step.tapped is not None
             behind.send(step.tapped[:tapped])
         levels = len(self.model.language_model.layers)
         if deepstack is not None and len(deepstack) > levels:

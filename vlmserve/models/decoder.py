@@ -235,7 +235,7 @@ class Decoder(nn.Module):
 
     @property
     def num_tapped(self) -> tuple[int, int]:
-        """How many layers are tapped in the stages before, and in these and this one."""
+        """The numbers of layers that are tapped before this stage, and up to its end."""
         first = self.layers.first
         return bisect_left(self.tapped, first), bisect_left(self.tapped, first + len(self.layers))
 
