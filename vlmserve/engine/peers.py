@@ -111,9 +111,9 @@ def _parts(args: EngineArgs, model: VisionLanguageModel) -> list[LayerPart]:
     parts = [LayerPart(layer=layer, first=first, heads=heads) for layer in numbers]
     mtp = model.config.num_kv_layers - len(parts)
     parts += [LayerPart(layer=whole.num_layers + at, first=first, heads=heads) for at in range(mtp)]
-    for shape in model.guessing_kv:  # each rank has its own part, or all have the same
+    for at, shape in enumerate(model.guessing_kv):  # each rank has its own part, or all have the same
         first = attention.rank * shape.num_kv_heads
-        parts.append(LayerPart(layer=whole.num_layers + len(parts), first=first, heads=shape.num_kv_heads))
+        parts.append(LayerPart(layer=whole.num_layers + at, first=first, heads=shape.num_kv_heads))
     return parts
 
 
