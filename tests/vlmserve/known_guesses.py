@@ -15,7 +15,8 @@ NEW, DRAFTS = 40, 4
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=NEW, ignore_eos=True)
 WORDS = "How many red circles are there on the left side of the blue square? "
 FOUR = {"speculative_num_draft_tokens": DRAFTS}  # always so many
-PP, GROUPS = {"pp_size": 2}, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+PP = {"pp_size": 2}
+GROUPS = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "load_balance_method": "round_robin"}
 MORE_SHARED = [
     pytest.param(one, marks=pytest.mark.slow)
     for one in ({"tp_size": 2}, PP | {"tp_size": 2, "disable_overlap_schedule": True}, GROUPS | {"tp_size": 4})
@@ -101,31 +102,33 @@ def check_many(folder: Path, cases: list[Known], settings: dict, **guessing: str
 
 
 def check_shared(folder: Path, cases: list[Known], settings: dict, **guessing: str) -> None:
-    """Ask processes that share a model. Alone, with other groups idle, all guesses must be those known. Random answers
-    of many at a time must be those of one process without guesses."""
+    """Ask processes that share a model. Random answers of many at a time must be those of one process without guesses.
+    Of greedy ones, together and alone, with other groups idle, all guesses must be those known."""
     random = SamplingOverrides(temperature=0.8, seed=5, max_new_tokens=30)
-    asked, case, seen = [case.messages for case in cases] * 2, cases[0], 0
+    asked, seen, made = [case.messages for case in cases], 0, 0
+    by_length = {case.answer.prompt_tokens: case for case in cases}
+    assert len(by_length) == len(cases)
     with LLM(str(folder), num_threads=1) as plain:
-        wanted = plain.chat_batch(asked, random)
+        wanted = plain.chat_batch(asked * 2, random)
     with LLM(str(folder), num_threads=1, chunked_prefill_size=48, **guessing, **FOUR, **settings) as llm:
-        schedulers = llm.engine.loop.schedulers
-        done = llm.chat_batch(asked, random)
+        done = llm.chat_batch(asked * 2, random)
         assert [one.token_ids for one in done] == [one.token_ids for one in wanted]
-        before = sum(scheduler.stats().steps.guesses.tokens for scheduler in schedulers)
 
         def checking(plain):
             def process(batch, result):
-                nonlocal seen
+                nonlocal seen, made
+                guesses = iter([] if result.drafts is None else result.drafts.tolist())
                 for part in batch.reqs:
-                    if part.drafts:
-                        seen += agree(case, part.start - case.answer.prompt_tokens, result.drafts.tolist())
+                    own, length = [next(guesses) for _ in part.drafts], part.req.prompt_len
+                    if own:
+                        seen, made = seen + agree(by_length[length], part.start - length, own), made + len(own)
                 return plain(batch, result)
 
             return process
 
-        for scheduler in schedulers:
+        for scheduler in llm.engine.loop.schedulers:
             scheduler.process_batch_result = checking(scheduler.process_batch_result)
-        for case in cases:
-            assert_equal_answers(llm.chat(case.messages, GREEDY, num_logprobs=0), case.answer)
-        after = sum(scheduler.stats().steps.guesses.tokens for scheduler in schedulers)
-        assert seen > 0.9 * (after - before) > 100
+        answers = [*llm.chat_batch(asked, GREEDY, num_logprobs=0), *llm.chat_batch(asked[:1], GREEDY, num_logprobs=0)]
+        for answer, case in zip(answers, [*cases, cases[0]], strict=True):
+            assert_equal_answers(answer, case.answer)
+        assert seen > 0.9 * made > 100
