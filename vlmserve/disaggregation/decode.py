@@ -42,6 +42,8 @@ from vlmserve.disaggregation.messages import (
     Welcome,
 )
 from vlmserve.disaggregation.pools import sources
+from vlmserve.ipc.routing import demand_of
+from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import Mailbox
 from vlmserve_common.transport.wire import WireError
@@ -123,6 +125,7 @@ class KVReceivers:
             for one in agents
         ]
         self._servers: list[_Server] = []
+        self._router = ReplicaRouter(len(self._urls))
         self._meet_at = dict.fromkeys(self._urls, 0.0)
         self._said: dict[str, str] = {}  # the last problem with each URL: said once
         self._rooms: dict[str, KVReceiver] = {}
@@ -272,14 +275,15 @@ class KVReceivers:
         self._order_somewhere(one)
 
     def _order_somewhere(self, one: KVReceiver) -> None:
-        """Order a prompt from the server with the fewest rooms, of those that were not tried."""
-        candidates = [server for server in self._servers if server.is_up and server.url not in one.tried]
-        if not candidates:
+        """Order a prompt from a server that was not tried: the one that has most of it, unless others have much less to
+        do."""
+        servers = {self._urls.index(server.url): server for server in self._servers if server.is_up}
+        among = [number for number, server in servers.items() if server.url not in one.tried]
+        if not among:
             why = one.failure or Failed(room=one.room, status=503, message="no prefill server takes orders")
             self._end(one, Arrived(room=one.room, failure=why))
             return
-        rooms = [sum(other.server is server for other in self._rooms.values()) for server in candidates]
-        one.server = candidates[rooms.index(min(rooms))]
+        one.server = servers[self._router.place(demand_of(one.order.request), among)]
         one.state, one.received, one.complete, one.failure = KVPoll.BOOTSTRAPPING, one.order.start, None, None
         one.server.link.send(PrefillOrder(start=one.order.start, request=one.order.request))
         one.move_to(KVPoll.WAITING_FOR_INPUT)
@@ -386,6 +390,7 @@ class KVReceivers:
             self._order_somewhere(one)
 
     def _end(self, one: KVReceiver, arrived: Arrived) -> None:
+        self._router.end(one.room)
         del self._rooms[one.room]
         one.reply.put(arrived)
 

@@ -142,7 +142,7 @@ class RouterApp:
             except (ServerLostError, TimeoutError, ValueError, KeyError, TypeError) as error:
                 return BadRequestError(f"{worker.url}: {error or 'no answer in time'}", code="no_server", status=503)
 
-        found = await asyncio.gather(*map(read, self._workers.answering(prompt=False)))
+        found = await asyncio.gather(*map(read, self._workers.answering()))
         lists = [items for items in found if not isinstance(items, BadRequestError)]
         if not lists:
             refusals = [items for items in found if isinstance(items, BadRequestError)]

@@ -25,9 +25,9 @@ examples:
 """
 _ABOUT_ROLES = {
     "replica": "servers that answer requests on their own",
-    "prefill": "servers that compute prompts for those of --decode",
-    "decode": "servers that answer, with the KV of prompts that those of --prefill computed",
-    "encode": "encoders of the --prefill servers, which know them by --encoder-urls: they are only watched",
+    "decode": "servers that answer, with prompts that others compute: they know these by --prefill-urls",
+    "prefill": "servers that compute prompts for those of --decode: they are only watched",
+    "encode": "encoders of others, which know them by --encoder-urls: they are only watched",
 }
 
 

@@ -28,11 +28,10 @@ _BESIDE = ("type", "detail")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """What a request asks for. prompt: it may have one to compute. model: the name in its body. at: the things that the
-    answering server must have, as paths behind /v1/ that describe each: an uploaded file, or an earlier response."""
+    """What a request asks for. model: the name in its body. at: the things that the answering server must have (an
+    uploaded file, or an earlier response), as paths behind /v1/ that describe each."""
 
     demand: Demand
-    prompt: bool = False
     model: str = ""
     at: tuple[str, ...] = ()
 
@@ -66,7 +65,6 @@ def wish_of(body: bytes | bytearray, owner: str, rid: str) -> Wish:
             media=tuple(media.items()),
             session=f"{owner} {session}" if isinstance(session, str) else "",
         ),
-        prompt=True,
         model=asked["model"] if isinstance(asked.get("model"), str) else "",
         at=tuple(dict.fromkeys(at)),
     )

@@ -35,14 +35,11 @@ from vlmserve_common.process.threads import Threads
 
 logger = logging.getLogger(__name__)
 
-PREFILL, ROOM, RETRY = b"x-vlmserve-prefill", b"x-vlmserve-room", b"x-vlmserve-retry"
-"""Headers between the router and a server whose role is decode: the server that computes the prompt, the name of the
-hand-over, and, in an answer, what has to be another one for the next try."""
 _HOP = (b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-connection")
 _NOT_PASSED_ON = frozenset(
     (*_HOP, b"host", b"content-length", b"expect", b"origin", b"x-forwarded-for", REQUEST_ID.lower().encode())
 )
-_NOT_PASSED_BACK = frozenset((*_HOP, b"date", RETRY))
+_NOT_PASSED_BACK = frozenset((*_HOP, b"date"))
 _ELSEWHERE = {429: "full", 502: "unavailable", 503: "unavailable"}
 _UPLOADS = "/v1/files"
 _ONCE = ("/v1/batches", _UPLOADS)
@@ -142,12 +139,8 @@ class Forwarding:
                 task.cancel()
 
     def headers(self, scope: Scope) -> Headers:
-        """Return the headers that are passed on. A client cannot choose who computes its prompt."""
-        passed = [
-            (name, value)
-            for name, value in scope["headers"]
-            if name not in _NOT_PASSED_ON and not name.startswith(b"x-vlmserve-")
-        ]
+        """Return the headers that are passed on."""
+        passed = [(name, value) for name, value in scope["headers"] if name not in _NOT_PASSED_ON]
         if self._workers.headers:
             passed = [(name, value) for name, value in passed if name != b"authorization"]
         host = (scope.get("client") or ("",))[0]
@@ -168,7 +161,7 @@ class Forwarding:
         if not things:
             return None
         known = self._workers.get(self._holders.get(things[0], ""))
-        there = self._workers.answering(prompt=False)
+        there = self._workers.answering()
         if known is not None or len(there) < 2:
             return known
         has = await asyncio.gather(*(self._has(worker, things[0], exchange.headers) for worker in there))
@@ -202,10 +195,7 @@ class Forwarding:
                 if refused is None:
                     return
                 reason = _ELSEWHERE[refused[0]]
-                if place.prefill is not None and dict(refused[1]).get(RETRY) == b"prefill":
-                    reason, failed = "prefill", place.prefill
-                    failed.suspect(f"{place.worker.url} says that it computes no prompts")
-                elif refused[0] != HTTPStatus.TOO_MANY_REQUESTS:
+                if refused[0] != HTTPStatus.TOO_MANY_REQUESTS:
                     failed.look.set()
             except ServerLostError as error:
                 if exchange.left:
@@ -241,12 +231,10 @@ class Forwarding:
     async def _try(self, exchange: _Exchange, place: Place) -> Refusal | None:
         """Ask a server, and pass its answer back. Returns an answer that another server may not give. Raises
         ServerLostError if there was no answer."""
-        scope, headers = exchange.scope, exchange.headers
-        if place.prefill is not None:
-            headers = [*headers, (PREFILL, place.prefill.url.encode()), (ROOM, place.room.encode())]
+        scope = exchange.scope
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         answer = await place.worker.server.ask(
-            *(scope["method"], target, headers, exchange.body),
+            *(scope["method"], target, exchange.headers, exchange.body),
             repeatable=exchange.is_repeatable,
             begun=exchange.waits_for,
         )
@@ -254,7 +242,6 @@ class Forwarding:
             if answer.status in _ELSEWHERE:
                 return answer.status, answer.headers, await answer.whole()
             first = await answer.part()
-            self._workers.prompt_is_done(place)
             self._metrics.answered(place.worker.url, answer.status, time.perf_counter() - exchange.began)
             await self._relay(exchange, place, answer, first)
             self._metrics.ended(place.worker.url, time.perf_counter() - exchange.began)

@@ -68,8 +68,5 @@ def problems_of(servers: Sequence[tuple[Role, str]]) -> list[str]:
     problems += [f"{url} is given twice" for url in dict.fromkeys(urls) if urls.count(url) > 1]
     roles = {role for role, _ in servers}
     if not roles & {"replica", "decode"}:
-        problems.append("name the servers: --replica URL..., or --prefill URL... and --decode URL...")
-    for one, other in (("prefill", "decode"), ("decode", "prefill"), ("encode", "prefill")):
-        if one in roles and other not in roles:
-            problems.append(f"--{one} needs --{other}: a prompt is computed by one, and answered by the other")
+        problems.append("name the servers that answer: --replica URL... or --decode URL...")
     return problems

@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 import re
-import uuid
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -49,6 +48,11 @@ class Worker:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property
+    def answers(self) -> bool:
+        """Return True if requests of clients go there."""
+        return answers(self.role)
+
+    @property
     def takes(self) -> bool:
         """Return True if the server may get requests. One that was not looked at yet is tried."""
         return self.state in ("healthy", "unknown")
@@ -63,14 +67,10 @@ class Worker:
 
 @dataclass(kw_only=True, eq=False)
 class Place:
-    """Where a request goes. prefill: the server that computes its prompt, for one whose role is decode. room: names the
-    request to both. rid: names it among those in flight. computes: the prompt is not done."""
+    """Where a request goes. rid: names it among those in flight."""
 
     worker: Worker
-    prefill: Worker | None
-    room: str
     rid: str
-    computes: bool
 
 
 class Workers:
@@ -79,8 +79,8 @@ class Workers:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         method = settings.http.engine.load_balance_method
-        # A server with the role encode is asked by others.
-        self._choosers = {kind: ReplicaRouter(0, method=method) for kind in ("answer", "prefill", "encode")}
+        # of servers that answer, and of those that work for them
+        self._choosers = {answers: ReplicaRouter(0, method=method) for answers in (True, False)}
         self._all: dict[str, Worker] = {}
         key = settings.upstream_api_key
         self.headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
@@ -114,7 +114,7 @@ class Workers:
         """Take a server that is not there yet."""
         assert url not in self._all
         server = Server(url, connect_timeout_s=self._settings.connect_timeout_s)
-        worker = Worker(url=url, role=role, server=server, slot=self._chooser(role).add())
+        worker = Worker(url=url, role=role, server=server, slot=self._choosers[answers(role)].add())
         self._all[url] = worker
         self._run(worker, self._look_after(worker))
         return worker
@@ -128,12 +128,10 @@ class Workers:
             worker.idle.set()
         self._run(worker, self._drop_when_idle(worker))
 
-    def answering(self, tried: Sequence[Worker] = (), model: str = "", *, prompt: bool = True) -> list[Worker]:
+    def answering(self, tried: Sequence[Worker] = (), model: str = "") -> list[Worker]:
         """Return the servers that may answer a request. tried: those that did not. model: servers of other models are
-        left out, if there is one that has it. prompt: there is one to compute."""
-        prefill = not prompt or any(one.takes and one.role == "prefill" for one in self._all.values())
-        roles = ("replica", "decode") if prefill else ("replica",)
-        there = [one for one in self._all.values() if one.role in roles and one.takes and one not in tried]
+        left out, if there is one that has it."""
+        there = [one for one in self._all.values() if one.answers and one.takes and one not in tried]
         return [one for one in there if one.models is not None and model in one.models] or there
 
     def place(self, wish: Wish, tried: Sequence[Worker], at: Worker | None = None) -> Place | None:
@@ -141,41 +139,23 @@ class Workers:
 
         tried: servers that are not to be asked. at: the only one that may answer.
         """
-        among = [one for one in self.answering(tried, wish.model, prompt=wish.prompt) if at is None or one is at]
+        among = [one for one in self.answering(tried, wish.model) if at is None or one is at]
         if not among:
             return None
-        demand, room = wish.demand, ""
-        [rid] = demand.rids
-        worker = _of(among, self._choosers["answer"].place(demand, [one.slot for one in among]))
-        prefill = None
-        if worker.role == "decode" and wish.prompt:
-            there = [one for one in self._all.values() if one.role == "prefill" and one.takes]
-            computing = [one for one in there if one not in tried]
-            if not computing:
-                self._choosers["answer"].end(rid)
-                return None
-            prefill = _of(computing, self._choosers["prefill"].place(demand, [one.slot for one in computing]))
-            self._count(prefill, 1)
-            room = uuid.uuid4().hex
+        [rid] = wish.demand.rids
+        slot = self._choosers[True].place(wish.demand, [one.slot for one in among])
+        worker = next(one for one in among if one.slot == slot)
         self._count(worker, 1)
-        return Place(worker=worker, prefill=prefill, room=room, rid=rid, computes=True)
-
-    def prompt_is_done(self, place: Place) -> None:
-        """Note that the first of an answer is there: the prefill server has nothing more to do for it."""
-        if place.prefill is not None and place.computes:
-            self._choosers["prefill"].end(place.rid)
-            self._count(place.prefill, -1)
-        place.computes = False
+        return Place(worker=worker, rid=rid)
 
     def ended(self, place: Place) -> None:
         """Note that nothing more comes from a place."""
-        self.prompt_is_done(place)
-        self._choosers["answer"].end(place.rid)
+        self._choosers[True].end(place.rid)
         self._count(place.worker, -1)
 
     def load_of(self, worker: Worker) -> int:
         """Return the tokens in flight at a server, as far as is known."""
-        return self._chooser(worker.role).loads[worker.slot]
+        return self._choosers[worker.answers].loads[worker.slot]
 
     async def check(self, worker: Worker) -> None:
         """Look how a server is, and what it has to do for others than this router."""
@@ -201,7 +181,7 @@ class Workers:
             worker.why = why if worker.state == found else worker.why
             return
         if found == "healthy" and worker.state == "unhealthy":
-            self._chooser(worker.role).forget(worker.slot)  # it may be another process, whose caches are empty
+            self._choosers[worker.answers].forget(worker.slot)  # it may be another process, whose caches are empty
         if found == "healthy":
             logger.info("%s (%s) is healthy", worker.url, worker.role)
         else:
@@ -216,7 +196,7 @@ class Workers:
             logger.warning("%s does not take --upstream-api-key: its answer is 401", worker.url)
         _, page = await worker.server.get(b"/metrics", self.headers)
         others = sum(map(float, _LOAD.findall(page))) - worker.in_flight
-        self._chooser(worker.role).told(worker.slot, int(max(0, others)) * _REQUEST_TOKENS)
+        self._choosers[worker.answers].told(worker.slot, int(max(0, others)) * _REQUEST_TOKENS)
 
     async def _look_after(self, worker: Worker) -> None:
         interval_s, loop = self._settings.health_check_interval_s, asyncio.get_running_loop()
@@ -241,13 +221,10 @@ class Workers:
         worker.server.cut("the router drops this server")
         await worker.idle.wait()
         del self._all[worker.url]
-        self._chooser(worker.role).remove(worker.slot)
+        self._choosers[worker.answers].remove(worker.slot)
         logger.info("%s was dropped", worker.url)
         for task in worker.tasks - {asyncio.current_task()}:
             task.cancel()
-
-    def _chooser(self, role: Role) -> ReplicaRouter:
-        return self._choosers["answer" if role in ("replica", "decode") else role]
 
     def _count(self, worker: Worker, by: int) -> None:
         worker.in_flight += by
@@ -261,8 +238,9 @@ class Workers:
         task.add_done_callback(worker.tasks.discard)
 
 
-def _of(workers: Sequence[Worker], slot: int) -> Worker:
-    return next(one for one in workers if one.slot == slot)
+def answers(role: Role) -> bool:
+    """Return True for a server that clients' requests go to."""
+    return role in ("replica", "decode")
 
 
 def _health(status: int, body: bytes) -> tuple[State, str]:

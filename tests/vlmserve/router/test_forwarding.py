@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
-from tests.vlmserve.router.rig import ANSWER, CHAT, FakeServer, Router, fake_servers, routing
+from tests.vlmserve.router.rig import CHAT, FakeServer, Router, fake_servers, routing
 from tests.vlmserve.server_process import await_that
 
 EVENTS = {"content-type": "text/event-stream"}
@@ -43,7 +43,7 @@ def test_requests_and_answers_pass_unchanged(servers, router):
     body = json.dumps({"messages": [], "odd": [1, 2.5]}, indent=3).encode()
     sent = {"traceparent": "00-1-2-3", "X-Request-Id": "mine", "Authorization": "Bearer x"}
     sent |= {"Origin": f"http://127.0.0.1:{router.port}"}
-    sent |= {"X-Vlmserve-Prefill": "http://evil", "X-Forwarded-For": "1.2.3.4"}
+    sent |= {"X-Forwarded-For": "1.2.3.4"}
     servers[0].script = servers[1].script = lambda path, headers: (
         201,
         {"x-odd": "1", "date": "then"},
@@ -56,7 +56,7 @@ def test_requests_and_answers_pass_unchanged(servers, router):
     assert (method, path, came) == ("POST", CHAT, body)
     assert (got["traceparent"], got["x-request-id"], got["authorization"]) == ("00-1-2-3", "mine", "Bearer x")
     assert got["x-forwarded-for"] == "1.2.3.4", "what a proxy on this machine says of its client"
-    assert not {"origin", "x-vlmserve-prefill"} & got.keys()
+    assert not {"origin"} & got.keys()
 
 
 @pytest.mark.parametrize("script", [refuses(429), refuses(502), refuses(503), break_off])
@@ -230,56 +230,16 @@ def test_bodies_of_all_sizes_are_looked_into(servers, router, size):
 # ---- prefill and decode
 
 
-@pytest.fixture
-def four() -> Iterator[list[FakeServer]]:
-    with fake_servers(4) as servers:
-        yield servers
-
-
-def disaggregated(servers: list[FakeServer]):
-    urls = [server.url for server in servers]
-    return routing("--prefill", *urls[:2], "--decode", *urls[2:])
-
-
-def test_a_decode_server_is_told_who_computes_the_prompt(four):
-    with disaggregated(four) as router:
-        await_that(lambda: set(router.states().values()) == {"healthy"}, WAIT_S)
-        for number in range(8):
-            assert router.chat(f"{number}" * 600)[0] == 200
-        assert not four[0].seen + four[1].seen
-        assert all(server.seen for server in four[2:])
-        told = [headers for server in four[2:] for _, _, headers, _ in server.seen]
-        assert {headers["x-vlmserve-prefill"] for headers in told} == {four[0].url, four[1].url}
-        rooms = {headers["x-vlmserve-room"] for headers in told}
-        assert len(rooms) == 8
-        assert all(len(room) == 32 and int(room, 16) for room in rooms)
-
-
-def test_a_prefill_server_that_is_gone_is_replaced_by_another(four):
-    def script(path, headers):
-        if headers["x-vlmserve-prefill"] == four[0].url:
-            return 503, {"x-vlmserve-retry": "prefill"}, [b"{}"]
-        return 200, {}, [json.dumps(ANSWER).encode()]
-
-    four[2].script = four[3].script = script
-    with disaggregated(four) as router:
+def test_servers_that_work_for_others_are_only_watched():
+    with (
+        fake_servers(3) as (prefill, encode, decode),
+        routing("--prefill", prefill.url, "--encode", encode.url, "--decode", decode.url) as router,
+    ):
         await_that(lambda: set(router.states().values()) == {"healthy"}, WAIT_S)
         for number in range(4):
-            status, headers, _ = router.ask(
-                "POST", CHAT, {"messages": [{"role": "user", "content": f"{number}" * 600}]}
-            )
-            assert status == 200
-            assert "x-vlmserve-retry" not in headers
-        four[2].script = four[3].script = lambda path, headers: (503, {"x-vlmserve-retry": "prefill"}, [b'{"a": 1}'])
-        assert router.chat()[0] == 503
-
-
-def test_without_a_prefill_server_nobody_decodes(four):
-    four[0].health = four[1].health = (503, {"error": {"message": "gone"}})
-    with disaggregated(four) as router:
-        await_that(lambda: list(router.states().values()) == ["unhealthy"] * 2 + ["healthy"] * 2, WAIT_S)
-        assert router.chat()[0] == 503
-        assert router.ask("GET", "/health")[0] == 503
-        assert router.ask("GET", "/version")[0] == 200
-        assert router.ask("GET", "/v1/models")[0] == 200
-        assert not any("x-vlmserve-room" in headers for server in four for _, _, headers, _ in server.seen)
+            assert router.chat(f"{number}" * 600)[0] == 200
+        assert len(decode.seen) == 4
+        assert not prefill.seen + encode.seen
+        prefill.health = (503, {"error": {"message": "gone"}})
+        await_that(lambda: router.states()[prefill.url] == "unhealthy", WAIT_S)
+        assert router.chat()[0] == 200

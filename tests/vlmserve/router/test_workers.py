@@ -135,7 +135,7 @@ def test_servers_come_while_it_runs(servers):
 
 def test_load_that_others_make_counts(servers, router):
     servers[0].running = 50
-    await_that(lambda: router.workers._choosers["answer"]._others[0] > 0, WAIT_S)
+    await_that(lambda: router.workers._choosers[True]._others[0] > 0, WAIT_S)
     assert names(router) == {"b"}
 
 
@@ -203,12 +203,10 @@ def test_pages_of_others_get_nothing_from_a_router_without_keys(router):
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("", "name the servers: --replica URL..., or --prefill URL... and --decode URL..."),
+        ("", "name the servers that answer: --replica URL... or --decode URL..."),
         ("--replica x", "--replica: 'x' is no server's URL; it must be http://HOST:PORT"),
         ("--replica http://a:1 http://a:1/", "http://a:1 is given twice"),
-        ("--prefill http://a:1", "--prefill needs --decode"),
-        ("--decode http://a:1", "--decode needs --prefill"),
-        ("--replica http://a:1 --encode http://b:1", "--encode needs --prefill"),
+        ("--prefill http://a:1", "name the servers that answer"),
         ("--replica http://a:1 --port x", "--port is 'x'; it must be a whole number"),
     ],
 )
