@@ -21,7 +21,7 @@ import logging
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from vision.batches import UNDER_WAY, Batches, EncodeEntry, EntryState, Order
 from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
-from vision.cache.stats import PoolStats
+from vision.cache.stats import LinkStats, PoolStats
 from vision.cache.store import EmbeddingStore
 from vision.towers.temporal_patch import TemporalPatch, embedding_key
 from vision.workers.backend import EncoderBackend, EncodeResult
@@ -71,7 +71,7 @@ class EmbedShape:
 
 class EncoderPool:
     """The encoder pool. `cache`, `disk`: where embeddings are kept. `fingerprint`: identifies tower, settings and
-    dtype."""
+    dtype. `link_stats`: figures of the links to other servers, if there are any."""
 
     def __init__(
         self,
@@ -82,13 +82,15 @@ class EncoderPool:
         embed_shape: EmbedShape,
         limits: PoolLimits,
         disk: DiskTier | None = None,
+        link_stats: Callable[[], LinkStats] | None = None,
     ) -> None:
         self.cache = cache
         self._backend = backend
         self.fingerprint = fingerprint
-        self._embed_shape = embed_shape
+        self.embed_shape = embed_shape
         self._limits = limits
         self._disk = disk
+        self._link_stats = link_stats
         self._entries: dict[bytes, EncodeEntry] = {}
         self._queue: list[tuple[Order, bytes]] = []  # sorted
         self._admitted: dict[bytes, EncodeEntry] = {}  # have room; the cache holds them
@@ -114,7 +116,7 @@ class EncoderPool:
             if entry is not None:
                 self._join(entry, (order, number))
                 continue
-            entry = EncodeEntry(key=key, patch=patch, nbytes=self._embed_shape.nbytes(patch), holders=[(order, number)])
+            entry = EncodeEntry(key=key, patch=patch, nbytes=self.embed_shape.nbytes(patch), holders=[(order, number)])
             self._entries[key] = entry
             self._enqueue(entry)
         return keys
@@ -251,6 +253,7 @@ class EncoderPool:
             device=self.cache.device.stats(),
             host=None if self.cache.host is None else self.cache.host.stats(),
             disk=None if self._disk is None else self._disk.stats(),
+            link=None if self._link_stats is None else self._link_stats(),
         )
 
     # ------------------------------------------------------------ what comes
@@ -268,7 +271,7 @@ class EncoderPool:
         return bool(done or results)
 
     def _take_loaded(self, entry: EncodeEntry, embeds: torch.Tensor | None) -> None:
-        shape = self._embed_shape
+        shape = self.embed_shape
         if embeds is not None and embeds.shape == shape.of(entry.patch) and embeds.dtype == shape.dtype:
             entry.saved = True
             self._make_ready(entry, embeds)
@@ -368,8 +371,8 @@ class EncoderPool:
         self.cache.hold(entry.key)
         if entry.patch.encoded:
             # a copy, for the request's own array may be read-only memory; without what a second tower would make
-            rows = torch.tensor(entry.patch.pixels, dtype=self._embed_shape.dtype)
-            self.cache.add(entry.key, pad(rows, (0, self._embed_shape.width - rows.shape[1])))
+            rows = torch.tensor(entry.patch.pixels, dtype=self.embed_shape.dtype)
+            self.cache.add(entry.key, pad(rows, (0, self.embed_shape.width - rows.shape[1])))
             entry.state = EntryState.READY
         elif self.cache.find(entry.key):
             entry.state = EntryState.READY

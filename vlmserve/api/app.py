@@ -195,17 +195,31 @@ def build_app(
     add_operations(app, endpoints_of(responses))
     add_operations(app, endpoints_of(BatchesApi(journal, app.state.batches, files, settings)))
     add_operations(app, endpoints_of(operators))
-    # The one added last is the outermost: it sees refused keys, and what fails further in.
-    keys = read_api_keys(settings)
-    files.shared = keys is not None and keys.shared
-    add_pages(app, model=model_name, keys=keys is not None, admin_key=settings.admin_api_key is not None)
+    keys = add_guards(app, settings, metrics, tracer, files)
+    add_pages(app, model=model_name, keys=keys, admin_key=settings.admin_api_key is not None)
     add_front_page(
         app,
         model=model_name,
         family=str(read_json(Path(settings.engine.model), "config.json", required=False).get("model_type")),
         max_model_len=manager.builder.limits.max_model_len,
-        keys=keys is not None,
+        keys=keys,
     )
+    return app
+
+
+def add_guards(
+    app: FastAPI,
+    settings: ServerSettings,
+    metrics: ServerMetrics,
+    tracer: RequestTracer | None = None,
+    files: FileStore | None = None,
+) -> bool:
+    """Put the checks of keys and web pages around an application, and what counts its requests around these. Return
+    whether clients need a key. files: is told whether several clients have the same name."""
+    # The one added last is the outermost: it sees refused keys, and what fails further in.
+    keys = read_api_keys(settings)
+    if files is not None:
+        files.shared = keys is not None and keys.shared
     if keys is not None or settings.admin_api_key is not None:
         scope = settings.cache_scope
         scoped = scope == "key" or (scope == "auto" and settings.api_key_file is not None)
@@ -229,7 +243,7 @@ def build_app(
         access_log=settings.access_log,
         tracer=tracer,
     )
-    return app
+    return keys is not None
 
 
 def _observer(metrics: ServerMetrics, settings: ServerSettings) -> Callable[[RequestStats], None]:

@@ -164,9 +164,6 @@ class ControlApi:
     async def server_info(self) -> ServerState:
         """Describe the server: version, model, settings, sizes, and current work."""
         info = await self._ask(GetServerInfoReq(), ServerInfo)
-        settings = asdict(self._settings)
-        settings |= settings.pop("engine")
-        settings |= {name: "set" for name in _SECRETS if settings[name] is not None}
         state: ServerState = {
             "version": __version__,
             "model": self._model_name,
@@ -179,7 +176,7 @@ class ControlApi:
             "num_pending": self._manager.num_pending,
             "defaults": self._manager.builder.defaults,
             "scheduler": _figures(info.stats),
-            "settings": dict(sorted(settings.items())),
+            "settings": shown_settings(self._settings),
         }
         if info.urls:
             state["urls"] = list(info.urls)
@@ -283,6 +280,14 @@ class ControlApi:
             raise BadRequestError(result.message, status=result.status)
         assert isinstance(result, kind), result
         return result
+
+
+def shown_settings(settings: ServerSettings) -> dict[str, Any]:
+    """Return all settings by name, without secrets."""
+    shown = asdict(settings)
+    shown |= shown.pop("engine")
+    shown |= {name: "set" for name in _SECRETS if shown[name] is not None}
+    return dict(sorted(shown.items()))
 
 
 def _counts(state: EngineState) -> dict[str, int]:

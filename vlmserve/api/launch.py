@@ -62,6 +62,7 @@ from vlmserve_common.process.threads import exit_within
 
 if TYPE_CHECKING:
     from vlmserve.api.app import ApiFrontend
+    from vlmserve.api.encode_app import EncoderFrontend
     from vlmserve.api.http_server import HttpServer
     from vlmserve.ipc.engines import Engines
 
@@ -162,7 +163,8 @@ def serve_node(settings: ServerSettings) -> int:
             ignore_stop_signals()
 
 
-MakeFrontend: TypeAlias = "Callable[..., ApiFrontend]"
+Frontend: TypeAlias = "ApiFrontend | EncoderFrontend"
+MakeFrontend: TypeAlias = "Callable[..., Frontend]"
 """Called as `vlmserve.api.app.make_frontend` is."""
 
 
@@ -171,6 +173,13 @@ def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSett
     from vlmserve.engine.process import run_scheduler
 
     run_scheduler(args, channels, start, ready)
+
+
+def run_encoder_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
+    """Run the process of an encoder (`--role encode`)."""
+    from vlmserve.engine.encode_process import run_encoder
+
+    run_encoder(args, channels, start, ready)
 
 
 def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
@@ -221,14 +230,19 @@ def launch_server(
             # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             prepare_children()  # this process has its own imports meanwhile
-            if make_frontend is None:
+            encodes_only = settings.engine.role == "encode"
+            if make_frontend is None and encodes_only:
+                from vlmserve.api.encode_app import make_encoder_frontend
+
+                make_frontend = make_encoder_frontend
+            elif make_frontend is None:
                 from vlmserve.api.app import make_frontend as http_frontend
 
                 make_frontend = http_frontend
                 if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
                     import torch  # noqa: F401  # not only when the first picture waits for it
             mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
-            mains.extend(rank_mains(settings.engine))
+            mains = [("encoder", run_encoder_process)] if encodes_only else [*mains, *rank_mains(settings.engine)]
             engines = channels.replicas(settings.engine.num_replicas)
             children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
             for child in children:  # all at once, for each may have something to finish
@@ -352,7 +366,7 @@ class _Serving:
         forget_turns()  # of the start
         announce(self.listener, self.settings.port_file, f"serves {self.model_name}")
 
-    async def _watch(self, frontend: ApiFrontend, server: HttpServer) -> None:
+    async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
         children = {child.process.pid: child.process for child in self.children}
 
         def suspend(problem: str | None) -> None:
@@ -385,7 +399,7 @@ class _Serving:
             await asyncio.sleep(LOOK_S)
             self.watchdog.look()
 
-    def _on_signal(self, server: HttpServer, frontend: ApiFrontend, number: int) -> None:
+    def _on_signal(self, server: HttpServer, frontend: Frontend, number: int) -> None:
         name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
@@ -402,16 +416,16 @@ class _Serving:
         self.ends_at = time.monotonic() + patience_s
         asyncio.get_running_loop().call_later(patience_s, self._cut_short, server, frontend)
 
-    def _cut_short(self, server: HttpServer, frontend: ApiFrontend) -> None:
+    def _cut_short(self, server: HttpServer, frontend: Frontend) -> None:
         frontend.fail_all("the server is shutting down")
         asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _on_death(self, child: ChildProcess, frontend: ApiFrontend, server: HttpServer) -> None:
+    def _on_death(self, child: ChildProcess, frontend: Frontend, server: HttpServer) -> None:
         loop = asyncio.get_running_loop()
         loop.remove_reader(child.sentinel)
         self._fail(child.how_it_died(), frontend, server)
 
-    def _fail(self, failure: str, frontend: ApiFrontend, server: HttpServer) -> None:
+    def _fail(self, failure: str, frontend: Frontend, server: HttpServer) -> None:
         if self.failure is not None:
             return
         self.failure = failure
@@ -422,7 +436,7 @@ class _Serving:
         loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
         loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _receive(self, frontend: ApiFrontend, engines: Engines, message: TokenizerManagerInput) -> None:
+    def _receive(self, frontend: Frontend, engines: Engines, message: TokenizerManagerInput) -> None:
         try:
             frontend.handle(message)
         except Exception:

@@ -205,6 +205,21 @@ _TIER_COUNTERS = {
     "embedding_cache_evictions": ("Embeddings that gave way to others", "evictions"),
 }
 
+# with --encoder-urls, or of an encoder for these
+_LINK_GAUGES = {
+    "encoder_links": ("Usable links to encoders on other servers, or to their consumers", "links"),
+    "encoder_link_requests": ("Pictures and temporal patches asked for over links, and not there yet", "open"),
+}
+_LINK_COUNTERS = {
+    "encoder_link_queries": ("Pictures and temporal patches asked for over links", "asked"),
+    "encoder_link_misses": ("Those whose pixels were sent, since no cache had their embeddings", "pixels"),
+    "encoder_link_received": ("Those whose embeddings came over links", "rows"),
+    "encoder_link_fallbacks": ("Those encoded at home after all", "home"),
+    "encoder_link_timeouts": ("Those that took longer than --encoder-peer-timeout-s", "late"),
+    "encoder_link_sent_bytes": ("Bytes sent over links", "sent_bytes"),
+    "encoder_link_received_bytes": ("Bytes received over links", "received_bytes"),
+}
+
 # for each of several replicas; all other figures are sums
 _REPLICA_GAUGES = {
     "replica_requests_running": ("Requests being computed by a replica", "num_running_reqs"),
@@ -230,7 +245,7 @@ class SchedulerCollector(Collector):
         stats = self.stats
         if stats is None:
             return
-        labels = (self._model_name,)
+        labels: tuple[str, ...] = (self._model_name,)
         used = stats.kv_total_tokens - stats.kv_free_tokens - stats.kv_cached_tokens
         for name, text, value in (
             ("kv_cache_used_tokens", "KV cache slots of requests", float(used)),
@@ -245,6 +260,8 @@ class SchedulerCollector(Collector):
         replicas = [((*labels, str(number)), one) for number, one in enumerate(stats.replicas)]
         yield from _families(_GAUGES, _COUNTERS, whole)
         yield from _families(_TIER_GAUGES, _TIER_COUNTERS, tiers, "tier")
+        if stats.encoder.link is not None:
+            yield from _families(_LINK_GAUGES, _LINK_COUNTERS, [(labels, stats.encoder.link)])
         if replicas:
             yield from _families(_REPLICA_GAUGES, _REPLICA_COUNTERS, replicas, "replica")
         right = CounterMetricFamily(

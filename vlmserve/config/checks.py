@@ -71,10 +71,28 @@ def engine_problems(args: EngineArgs) -> list[str]:
         problems.append(problem(args, "node_rank", f"below --nnodes, which is {args.nnodes}"))
     if args.nnodes > 1 and not re.fullmatch(r".+:0*[1-9]\d{0,4}", args.dist_init_addr or ""):
         problems.append(problem(args, "dist_init_addr", "HOST:PORT of machine 0 where --nnodes is above 1"))
-    if (args.role == "decode") != (args.prefill_urls is not None):
-        problems.append(problem(args, "prefill_urls", "given with --role decode, and only then"))
+    problems.extend(_role_problems(args))
     if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
         problems.append(problem(args, "max_total_tokens", f"at least two pages (--page-size is {page})"))
+    return problems
+
+
+def _role_problems(args: EngineArgs) -> list[str]:
+    """Return a sentence for each setting that does not go with `--role`."""
+    problems = []
+    if (args.role == "decode") != (args.prefill_urls is not None):
+        problems.append(problem(args, "prefill_urls", "given with --role decode, and only then"))
+    if args.role != "encode":
+        return problems
+    problems += [
+        f"--role encode does not go with {flag(name)} above 1: --encoder-dp-size and --encoder-devices spread the work"
+        for name in ("tp_size", "pp_size", "dp_size")
+        if getattr(args, name) > 1
+    ]
+    if args.encoder_urls is not None:
+        problems.append("--encoder-urls does not go with --role encode: an encoder asks no other one")
+    if args.load_format == "dummy":
+        problems.append("--load-format dummy does not go with --role encode: no other server has the same weights")
     return problems
 
 

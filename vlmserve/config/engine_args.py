@@ -204,6 +204,24 @@ class EngineArgs:
     disable_vit_cuda_graph: bool = _encoder(
         False, "GPU: launch every kernel of the vision encoder by itself, also for small pictures"
     )
+    encoder_urls: str | None = _encoder(
+        None,
+        "encoders on other servers (--role encode): tcp://HOST:PORT, their --encoder-listen, with commas between them; "
+        "they encode, and this server what they fail to do",
+        _LINKS,
+        common=True,
+    )
+    encoder_peer_timeout_s: float = _encoder(
+        60.0,
+        "seconds that --encoder-urls may take for a picture, or two frames of a video, before this server encodes it",
+        SECONDS,
+    )
+    encoder_listen: str = _encoder(
+        "127.0.0.1:8997",
+        "--role encode: HOST:PORT where other servers ask for embeddings; use a private network, since the connection "
+        "is not encrypted",
+        _LISTEN,
+    )
     max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1, common=True)
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
@@ -339,7 +357,8 @@ class EngineArgs:
     )
     role: Literal["all", "encode", "prefill", "decode"] = _parallel(
         "all",
-        "the server's part of the work; prefill: compute prompts for decode servers; decode: have the --prefill-urls "
+        "the server's part of the work; encode: load the vision tower alone, and encode for the --encoder-urls of other "
+        "servers; prefill: compute prompts for decode servers; decode: have the --prefill-urls "
         "compute prompts, and make answers; all: everything",
         common=True,
     )

@@ -38,6 +38,8 @@ from vlmserve_common.kernels.quantized import Mode, tower_mode
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
+    from vision.cache.stats import LinkStats
+    from vision.remote.protocol import TowerIdentity
     from vision.workers.process_backend import ProcessBackend
 
 
@@ -85,43 +87,110 @@ def build_encoder_pool(
     space_bytes: for embeddings on the device. start: needed if `args` asks for encoder processes. store: keeps
     embeddings for good; by default the folder of `--embedding-cache-dir`. Raises EngineError.
     """
-    hf_config = read_hf_config(Path(args.model))
-    shape = embed_shape(tower, dtype, *behind)
-    second = resolve_model(args.speculative_draft_model_path) if behind and args.speculative_draft_model_path else None
     with ExitStack() as stack:
-        backend: EncoderBackend
-        if args.num_encoders:
-            workers = _start_workers(args, dtype, device, start, second)
-            stack.callback(workers.close)
-            backend, fingerprint = workers, workers.wait_ready()
+        backend, fingerprint = build_backend(args, tower, *behind, dtype=dtype, device=device, start=start)
+        stack.callback(backend.close)
+        shape = embed_shape(tower, dtype, *behind)
+        if args.encoder_urls is None:
+            pool = make_pool(args, backend, fingerprint, shape, device=device, space_bytes=space_bytes, store=store)
         else:
-            backend = InlineBackend(TowerRunner(tower, device, *behind), lane=lane_beside(device))
-            mode = tower_mode(args.quantization, device)
-            configs = [hf_config, *([read_hf_config(second)] if second is not None else [])]
-            fingerprint = joined_fingerprint(  # of the weights as stored
-                [
-                    tower_fingerprint(one, config["vision_config"], mode)
-                    for one, config in zip((tower, *behind), configs, strict=True)
-                ]
+            from vision.remote.remote_backend import BATCHES_AHEAD, RemoteBackend
+
+            remote = RemoteBackend(
+                backend,
+                args.encoder_urls.split(","),
+                tower=tower_identity(args, fingerprint, shape),
+                rows=shape.of,
+                key=args.peer_key,
+                timeout_s=args.encoder_peer_timeout_s,
             )
-            for one in (tower, *behind):
-                pack_linears(one, mode)
-        if store is None and args.embedding_cache_dir is not None:
-            store = open_store(args, fingerprint, shape, hf_config)
-        pool = EncoderPool(
-            backend,
-            make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
-            fingerprint=fingerprint,
-            embed_shape=shape,
-            limits=PoolLimits(
-                max_patches=resolve_max_patches(args, device),
+            stack.callback(remote.close)
+            pool = make_pool(
+                args,
+                remote,
+                fingerprint,
+                shape,
+                device=device,
                 space_bytes=space_bytes,
-                batches_ahead=2 if args.num_encoders else BATCHES_IN_WORK,
-            ),
-            disk=None if store is None else DiskTier(store),
-        )
+                store=store,
+                batches=(1, BATCHES_AHEAD),
+                link_stats=remote.stats,
+            )
         stack.pop_all()
         return pool
+
+
+def build_backend(
+    args: EngineArgs,
+    tower: VisionTower,
+    *behind: VisionTower,
+    dtype: torch.dtype,
+    device: torch.device,
+    start: StartSettings | None = None,
+) -> tuple[EncoderBackend, bytes]:
+    """Return what encodes on this machine, and the fingerprint of its towers; see `build_encoder_pool`."""
+    second = resolve_model(args.speculative_draft_model_path) if behind and args.speculative_draft_model_path else None
+    if args.num_encoders:
+        workers = _start_workers(args, dtype, device, start, second)
+        try:
+            return workers, workers.wait_ready()
+        except BaseException:
+            workers.close()
+            raise
+    backend = InlineBackend(TowerRunner(tower, device, *behind), lane=lane_beside(device))
+    mode = tower_mode(args.quantization, device)
+    configs = [read_hf_config(folder) for folder in (Path(args.model), second) if folder is not None]
+    fingerprint = joined_fingerprint(  # of the weights as stored
+        [
+            tower_fingerprint(one, config["vision_config"], mode)
+            for one, config in zip((tower, *behind), configs, strict=True)
+        ]
+    )
+    for one in (tower, *behind):
+        pack_linears(one, mode)
+    return backend, fingerprint
+
+
+def make_pool(
+    args: EngineArgs,
+    backend: EncoderBackend,
+    fingerprint: bytes,
+    shape: EmbedShape,
+    *,
+    device: torch.device,
+    space_bytes: int,
+    store: EmbeddingStore | None = None,
+    batches: tuple[int, int] | None = None,
+    link_stats: Callable[[], LinkStats] | None = None,
+) -> EncoderPool:
+    """Make the encoder pool over a backend, with the caches that the settings ask for. space_bytes, store: see
+    `build_encoder_pool`. batches: vision patches in one,
+    and how many a worker gets ahead, if the backend needs others than the settings'. EngineError for the folder."""
+    if store is None and args.embedding_cache_dir is not None:
+        store = open_store(args, fingerprint, shape, read_hf_config(Path(args.model)))
+    most, ahead = batches or (resolve_max_patches(args, device), 2 if args.num_encoders else BATCHES_IN_WORK)
+    return EncoderPool(
+        backend,
+        make_cache(device, device_bytes=space_bytes, host_bytes=args.encoder_host_cache_mib * 2**20),
+        fingerprint=fingerprint,
+        embed_shape=shape,
+        limits=PoolLimits(max_patches=most, space_bytes=space_bytes, batches_ahead=ahead),
+        disk=None if store is None else DiskTier(store),
+        link_stats=link_stats,
+    )
+
+
+def tower_identity(args: EngineArgs, fingerprint: bytes, shape: EmbedShape) -> TowerIdentity:
+    """Return what servers that share embeddings must have in common."""
+    from vision.remote.protocol import TowerIdentity
+
+    return TowerIdentity(
+        family=str(read_hf_config(Path(args.model)).get("model_type")),
+        fingerprint=fingerprint.hex(),
+        dtype=dtype_name(shape.dtype),
+        width=shape.width,
+        merge=shape.merge,
+    )
 
 
 def make_cache(device: torch.device, *, device_bytes: int, host_bytes: int) -> EmbeddingCache:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from vision.cache.stats import PoolStats, TierStats
+from vision.cache.stats import LinkStats, PoolStats, TierStats
 from vision.encoder_pool import EncoderPool
 from vlmserve.engine.encoder_warmups import EncoderWarmups
 from vlmserve.engine.step import GroupsWorker, StepHandle
@@ -334,7 +334,11 @@ class EventLoop:
         first, *others = [scheduler.stats() for scheduler in self.schedulers]
         first = replace(first, encoder=encoder, experts=self._expert_stats(), num_warmups=len(self._warmups))
         none = TierStats()
-        nothing = PoolStats(host=None if encoder.host is None else none, disk=None if encoder.disk is None else none)
+        nothing = PoolStats(
+            host=None if encoder.host is None else none,
+            disk=None if encoder.disk is None else none,
+            link=None if encoder.link is None else LinkStats(),
+        )
         return sum_stats([first, *(replace(one, encoder=nothing) for one in others)])
 
     # ------------------------------------------------------------ the end

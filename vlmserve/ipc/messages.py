@@ -449,22 +449,22 @@ class SchedulerStats:
     """Plain figures of one scheduler, for /metrics and tests. Token counts are KV slots. replicas: the figures of
     each scheduler, if these are sums."""
 
-    num_running_reqs: int
-    num_waiting_reqs: int
-    kv_total_tokens: int
-    kv_free_tokens: int
-    kv_cached_tokens: int
-    kv_locked_tokens: int
-    req_pool_total: int
-    req_pool_free: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    generation_tokens_total: int
+    num_running_reqs: int = 0
+    num_waiting_reqs: int = 0
+    kv_total_tokens: int = 0
+    kv_free_tokens: int = 0
+    kv_cached_tokens: int = 0
+    kv_locked_tokens: int = 0
+    req_pool_total: int = 0
+    req_pool_free: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
     encoder: PoolStats
-    finished_total: int
-    aborted_total: int
-    retracted_total: int
-    forward_steps_total: int
+    finished_total: int = 0
+    aborted_total: int = 0
+    retracted_total: int = 0
+    forward_steps_total: int = 0
     num_warmups: int = 0
     steps: StepStats = StepStats()
     handover: HandoverStats = HandoverStats()

@@ -94,6 +94,8 @@ def build_offline_engine(
             f"{flag('dp_size')} is {args.dp_size}: only a server has several replicas; start `vlmserve serve` with it "
             "and send it requests, or make one engine on each device"
         )
+    if args.role != "all":
+        raise EngineError(f"{flag('role')} is {args.role!r}: only a server has a part of the work")
     args = replace(args, model=str(checked_model(args)))
     with ExitStack() as stack:
         args, runner, info, worker, ranks = _runner(args, stack, log_level)
