@@ -9,13 +9,14 @@ pixels of any of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vision.cache.stats import LinkStats
 from vision.encoder_pool import EncoderPool
 from vision.remote.encoder_server import EncoderServer, Event, Gone
-from vision.remote.protocol import SILENT_S, Answer, Ask, Pixels, Pull, Release, Rows, Status
+from vision.remote.protocol import RENEW_S, SILENT_S, Answer, Ask, Pixels, Pull, Release, Rows, Status
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncoderBackend, EncodeResult
 
@@ -109,13 +110,21 @@ class _Lease:
 
 
 class EncodeService:
-    """Answers consumers from an encoder pool over `backend`. Call `handle` with each event, the pool's `advance`, and
-    then `advance`, all in one thread."""
+    """Answers consumers from an encoder pool over `backend`: call `step` again and again, in one thread. `clock`: in
+    seconds."""
 
-    def __init__(self, pool: EncoderPool, backend: PixelsOnDemand, server: EncoderServer) -> None:
+    def __init__(
+        self,
+        pool: EncoderPool,
+        backend: PixelsOnDemand,
+        server: EncoderServer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._pool = pool
         self._backend = backend
         self._server = server
+        self._clock = clock
+        self._look_at = 0.0
         self._leases: dict[int, dict[int, _Lease]] = {}  # consumer -> number -> lease
         self._asked: dict[bytes, tuple[int, int]] = {}  # digest -> consumer and number that owe its pixels
         self._asks = self._rows = self._pixels = 0
@@ -133,7 +142,25 @@ class EncodeService:
             received_bytes=received,
         )
 
-    def handle(self, consumer: int, event: Event) -> None:
+    def step(self, budget_s: float) -> bool:
+        """Take events, encode for about so many seconds if this process does that, and answer. False: there is nothing
+        to do until one of `wait_handles` is readable, or `RENEW_S` have passed."""
+        for consumer, event in self._server.take():
+            self._handle(consumer, event)
+        busy = self._pool.advance()
+        busy |= self._answer_all()
+        if self._pool.has_work:
+            busy |= self._pool.work(budget_s)
+        if (now := self._clock()) >= self._look_at:
+            self._look_at = now + RENEW_S
+            self._drop_silent()
+        return busy
+
+    def wait_handles(self) -> list[int]:
+        """Return the file descriptors to wait for after `step` returned False."""
+        return [self._server.fd, *self._pool.wait_handles()]
+
+    def _handle(self, consumer: int, event: Event) -> None:
         """Take one event. A consumer that breaks the protocol is dropped."""
         leases = self._leases.setdefault(consumer, {})
         if isinstance(event, Gone):
@@ -153,7 +180,7 @@ class EncodeService:
         else:
             self._send_rows(consumer, event, leases[event.number])
 
-    def advance(self) -> bool:
+    def _answer_all(self) -> bool:
         """Tell consumers what is new, and fetch pixels; return True if there was anything."""
         told = False
         for consumer, leases in self._leases.items():
@@ -161,8 +188,8 @@ class EncodeService:
                 told |= self._tell(consumer, number, lease)
         return self._fetch() or told
 
-    def look_after(self) -> None:
-        """Drop consumers that owe pixels and are silent, since others wait with them. Call it about every second."""
+    def _drop_silent(self) -> None:
+        """Drop consumers that owe pixels and are silent, since others wait with them."""
         for consumer, _ in set(self._asked.values()):
             if self._server.silent_s(consumer) > SILENT_S:
                 self._server.drop(consumer, f"the consumer owes pixels, and said nothing for {SILENT_S:g} s")

@@ -36,7 +36,7 @@ from vision.remote.protocol import (
 )
 from vision.towers.temporal_patch import TemporalPatch
 from vlmserve_common.compute.tensors import dtype_name
-from vlmserve_common.transport.peers import PeerConnection, PeerError, call
+from vlmserve_common.transport.peers import PeerConnection, PeerError, call, until_one_ends
 
 log = logging.getLogger(__name__)
 
@@ -129,8 +129,7 @@ class EncoderLink:
                     await self._agree(connection)
                     pause_s = _FIRST_PAUSE_S
                     await self._serve(connection)
-            except* Exception as errors:
-                error = errors.exceptions[0]
+            except Exception as error:
                 self._tell(f"is not used: {str(error) or 'it does not answer'}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -149,10 +148,9 @@ class EncoderLink:
         self.usable = True
         self._tell("is used")
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._receive(connection))
-                tasks.create_task(self._send(connection, self._unsent))
-                tasks.create_task(self._watch(connection))
+            await until_one_ends(
+                self._receive(connection), self._send(connection, self._unsent), self._watch(connection)
+            )
         finally:
             self.usable, self._connection = False, None
             self._ended_bytes[0] += connection.sent_bytes

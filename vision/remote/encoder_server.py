@@ -33,7 +33,7 @@ from vision.remote.protocol import (
 )
 from vlmserve_common.process.loop_thread import LoopThread
 from vlmserve_common.process.wake_up import WakeUp
-from vlmserve_common.transport.peers import PeerConnection, PeerError, answer
+from vlmserve_common.transport.peers import PeerConnection, PeerError, answer, until_one_ends
 
 log = logging.getLogger(__name__)
 
@@ -150,8 +150,7 @@ class EncoderServer:
                     self._closed_bytes[0] += connection.sent_bytes
                     self._closed_bytes[1] += connection.received_bytes
                     self._tell(number, Gone())
-        except* Exception as errors:  # whatever it is, other connections go on
-            error = errors.exceptions[0]
+        except Exception as error:  # whatever it is, other connections go on
             log.info("the link of %s has ended: %s", name, str(error) or type(error).__name__)
 
     async def _agree(self, connection: PeerConnection) -> None:
@@ -182,11 +181,8 @@ class _Consumer:
             self._ended.set_result(reason)
 
     async def run(self, tell: Callable[[Event], None]) -> None:
-        """Move messages until the connection ends. Raises OSError or PeerError in a group."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._receive(tell))
-            tasks.create_task(self._send())
-            tasks.create_task(self._watch())
+        """Move messages until the connection ends. Raises OSError or PeerError, which say why."""
+        await until_one_ends(self._receive(tell), self._send(), self._watch())
 
     async def _receive(self, tell: Callable[[Event], None]) -> None:
         while True:

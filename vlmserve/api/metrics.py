@@ -245,7 +245,7 @@ class SchedulerCollector(Collector):
         stats = self.stats
         if stats is None:
             return
-        labels: tuple[str, ...] = (self._model_name,)
+        labels = (self._model_name,)
         used = stats.kv_total_tokens - stats.kv_free_tokens - stats.kv_cached_tokens
         for name, text, value in (
             ("kv_cache_used_tokens", "KV cache slots of requests", float(used)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -72,22 +71,13 @@ def run_encoder(args: EngineArgs, channels: Channels, start: StartSettings, read
     ending = Ending(FINISH_S)
     ready(before_end=partial(_finish, pool, ending))
     log.info("encodes for servers with --encoder-urls %s", server.url)
-    busy, look_at = False, 0.0
+    busy = False
     while not ending.has_come:
         if not busy:
             heartbeat.idle()
-            wake = [operators.socket, ending.fd, server.fd, *pool.wait_handles()]
-            receiver.drain(timeout_s=RENEW_S, wake=wake)
+            receiver.drain(timeout_s=RENEW_S, wake=[operators.socket, ending.fd, *service.wait_handles()])
         heartbeat.working()
-        for consumer, event in server.take():
-            service.handle(consumer, event)
-        busy = pool.advance()
-        busy |= service.advance()
-        if pool.has_work:
-            busy |= pool.work(_SLICE_S)
-        if time.monotonic() >= look_at:
-            look_at = time.monotonic() + RENEW_S
-            service.look_after()
+        busy = service.step(_SLICE_S)
         operators.answer_all(answer)
     server.close()
     ending.finish()

@@ -22,7 +22,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,6 +233,22 @@ async def answer(
         connection.close()
         raise
     return connection
+
+
+async def until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Run coroutines side by side until one of them ends, cancel the others, and raise its error.
+
+    Unlike an `asyncio.TaskGroup` of Python 3.11, this does not forget that it was cancelled while one of them failed.
+    """
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
 
 
 def _tag(key: bytes, number: int, part: bytes, content: Iterable[Frame]) -> bytes:
