@@ -43,13 +43,13 @@ class MultimodalDataItem:
 
     `digest`: 32 bytes, BLAKE3 over modality, grid and patch_digests (length-framed), which cannot be forged.
     `patch_digests`: one for each temporal patch (a picture is one), over its pixels, grid and cutting; the embedding
-    cache goes by them. For a picture that came as embeddings: over its rows. `grid_thw`: patches in time, height and
+    cache goes by them. For what came as embeddings: over the rows. `grid_thw`: patches in time, height and
     width, before the spatial merge. `offsets`: half-open ranges [start, end) of this item's pad tokens in the expanded
     `input_ids`. A picture has one range, a Qwen3-VL video one for each temporal patch. Their lengths sum to t*h*w /
     merge_size**2. `feature`: uint8 [t*h*w, in_channels * frames * patch_size**2], pixels in the family's patch order.
     frames is 1 for a picture, else temporal_patch_size. `normalization`: how pixels become values (see
     `processors.normalize`). `resizing`: set if frames are not resized and cut yet; feature is then uint8 [t*frames,
-    height, width, 3]. `encoded`: the picture came as embeddings: feature is float32 [num_tokens, width], without
+    height, width, 3]. `encoded`: it came as embeddings: feature is float32 [num_tokens, width], without
     normalization. `second_per_grid_t`: seconds between temporal patches (Qwen2.5-VL video), else 0.
     """
 

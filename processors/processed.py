@@ -19,6 +19,7 @@ class _Processed:
     `digest`, `patch_digests`, `grid_thw`, `feature`, `normalization`, `resizing`: as in `MultimodalDataItem`. Requests
     may share `feature`, so it is read-only. `num_tokens`: pad tokens in a prompt. `source_size`: (width, height) of the
     upright original picture or frame. `clamps`: knobs that server limits changed. `ignored`: knobs without effect.
+    `encoded`: as in `MultimodalDataItem`.
     """
 
     digest: bytes
@@ -31,22 +32,21 @@ class _Processed:
     resizing: Resizing | None = None
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
+    encoded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessedImage(_Processed):
-    """One picture, ready for the vision tower. `encoded`: as in `MultimodalDataItem`."""
-
-    encoded: bool = False
+    """One picture, ready for the vision tower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessedVideo(_Processed):
     """One clip, ready for the vision tower.
 
-    `frame_indices`, `frame_times`: the frames used, by number and in seconds. `patch_times`: the mean time of each
-    temporal patch. `second_per_grid_t`: as in `MultimodalDataItem`. `source_fps`, `source_frames`: of the original.
-    `sampling`: the rule that chose the frames. `sample_fps`: frames used per second.
+    `frame_indices`, `frame_times`: the frames used, by number and in seconds; none if it came encoded. `patch_times`:
+    the mean time of each temporal patch. `second_per_grid_t`: as in `MultimodalDataItem`. `source_fps`,
+    `source_frames`: of the original. `sampling`: the rule that chose the frames. `sample_fps`: frames used per second.
     """
 
     frame_indices: tuple[int, ...]

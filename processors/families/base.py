@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 from PIL import Image
 
-from processors.embeds import GridLimits, check_embeds
+from processors.embeds import GridLimits, check_embeds, check_times
 from processors.families.config import ProcessorConfig, TokenIds
 from processors.families.processor_kwargs import RequestKnobs, parse_processor_kwargs
 from processors.hashing import embeds_digest, media_digest, original_digest, patch_digest
@@ -25,7 +25,7 @@ from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.knobs import ImageKnobs
 from processors.mrope import MediaSpan, mrope_positions
 from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
-from processors.resize import Allocate, fit_to_resize_later, frames_to_patches, planes, resize_frames
+from processors.resize import Allocate, PatchConfig, fit_to_resize_later, frames_to_patches, planes, resize_frames
 from processors.video.clips import VideoProcessor
 from processors.video.options import RuleSettings, VideoKnobs, VideoLimits, VideoOptions
 from processors.video.rules import SHARED_RULES, VideoRules
@@ -47,7 +47,7 @@ class ProcessorLimits:
 
     `max_pixels`: the largest area that a picture or frame is resized to; None for the checkpoint's own maximum.
     `tell_max_pixels`: report a `Clamp` for each medium that this limit makes smaller. It is on when the server chose
-    the limit itself. `low_detail_tokens`: most tokens of a picture of detail "low". `embeds`: accept pictures as
+    the limit itself. `low_detail_tokens`: most tokens of a picture of detail "low". `embeds`: accept media as
     embeddings. `resize_later`: leave resizing and cutting to the tower's device, for originals that are not too large.
     """
 
@@ -174,20 +174,16 @@ class MultimodalProcessor(ABC):
         )
 
     def check_embeds_allowed(self) -> None:
-        """Raise BadRequestError unless pictures may come as embeddings."""
+        """Raise BadRequestError unless pictures and videos may come as embeddings."""
         if not self.limits.embeds:
-            what = "pictures that come encoded are refused (setting --enable-mm-embeds)"
+            what = "pictures and videos that come encoded are refused (setting --enable-mm-embeds)"
             raise BadRequestError(what, code="unsupported_content")
         if self.config.embeds is None:
             raise BadRequestError("this checkpoint's config.json does not say how wide rows are")
 
     def process_embeds(self, tensors: Mapping[str, Any]) -> ProcessedImage:
         """Process a picture that comes as embeddings (see `processors.embeds`). Raises BadRequestError."""
-        self.check_embeds_allowed()
-        assert self.config.embeds is not None
-        patches = self.config.patches
-        limits = GridLimits(merge_size=patches.merge_size, patch_size=patches.patch_size, max_pixels=self.sizes.highest)
-        rows, grid = check_embeds(tensors, self.config.embeds, limits)
+        rows, grid = self._check_embeds(tensors, Modality.IMAGE, self.config.patches)
         digest = embeds_digest(grid, rows)
         return ProcessedImage(
             digest=digest,
@@ -195,9 +191,47 @@ class MultimodalProcessor(ABC):
             grid_thw=grid,
             feature=rows,
             num_tokens=len(rows),
-            source_size=(grid[2] * patches.patch_size, grid[1] * patches.patch_size),
+            source_size=_pixel_size(grid, self.config.patches),
             encoded=True,
         )
+
+    def process_video_embeds(self, tensors: Mapping[str, Any]) -> ProcessedVideo:
+        """Process a video that comes as embeddings (see `processors.embeds`). Raises BadRequestError."""
+        patches = self.config.video_patches
+        depth = patches.temporal_patch_size
+        rows, grid = self._check_embeds(tensors, Modality.VIDEO, patches)
+        interval, times = check_times(tensors, grid[0], depth)
+        digests = tuple(embeds_digest((1, *grid[1:]), part) for part in np.split(rows, grid[0]))
+        return ProcessedVideo(
+            digest=media_digest(Modality.VIDEO, grid, digests),
+            patch_digests=digests,
+            grid_thw=grid,
+            feature=rows,
+            num_tokens=len(rows),
+            source_size=_pixel_size(grid, patches),
+            encoded=True,
+            frame_indices=(),
+            frame_times=(),
+            patch_times=times,
+            second_per_grid_t=interval,
+            source_fps=depth / interval,
+            source_frames=grid[0] * depth,
+            sampling="encoded",
+            sample_fps=depth / interval,
+        )
+
+    def _check_embeds(
+        self, tensors: Mapping[str, Any], modality: Modality, patches: PatchConfig
+    ) -> tuple[np.ndarray, tuple[int, int, int]]:
+        self.check_embeds_allowed()
+        assert self.config.embeds is not None
+        limits = GridLimits(
+            merge_size=patches.merge_size,
+            patch_size=patches.patch_size,
+            max_pixels=self.sizes.highest,
+            max_patches=max(1, self.limits.video.max_frames // patches.temporal_patch_size),
+        )
+        return check_embeds(tensors, self.config.embeds, limits, modality)
 
     def process_video(self, source: bytes | Sequence[Image.Image], knobs: VideoKnobs | None = None) -> ProcessedVideo:
         """Choose, resize and cut the frames of a video file, or a list of frames. Raises BadRequestError."""
@@ -331,6 +365,11 @@ def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()
         feature=medium.feature,
         normalization=medium.normalization,
         resizing=medium.resizing,
-        encoded=isinstance(medium, ProcessedImage) and medium.encoded,
+        encoded=medium.encoded,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
     )
+
+
+def _pixel_size(grid: tuple[int, int, int], patches: PatchConfig) -> tuple[int, int]:
+    """Return (width, height) of a grid in pixels."""
+    return grid[2] * patches.patch_size, grid[1] * patches.patch_size

@@ -20,6 +20,7 @@ from processors.fetch.fetching import MediaFetcher, off_loop
 from processors.fetch.limits import Claim
 from processors.fetch.sources import VideoSources, call_off, file_from
 from processors.hashing import digest_fields
+from processors.inputs import Modality
 from processors.knobs import check_image_knobs
 from processors.pool.maker import FatalMediumError, MediaMaker, MediaWork, ThreadMaker, closing_error
 from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
@@ -162,7 +163,10 @@ class ProcessorPool:
         fetched()
 
         def process() -> ProcessedMedium:
-            return self._processor.process_embeds(parse_embeds(rows) if isinstance(rows, bytes) else rows)
+            tensors = parse_embeds(rows, request.modality) if isinstance(rows, bytes) else rows
+            if request.modality is Modality.VIDEO:
+                return self._processor.process_video_embeds(tensors)
+            return self._processor.process_embeds(tensors)
 
         return await self._threads.call(process)
 

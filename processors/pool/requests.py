@@ -10,6 +10,7 @@ from PIL import Image
 
 from processors.fetch.fetching import MediaFile
 from processors.fetch.sources import Frame
+from processors.inputs import Modality
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
 
@@ -43,9 +44,10 @@ class VideoRequest(_Request):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsRequest(_Request):
-    """One picture that comes as embeddings. `source`: a URL, a safetensors file or its bytes, or tensors by name."""
+    """One medium that comes as embeddings. `source`: a URL, a safetensors file or its bytes, or tensors by name."""
 
     source: str | bytes | MediaFile | Mapping[str, Any]
+    modality: Modality = Modality.IMAGE
 
 
 MediaRequest: TypeAlias = ImageRequest | VideoRequest | EmbedsRequest

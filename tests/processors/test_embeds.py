@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from processors.embeds import EmbedsShape, GridLimits, check_embeds, parse_embeds
+from processors.embeds import EmbedsShape, GridLimits, check_embeds, check_times, parse_embeds
 from processors.hashing import embeds_digest
+from processors.inputs import Modality
 from vlmserve_common.errors import BadRequestError
 
 LIMITS = GridLimits(merge_size=2, patch_size=16, max_pixels=128 * 128)
@@ -89,6 +90,44 @@ def test_what_is_refused_of_deepstack_rows():
     bad = deep[:2].clone()
     bad[1, 2, 3] = torch.nan
     refused({"image_embeds": rows(), "deepstack_embeds": bad, **grid}, "not finite", DEEP)
+
+
+VIDEO = torch.tensor([[3, 4, 6]])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"image_embeds": rows()}, "unknown tensor 'image_embeds'; there may be video_embeds, video_grid_thw, second"),
+        ({"video_embeds": None}, "video_embeds is missing"),
+        ({"video_embeds": rows(6)}, r"with this video_grid_thw .* \[18, 8\]"),
+        ({"video_grid_thw": torch.tensor([[0, 4, 6]])}, "a video's is 1 or more"),
+        ({"video_grid_thw": torch.tensor([[5, 4, 6]])}, r"5 temporal patches; the limit is 4 \(setting --max-video-f"),
+        ({"timestamps": torch.zeros(2)}, r"timestamps is float32 \[2\]; .* float32 \[3\]"),
+        ({"timestamps": torch.tensor([0.0, 2.0, 1.0])}, "back in time"),
+        ({"timestamps": torch.tensor([0.0, 1.0, torch.nan])}, "not between 0 and 1e"),
+        ({"second_per_grid_ts": torch.tensor([0.0])}, "second_per_grid_ts is 0; it must be above 0"),
+        ({"second_per_grid_ts": torch.tensor([1])}, r"is int64 \[1\]"),
+    ],
+)
+def test_what_is_refused_of_a_video(change, match):
+    given = {"video_embeds": rows(18), "video_grid_thw": VIDEO, **change}
+    given = {name: value for name, value in given.items() if value is not None}
+    limits = GridLimits(merge_size=2, patch_size=16, max_pixels=128 * 128, max_patches=4)
+
+    def check():
+        check_embeds(given, PLAIN, limits, Modality.VIDEO)
+        check_times(given, 3, 2)
+
+    with pytest.raises(BadRequestError, match=match) as caught:
+        check()
+    assert caught.value.code == "invalid_video_embeds"
+
+
+def test_times_follow_from_one_another():
+    assert check_times({}, 2, 2) == (1.0, (0.25, 1.25))
+    assert check_times({"second_per_grid_ts": [0.5]}, 2, 2) == (0.5, (0.125, 0.625))
+    assert check_times({"timestamps": [0.5, 2.5, 4.5]}, 3, 2) == (2.0, (0.5, 2.5, 4.5))
 
 
 WHOLE = save({"image_embeds": rows(), "image_grid_thw": GRID})

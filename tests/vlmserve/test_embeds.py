@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.processors.clips import make_clip
 from tests.processors.helpers import values
 from tests.tiny_checkpoints import FAMILIES, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, picture
 from vlmserve import LLM, SamplingOverrides
-from vlmserve.frontend.chat_messages import ImageRef
+from vlmserve.frontend.chat_messages import ImageRef, VideoRef
 
 GREEDY = SamplingOverrides(temperature=0.0, max_new_tokens=10, ignore_eos=True)
 PICTURES = (picture(1, 96, 64), picture(2, 77, 131))
@@ -83,6 +84,28 @@ def test_the_towers_rows_answer_like_the_picture(folder, settings):
         assert llm.stats().encoder.encoded == before, "no tower has run"
         mixed = with_parts("Look:", encoded(tensors[0]), {"type": "image", "image": b}, "Which?")
         assert_same(llm.chat(mixed, GREEDY, num_logprobs=0), wanted[1])
+
+
+def test_a_videos_rows_answer_like_the_video(folder):
+    clip = make_clip(25)
+    with LLM(str(folder), num_threads=1, enable_mm_embeds=True, page_size=1) as llm:
+        want = llm.chat(with_parts("See:", {"type": "video", "video": clip}, "What?"), GREEDY, num_logprobs=0)
+        (item,) = asyncio.run(llm._media.load([VideoRef(source=clip, param="p")]))
+        with torch.inference_mode():
+            rows = llm._runner.model.visual(torch.from_numpy(values(item)), [item.grid_thw])
+        tensors = {
+            "video_embeds": rows.clone(),
+            "video_grid_thw": torch.tensor([item.grid_thw]),
+            "second_per_grid_ts": torch.tensor([item.second_per_grid_t], dtype=torch.float64),
+            "timestamps": torch.tensor(item.patch_times, dtype=torch.float64),
+        }
+        before = llm.stats().encoder.encoded
+        for source in (tensors, save(tensors)):
+            part = {"type": "video_embeds", "video_embeds": source}
+            got = llm.chat(with_parts("See:", part, "What?"), GREEDY, num_logprobs=0)
+            assert_same(got, want)
+        assert got.cached_tokens == got.prompt_tokens - 1, "equal rows share their prefix"
+        assert llm.stats().encoder.encoded == before, "no tower has run"
 
 
 def test_rows_of_transformers_answer_like_transformers(folder):

@@ -152,7 +152,8 @@ class EngineArgs:
         common=True,
     )
     enable_mm_embeds: bool = _pictures(
-        False, "take embeddings in place of pictures (image_embeds); only where you trust all clients"
+        False,
+        "take embeddings in place of media (image_embeds, video_embeds); only where you trust all clients",
     )
     processor_cache_mib: int = _pictures(
         128, "cache of pictures and videos that are decoded (and, on the CPU, resized), in MiB", CACHE_SIZE

@@ -13,6 +13,7 @@ from PIL import Image
 
 from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.fetching import MediaFile
+from processors.inputs import Modality
 from processors.knobs import ImageKnobs
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import BadRequestError
@@ -43,9 +44,11 @@ _KNOWN_FIELDS = {
     "image_url": ("image_url", *_IMAGE_FIELDS),
     "image": ("image", "detail", *_IMAGE_FIELDS),
     "image_embeds": ("image_embeds",),
+    "video_embeds": ("video_embeds",),
     "video_url": ("video_url", *_VIDEO_FIELDS),
     "video": ("video", *_VIDEO_FIELDS),
 }
+_EMBEDS = {"image_embeds": Modality.IMAGE, "video_embeds": Modality.VIDEO}
 _OTHER_PARTS = ("input_audio", "audio_url")
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -81,10 +84,11 @@ class VideoRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsRef:
-    """A picture that comes encoded. source: a URL, an uploaded file, or (offline) bytes, a Path or tensors by name."""
+    """A medium that comes encoded. source: a URL, an uploaded file, or (offline) bytes, a Path or tensors by name."""
 
     source: Any
     param: str
+    modality: Modality = Modality.IMAGE
 
 
 MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
@@ -119,7 +123,10 @@ def to_template_messages(
 
 def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
     """Give media the knobs that the request has for all of them. Raises BadRequestError if there are too many."""
-    videos = sum(isinstance(medium, VideoRef) for medium in media)
+    videos = sum(
+        isinstance(medium, VideoRef) or (isinstance(medium, EmbedsRef) and medium.modality is Modality.VIDEO)
+        for medium in media
+    )
     for what, count, limit in (("image", len(media) - videos, most.images), ("video", videos, most.videos)):
         if count > limit:
             name = "picture" if what == "image" else what
@@ -181,17 +188,17 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
         _check_text(text, f"{param}.{kind}", reserved)
         return {"type": "text", "text": text}
     if kind in _KNOWN_FIELDS:
-        video = kind in ("video_url", "video")
+        video = kind in ("video_url", "video", "video_embeds")
         if role != "user":
             what = "videos" if video else "pictures"
             raise BadRequestError(f"{param}: {what} belong into user messages, this one is of {role!r}", param=param)
-        make = _video_ref if video else _embeds_ref if kind == "image_embeds" else _image_ref
+        make = _embeds_ref if kind in _EMBEDS else _video_ref if video else _image_ref
         media.append(make(part, kind, param))
         return {"type": "video" if video else "image"}
     if kind in _OTHER_PARTS:
         what = f"{param}: parts of type {kind!r} are not supported yet"
         raise BadRequestError(what, param=param, code="unsupported_content")
-    allowed = "text, image_url, image, video_url, video, file or image_embeds"
+    allowed = "text, image_url, image, video_url, video, file, image_embeds or video_embeds"
     raise _invalid(f"{param}.type", f"is {kind!r}; it must be {allowed}")
 
 
@@ -217,8 +224,8 @@ def _embeds_ref(part: Mapping[str, Any], kind: str, param: str) -> EmbedsRef:
         value = value["url"]
     if not isinstance(value, str | bytes | Path | MediaFile | Mapping):
         allowed = "a safetensors file: base64, or without a server bytes, a Path or tensors by name"
-        raise _invalid(f"{param}.image_embeds", f"is of type {type(value).__name__}; it must be {allowed}")
-    return EmbedsRef(source=value, param=param)
+        raise _invalid(f"{param}.{kind}", f"is of type {type(value).__name__}; it must be {allowed}")
+    return EmbedsRef(source=value, param=param, modality=_EMBEDS[kind])
 
 
 def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
@@ -294,7 +301,7 @@ FindFile: TypeAlias = Callable[[str], MediaFile]
 """A file's id -> the file. Raises BadRequestError (404)."""
 
 # type of a part -> of the one that brings the medium
-_URL_PARTS = {"image_url": "image", "video_url": "video", "image_embeds": "image_embeds"}
+_URL_PARTS = {"image_url": "image", "video_url": "video", **{kind: kind for kind in _EMBEDS}}
 
 
 def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:

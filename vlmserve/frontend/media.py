@@ -102,7 +102,7 @@ class RequestMedia:
         try:
             source = _read(medium.source)
             if isinstance(medium, EmbedsRef):
-                return EmbedsRequest(source=source, param=medium.param)
+                return EmbedsRequest(source=source, param=medium.param, modality=medium.modality)
             if isinstance(medium, ImageRef):
                 check_image_knobs(medium.knobs)
                 detail = laid_over(self._processor.sizes.knobs_for_detail(medium.detail), medium.defaults)

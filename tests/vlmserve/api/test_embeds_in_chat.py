@@ -44,6 +44,18 @@ def test_the_ways_to_send_them(client, served):
     assert len(keys) == 1
 
 
+def test_the_ways_to_send_a_videos(client, served):
+    data = save({"video_embeds": ROWS, "video_grid_thw": torch.tensor([[2, 2, 6]])})
+    text = base64.b64encode(data).decode()
+    for value in (text, {"data": text}, {"file_id": upload(client, data, "rows.safetensors")}):
+        (item,) = media_of(served, client, {"type": "video_embeds", "video_embeds": value})
+        assert (item.modality, item.grid_thw, item.encoded) == ("video", (2, 2, 6), True)
+        assert len(item.patch_digests) == 2
+        assert item.num_tokens == 6
+    refused(ask(client, embeds(text)), 400, PLACE, "invalid_image_embeds")
+    refused(ask(client, {"type": "video_embeds", "video_embeds": TEXT}), 400, PLACE, "invalid_video_embeds")
+
+
 def test_they_reach_another_process_as_they_are(client, served):
     media_of(served, client, embeds(TEXT))
     message = served.scheduler.requests[-1]

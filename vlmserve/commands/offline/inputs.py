@@ -170,7 +170,7 @@ Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
 """OpenAI's messages, or the text of one message of the user's."""
 
 _URLS = ("image_url", "video_url")
-_MEDIA = (*_URLS, "image", "video", "image_embeds")
+_MEDIA = (*_URLS, "image", "video", "image_embeds", "video_embeds")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
 _COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos"}
 _KEYWORDS = {flag(name): name for name in (*(field.name for field in dataclasses.fields(EngineArgs)), *_COUNTS)}

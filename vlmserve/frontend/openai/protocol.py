@@ -196,6 +196,13 @@ class ImageEmbedsPart(StrictModel):
     image_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
 
 
+class VideoEmbedsPart(StrictModel):
+    """video_embeds may also be the base64 text itself."""
+
+    type: Literal["video_embeds"]
+    video_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
+
+
 class VideoFields(StrictModel):
     """The fields of Qwen's own code beside a video; see `processors.video.options.VideoKnobs`."""
 
@@ -254,7 +261,15 @@ class FilePart(StrictModel):
 
 
 AnyPart = Annotated[
-    TextPart | ImageUrlPart | ImagePart | ImageEmbedsPart | VideoUrlPart | VideoPart | InputAudioPart | FilePart,
+    TextPart
+    | ImageUrlPart
+    | ImagePart
+    | ImageEmbedsPart
+    | VideoUrlPart
+    | VideoPart
+    | VideoEmbedsPart
+    | InputAudioPart
+    | FilePart,
     Field(discriminator="type"),
 ]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
