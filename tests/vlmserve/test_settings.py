@@ -73,6 +73,8 @@ _OTHERS = {
     "peer_key": "a secret of sixteen",
     "encoder_devices": "cpu",
     "cuda_graph_bs": "1,2,4",
+    "encoder_urls": "tcp://10.0.0.2:8997,tcp://[::1]:1",
+    "encoder_listen": "[::]:0",
     "chat_template": "{{ messages[0].content }}",
     "metrics_prefixes": "vllm,sglang",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",

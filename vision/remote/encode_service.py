@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from vision.cache.stats import LinkStats
 from vision.encoder_pool import EncoderPool
 from vision.remote.encoder_server import EncoderServer, Event, Gone
-from vision.remote.protocol import RENEW_S, SILENT_S, Answer, Ask, Pixels, Pull, Release, Rows, Status
+from vision.remote.protocol import LEASE_S, RENEW_S, SILENT_S, Answer, Ask, Pixels, Pull, Release, Rows, Status
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncoderBackend, EncodeResult
 
@@ -109,6 +109,15 @@ class _Lease:
     told: Status | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Debt:
+    """Pixels that a consumer owes for one of its leases. since: by the service's clock."""
+
+    consumer: int
+    number: int
+    since: float
+
+
 class EncodeService:
     """Answers consumers from an encoder pool over `backend`: call `step` again and again, in one thread. `clock`: in
     seconds."""
@@ -126,7 +135,7 @@ class EncodeService:
         self._clock = clock
         self._look_at = 0.0
         self._leases: dict[int, dict[int, _Lease]] = {}  # consumer -> number -> lease
-        self._asked: dict[bytes, tuple[int, int]] = {}  # digest -> consumer and number that owe its pixels
+        self._asked: dict[bytes, _Debt] = {}  # digest -> who owes its pixels
         self._asks = self._rows = self._pixels = 0
 
     def stats(self) -> LinkStats:
@@ -189,10 +198,12 @@ class EncodeService:
         return self._fetch() or told
 
     def _drop_silent(self) -> None:
-        """Drop consumers that owe pixels and are silent, since others wait with them."""
-        for consumer, _ in set(self._asked.values()):
-            if self._server.silent_s(consumer) > SILENT_S:
-                self._server.drop(consumer, f"the consumer owes pixels, and said nothing for {SILENT_S:g} s")
+        """Drop consumers that owe pixels and are silent, or owe them for long, since others wait with them."""
+        for debt in self._asked.values():
+            if self._server.silent_s(debt.consumer) > SILENT_S:
+                self._server.drop(debt.consumer, f"the consumer owes pixels, and said nothing for {SILENT_S:g} s")
+            elif self._clock() - debt.since > LEASE_S:
+                self._server.drop(debt.consumer, f"the consumer did not send pixels within {LEASE_S:g} s")
 
     def _ask(self, consumer: int, ask: Ask) -> None:
         leases, patch = self._leases[consumer], ask.patch
@@ -225,9 +236,8 @@ class EncodeService:
     def _fetch(self) -> bool:
         """Ask for the pixels of all patches that are wanted, each of one consumer."""
         wanted = self._backend.wanted
-        for digest, (consumer, number) in list(self._asked.items()):
-            lease = self._leases.get(consumer, {}).get(number)
-            if digest not in wanted or lease is None:
+        for digest, debt in list(self._asked.items()):
+            if digest not in wanted or debt.number not in self._leases.get(debt.consumer, {}):
                 del self._asked[digest]
         unasked = wanted - self._asked.keys()
         if not unasked:
@@ -236,7 +246,7 @@ class EncodeService:
             for number, lease in leases.items():
                 if lease.digest in unasked:
                     unasked.remove(lease.digest)
-                    self._asked[lease.digest] = consumer, number
+                    self._asked[lease.digest] = _Debt(consumer, number, self._clock())
                     lease.told = Status.MISSING
                     self._answer(consumer, number, Status.MISSING)
         for digest in unasked:
@@ -245,7 +255,8 @@ class EncodeService:
 
     def _take_pixels(self, consumer: int, pixels: Pixels) -> None:
         digest = self._leases[consumer][pixels.number].digest
-        if self._asked.get(digest) != (consumer, pixels.number) or not pixels.pixels.size:
+        debt = self._asked.get(digest)
+        if debt is None or (debt.consumer, debt.number) != (consumer, pixels.number) or not pixels.pixels.size:
             self._server.drop(consumer, "Pixels that nobody asked for")
             return
         del self._asked[digest]

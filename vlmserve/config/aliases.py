@@ -123,6 +123,7 @@ _CONVERTED = {
     "enable_log_requests": _switch(lambda on: {"log_requests": on}),
     "disable_fast_image_processor": _switch(lambda on: {"resize_device": "cpu"} if on else {}),
     "mm_enable_dp_encoder": _switch(lambda on: {"mm_encoder_tp_mode": "data" if on else "one"}),
+    "encoder_only": _switch(lambda on: {"role": "encode" if on else "all"}),
     "cudagraph_capture_sizes": Alias(sets=("cuda_graph_bs",), convert=_capture_sizes),
     "limit_mm_per_prompt": Alias(sets=("max_images_per_request", "max_videos_per_request"), convert=_media_counts),
     "mm_processor_kwargs": Alias(sets=("max_pixels", "video_fps", "resize_device"), convert=_processor_knobs),

@@ -358,9 +358,9 @@ class EngineArgs:
     )
     role: Literal["all", "encode", "prefill", "decode"] = _parallel(
         "all",
-        "the server's part of the work; encode: load the vision tower alone, and encode for the --encoder-urls of other "
-        "servers; prefill: compute prompts for decode servers; decode: have the --prefill-urls "
-        "compute prompts, and make answers; all: everything",
+        "the server's part of the work; encode: load the vision tower alone, and encode for the --encoder-urls of "
+        "other servers; prefill: compute prompts for decode servers; decode: have the --prefill-urls compute prompts, "
+        "and make answers; all: everything",
         common=True,
     )
     prefill_urls: str | None = _parallel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 from functools import partial
@@ -70,6 +71,11 @@ def run_encoder(args: EngineArgs, channels: Channels, start: StartSettings, read
     heartbeat = channels.heartbeat("encoder")
     ending = Ending(FINISH_S)
     ready(before_end=partial(_finish, pool, ending))
+    if args.peer_key is None and not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+        log.warning(
+            "--encoder-listen is %s, and there is no --peer-key: everyone who reaches this address may use the encoder",
+            args.encoder_listen,
+        )
     log.info("encodes for servers with --encoder-urls %s", server.url)
     busy = False
     while not ending.has_come:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import blake3
+import numpy as np
 
 from vlmserve_common.errors import VlmserveError
 from vlmserve_common.transport.wire import Frame, WireCodec, WireError
@@ -143,9 +144,8 @@ class PeerConnection:
             await self._loop.sock_sendall(self._sock, part)
             self.sent_bytes += len(part)
 
-    async def _read(self, size: int) -> bytearray:
-        buffer = bytearray(size)
-        view, done = memoryview(buffer), 0
+    async def _read(self, size: int) -> memoryview:
+        view, done = np.empty(size, np.uint8).data, 0  # not a bytearray, which is filled with zeros first
         while done < size:
             count = await self._loop.sock_recv_into(self._sock, view[done:])
             if not count:
@@ -153,7 +153,7 @@ class PeerConnection:
             done += count
             self.received_bytes += count
             self.heard = self._clock()
-        return buffer
+        return view
 
     async def _prove(self, protocol: int, key: str | None, types: Sequence[type], back: Sequence[type]) -> None:
         """Do the caller's part of the handshake."""

@@ -24,7 +24,7 @@ _INPUT_SUFFIXES = (*PICTURES, *VIDEOS, ".txt", ".jsonl", ".ndjson", ".parquet", 
 _GROUPS = ("pictures", "videos", "vision encoder")
 _SETTINGS = {"model", "revision", "device", "dtype", "max_model_len", "num_threads", "log_level"}
 # These have no effect in commands that read their own files.
-_LEFT_OUT = {"allowed_local_media_path", "enable_mm_embeds", "max_queued_media"}
+_LEFT_OUT = {"allowed_local_media_path", "enable_mm_embeds", "max_queued_media", "encoder_listen"}
 
 
 def input_parser(name: str, *, about: str, epilog: str, words: str) -> CommandParser:

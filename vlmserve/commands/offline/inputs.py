@@ -103,6 +103,9 @@ class EngineSettings(OtherNames, total=False):
     embedding_cache_dir: str | PathLike[str] | None
     embedding_cache_gib: float
     disable_vit_cuda_graph: bool
+    encoder_urls: str | None
+    encoder_peer_timeout_s: float
+    encoder_listen: str
     max_video_frames: int
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"]
     video_fps: float | None
@@ -135,6 +138,8 @@ class EngineSettings(OtherNames, total=False):
     nnodes: int
     node_rank: int
     dist_init_addr: str | None
+    role: Literal["all", "encode", "prefill", "decode"]
+    peer_key: str | None
     mm_encoder_tp_mode: Literal["one", "data"]
     max_running_requests: int
     max_queued_requests: int
