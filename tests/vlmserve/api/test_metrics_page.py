@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import MODEL, Served, make_stats, png_url
 from tests.vlmserve.server_process import ROOT
+from vision.cache.stats import LinkStats
 from vlmserve.api.metrics import ALIASES, ServerMetrics
 from vlmserve.frontend.request_stats import MediaTotals, RequestStats, Timings
 from vlmserve.ipc.control_messages import sum_stats
@@ -38,9 +39,14 @@ def test_the_page_has_every_metric_with_its_type_and_labels(client: TestClient, 
     served.scheduler.encodes_pictures = True
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert client.post("/v1/chat/completions", json={}).status_code == 400
-    replicated = observed([0.0]).render(sum_stats([stats(), stats()]))
+    linked = replace(stats(), encoder=replace(stats().encoder, link=LinkStats()))
+    replicated = observed([0.0]).render(sum_stats([linked, linked]))
     shown = families(client.get("/metrics").text)
-    shown |= {name: own for name, own in families(replicated.decode()).items() if {"replica", "position"} & own[1]}
+    shown |= {
+        name: own
+        for name, own in families(replicated.decode()).items()
+        if {"replica", "position"} & own[1] or "encoder_link" in name
+    }
     assert {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in ROWS} == shown
     assert len(ROWS) == len(shown)
 
