@@ -147,6 +147,15 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
             {"hicache_storage_dir": "kv"},
             "--hicache-storage-dir is 'kv'; it must be left out without --enable-hierarchical-cache",
         ),
+        (
+            {"encoder_urls": "http://host:1"},
+            "--encoder-urls is 'http://host:1'; it must be tcp://HOST:PORT, with commas",
+        ),
+        ({"encoder_urls": "tcp://host:1,tcp://host"}, "it must be tcp://HOST:PORT"),
+        ({"encoder_listen": "host:65536"}, "--encoder-listen is 'host:65536'; it must be HOST:PORT, with a port of 0"),
+        ({"role": "prefill"}, "--role prefill is not there yet; there are all and encode"),
+        ({"role": "encode", "tp_size": 2}, "--role encode does not go with --tp-size above 1: --encoder-dp-size and"),
+        ({"role": "encode", "encoder_urls": "tcp://host:1"}, "--encoder-urls does not go with --role encode"),
         ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),
         ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
         (

@@ -74,7 +74,7 @@ _LINKS = Allowed(
         re.fullmatch(rf"tcp://{_PLACE}", url) and 0 < int(url.rpartition(":")[2]) <= 65535 for url in urls.split(",")
     ),
 )
-_SECRET = Allowed(words="a key of 16 characters or more", holds=lambda key: len(key) >= 16)
+_SECRET = Allowed(words="a key", holds=bool)
 
 
 @dataclass(frozen=True, kw_only=True)
