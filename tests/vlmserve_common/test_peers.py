@@ -80,5 +80,30 @@ def test_what_is_not_the_next_message_ends_the_connection(what):
     run(test)
 
 
+def test_a_caller_that_does_not_know_the_key_is_refused():
+    """Also one that would not mind another key of the called side."""
+
+    async def test() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            loop = asyncio.get_running_loop()
+            caller = peers.PeerConnection(socket.create_connection(listener.getsockname()))
+            sock, _ = listener.accept()
+            answering = loop.create_task(
+                peers.answer(sock, protocol=1, key=KEY, send_types=[Note], receive_types=[Note])
+            )
+            await caller.receive(10**4)
+            await caller.send(peers.Response(protocol=1, nonce=b"n" * 32, proof=b"p" * 32))
+            accepted = await caller.receive(10**4)
+            caller.close()
+            assert (accepted.proof, accepted.refusal) == (
+                b"",
+                "the two servers have different keys (setting --peer-key)",
+            )
+            with pytest.raises(peers.PeerError, match="different keys"):
+                await answering
+
+    asyncio.run(test())
+
+
 async def _keep(written: bytearray, part: bytes) -> None:
     written += part

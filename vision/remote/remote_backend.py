@@ -169,9 +169,11 @@ class RemoteBackend:
                         reason = f"{link.url}: {error}"
         except TimeoutError:
             self._late += 1
-            tried[-1].rests_until = asyncio.get_running_loop().time() + _REST_S
-            log.warning("the encoder %s was not done after %g s, and rests", tried[-1].url, self._timeout_s)
-            reason = f"{tried[-1].url} was late"
+            link, now = tried[-1], asyncio.get_running_loop().time()
+            if link.rests_until <= now:
+                log.warning("the encoder %s was not done after %g s, and rests", link.url, self._timeout_s)
+            link.rests_until = now + _REST_S
+            reason = f"{link.url} was late"
         raise LinkError(reason)
 
     def _choose(self, patch: TemporalPatch, tried: Collection[EncoderLink]) -> EncoderLink | None:

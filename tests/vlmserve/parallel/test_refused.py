@@ -65,6 +65,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
         ("qwen3_vl", {}, {"pp_size": 4}, "pp_size is 4: num_hidden_layers is 3, too few for so many stages"),
         ("qwen3_vl", {}, GROUPS | {"tp_size": 6}, f"tp_size / dp_size is 3: {HEADS}"),
         ("qwen3_vl", {}, {"tp_size": 2, "ep_size": 2}, "ep_size is 2: qwen3_vl models have no experts"),
+        ("qwen3_vl", {}, {"role": "encode"}, "role is 'encode': only a server has a part of the work"),
         ("qwen3_vl", {}, {"dp_size": 2}, "dp_size is 2: only a server has several replicas"),
         (
             MOE,
