@@ -218,7 +218,9 @@ def test_an_encoder_that_is_late_is_left_out_and_let_go(encoders):
         assert backend.stats().asked == 2
 
 
-def test_an_encoder_that_ends_or_falls_silent_while_it_encodes_is_replaced_by_another(encoders):
+def test_an_encoder_that_ends_or_falls_silent_while_it_encodes_is_replaced_by_another(encoders, monkeypatch):
+    monkeypatch.setattr(encoder_server, "LEASE_S", PATIENCE_S)  # the consumer has to notice
+    monkeypatch.setattr(encode_service, "SILENT_S", PATIENCE_S)
     slow, network = PixelTower(), None
     slow.open = False
     encoders += [Encoder(slow), Encoder()]
@@ -418,4 +420,5 @@ def test_a_picture_of_an_impossible_shape_is_refused(encoder):
         assert_rows(backend, 1)
         assert backend.stats().home == 1
         assert backend.stats().links == 1
+        assert not encoder.backend.batches
     assert_let_go(encoder)

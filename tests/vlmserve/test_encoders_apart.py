@@ -39,7 +39,7 @@ def server(
 
 
 def url_of(encoder: ServerProcess) -> str:
-    return json.loads(encoder.get("server_info")[1])["encoder_url"]
+    return json.loads(encoder.get("server_info")[1])["urls"][0]
 
 
 def is_linked(server: ServerProcess, links: int = 1) -> None:

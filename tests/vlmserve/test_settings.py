@@ -153,7 +153,6 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
         ),
         ({"encoder_urls": "tcp://host:1,tcp://host"}, "it must be tcp://HOST:PORT"),
         ({"encoder_listen": "host:65536"}, "--encoder-listen is 'host:65536'; it must be HOST:PORT, with a port of 0"),
-        ({"role": "prefill"}, "--role prefill is not there yet; there are all and encode"),
         ({"role": "encode", "tp_size": 2}, "--role encode does not go with --tp-size above 1: --encoder-dp-size and"),
         ({"role": "encode", "encoder_urls": "tcp://host:1"}, "--encoder-urls does not go with --role encode"),
         ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -32,7 +31,7 @@ from vision.remote.protocol import (
     TowerIdentity,
 )
 from vlmserve_common.process.loop_thread import LoopThread
-from vlmserve_common.process.wake_up import WakeUp
+from vlmserve_common.process.wake_up import Mailbox
 from vlmserve_common.transport.peers import PeerConnection, PeerError, answer, until_one_ends
 
 log = logging.getLogger(__name__)
@@ -60,8 +59,7 @@ class EncoderServer:
         self._listener = listener
         self._tower = tower
         self._key = key
-        self._wake_up = WakeUp()
-        self._events: deque[tuple[int, Event]] = deque()
+        self._events = Mailbox[tuple[int, Event]]()
         self._numbers = itertools.count()
         self._consumers: dict[int, _Consumer] = {}
         self._closed_bytes = [0, 0]
@@ -72,7 +70,7 @@ class EncoderServer:
 
     @property
     def fd(self) -> int:
-        return self._wake_up.fd
+        return self._events.fd
 
     @property
     def url(self) -> str:
@@ -95,8 +93,7 @@ class EncoderServer:
 
     def take(self) -> list[tuple[int, Event]]:
         """Return what consumers have sent since, each with the number of its connection."""
-        self._wake_up.take()
-        return [self._events.popleft() for _ in range(len(self._events))]
+        return self._events.take()
 
     def send(self, consumer: int, message: object) -> None:
         """Send a message behind the earlier ones. Ignored if the connection has ended."""
@@ -119,7 +116,7 @@ class EncoderServer:
         """End all connections, and the thread."""
         self._thread.close()
         self._listener.close()
-        self._wake_up.close()
+        self._events.close()
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -144,12 +141,12 @@ class EncoderServer:
                 await self._agree(connection)
                 self._consumers[number] = consumer
                 try:
-                    await consumer.run(lambda event: self._tell(number, event))
+                    await consumer.run(lambda event: self._events.put((number, event)))
                 finally:
                     del self._consumers[number]
                     self._closed_bytes[0] += connection.sent_bytes
                     self._closed_bytes[1] += connection.received_bytes
-                    self._tell(number, Gone())
+                    self._events.put((number, Gone()))
         except Exception as error:  # whatever it is, other connections go on
             log.info("the link of %s has ended: %s", name, str(error) or type(error).__name__)
 
@@ -161,10 +158,6 @@ class EncoderServer:
             raise PeerError(f"{type(hello).__name__} came in place of Hello")
         if different := self._tower.differences(hello.tower):
             raise PeerError(f"a consumer has another tower: {different}")
-
-    def _tell(self, number: int, event: Event) -> None:
-        self._events.append((number, event))
-        self._wake_up.call()
 
 
 class _Consumer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
 
@@ -22,7 +22,7 @@ from vision.remote.protocol import TowerIdentity
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncoderBackend, EncodeResult
 from vlmserve_common.process.loop_thread import LoopThread
-from vlmserve_common.process.wake_up import WakeUp
+from vlmserve_common.process.wake_up import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +55,8 @@ class RemoteBackend:
         self._home = home
         self._rows = rows
         self._timeout_s = timeout_s
-        self._wake_up = WakeUp()
         self._fetching: dict[int, tuple[EncodeBatch, Future[torch.Tensor]]] = {}
-        self._fetched: deque[int] = deque()
+        self._fetched = Mailbox[int]()
         self._at_home: dict[int, int] = {}  # batch -> worker
         self._given_up = self._late = 0
         self._closed = False
@@ -85,10 +84,9 @@ class RemoteBackend:
     def collect(self) -> list[EncodeResult]:
         if self._closed:
             return []
-        self._wake_up.take()
         results = []
-        for _ in range(len(self._fetched)):
-            batch, future = self._fetching.pop(self._fetched.popleft())
+        for number in self._fetched.take():
+            batch, future = self._fetching.pop(number)
             try:
                 results.append(EncodeResult(number=batch.number, embeds=(future.result(),)))
             except CancelledError:
@@ -102,7 +100,7 @@ class RemoteBackend:
         return results
 
     def wait_handles(self) -> Sequence[int]:
-        return () if self._closed else (self._wake_up.fd, *self._home.wait_handles())
+        return () if self._closed else (self._fetched.fd, *self._home.wait_handles())
 
     def stats(self) -> LinkStats:
         """Return the figures of all links."""
@@ -124,7 +122,7 @@ class RemoteBackend:
         if not self._closed:
             self._closed = True
             self._thread.close()
-            self._wake_up.close()
+            self._fetched.close()
         self._home.close()
 
     def _encode_at_home(self, batch: EncodeBatch) -> list[EncodeResult]:
@@ -152,8 +150,7 @@ class RemoteBackend:
 
     def _came(self, number: int) -> None:
         if not self._closed:
-            self._fetched.append(number)
-            self._wake_up.call()
+            self._fetched.put(number)
 
     async def _fetch(self, patch: TemporalPatch) -> torch.Tensor:
         """Return the rows of a temporal patch. Raises LinkError if no encoder has made them in time."""

@@ -58,3 +58,7 @@ class Mailbox(Generic[_T]):
             return []
         self._wake_up.take()
         return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def close(self) -> None:
+        """Close the file descriptors. No thread may put a message any more."""
+        self._wake_up.close()
