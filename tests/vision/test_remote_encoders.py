@@ -156,10 +156,15 @@ def test_a_requests_pictures_are_spread_and_a_picture_goes_to_the_same_encoder_a
     encoders += [Encoder(), Encoder()]
     with consumer(*(encoder.url for encoder in encoders)) as backend:
         is_up(backend, 2)
-        assert_rows(backend, *range(10))
-        shares = [encoder.pool.stats().encoded for encoder in encoders]
-        assert sum(shares) == 10
-        assert min(shares) >= 4
+        for number in range(0, 10, 2):
+            for encoder in encoders:
+                encoder.backend.open = False
+            for one in (number, number + 1):
+                backend.start(0, batch_of(one))
+            await_that(lambda: [encoder.stats.open for encoder in encoders] == [1, 1])
+            for encoder in encoders:
+                encoder.backend.open = True
+            assert_rows(backend, number, number + 1, start=False)
         for number in range(20, 30):  # one at a time
             assert_rows(backend, number)
     with consumer(*(encoder.url for encoder in reversed(encoders))) as backend:
@@ -380,6 +385,32 @@ def test_pixels_owed_by_a_consumer_that_is_gone_come_from_another(encoder):
             assert second.stats().home == 0
             [result] = collect(first, 1)
             assert torch.equal(result.embeds[0], rows_of(big))
+            assert first.stats().home == 1
+        assert_let_go(encoder)
+    finally:
+        network.close()
+
+
+def test_a_batch_goes_on_without_the_picture_of_a_consumer_that_is_gone(encoder, monkeypatch):
+    for module in (encoder_server, encode_service):
+        monkeypatch.setattr(module, "LEASE_S", PATIENCE_S)  # what is silent, and owes pixels, goes sooner
+    network, tower = Network(encoder.port), encoder.backend
+    try:
+        with consumer(network.url) as first, consumer(encoder.url) as second:
+            is_up(first)
+            is_up(second)
+            tower.open = False
+            for number in (1, 2):  # all that a worker gets ahead
+                second.start(0, batch_of(number))
+                await_that(lambda number=number: len(tower.batches) == number)
+            first.start(0, batch_of(3))
+            second.start(0, batch_of(4))
+            await_that(lambda: encoder.stats.open == 4)
+            network.stalled = True
+            tower.open = True
+            assert_rows(second, 1, 2, 4, start=False)
+            assert second.stats().home == 0
+            assert_rows(first, 3, start=False)
             assert first.stats().home == 1
         assert_let_go(encoder)
     finally:
