@@ -164,8 +164,8 @@ def make_pool(
     link_stats: Callable[[], LinkStats] | None = None,
 ) -> EncoderPool:
     """Make the encoder pool over a backend, with the caches that the settings ask for. space_bytes, store: see
-    `build_encoder_pool`. batches: vision patches in one,
-    and how many a worker gets ahead, if the backend needs others than the settings'. EngineError for the folder."""
+    `build_encoder_pool`. batches: vision patches in one, and how many a worker gets ahead, if the backend needs others
+    than the settings'. EngineError for the folder."""
     if store is None and args.embedding_cache_dir is not None:
         store = open_store(args, fingerprint, shape, read_hf_config(Path(args.model)))
     most, ahead = batches or (resolve_max_patches(args, device), 2 if args.num_encoders else BATCHES_IN_WORK)
