@@ -8,6 +8,8 @@ use any more. Nothing is encrypted.
 from __future__ import annotations
 
 import hmac
+import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +20,8 @@ import zmq
 
 from vlmserve_common.errors import EngineError
 from vlmserve_common.transport.wire import Frame, WireCodec, WireError
+
+log = logging.getLogger(__name__)
 
 _CONTEXT = "vlmserve messages between servers"
 _NUMBER_BYTES = 8
@@ -157,7 +161,8 @@ def _receive(socket: zmq.Socket[bytes]) -> list[Frame] | None:
 
 
 class Worker:
-    """A daemon thread that turns until `close`. Its work is given to `start`, once."""
+    """A daemon thread that turns until `close`. Its work is given to `start`, once. If that fails, the process ends, or
+    requests would wait for ever."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -171,8 +176,15 @@ class Worker:
 
     def start(self, run: Callable[[], None]) -> None:
         """Begin."""
-        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(run,), name=self._name, daemon=True)
         self._thread.start()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException:
+            log.exception("the thread %s failed, so this process ends", self._name)
+            os._exit(1)
 
     def close(self, wake: Callable[[], None]) -> None:
         """Let the thread end, and wait for it. wake: makes it look."""
