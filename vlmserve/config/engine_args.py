@@ -379,6 +379,12 @@ class EngineArgs:
     prefill_peer_timeout_s: float = _parallel(
         10.0, "seconds of silence after which another server of --prefill-urls is taken for lost", SECONDS
     )
+    kv_transport: Literal["auto", "tcp", "nixl"] = _parallel(
+        "auto",
+        "how KV goes from prefill to decode servers; tcp: through both servers' CPUs; nixl: the decode server reads "
+        "the other's memory by itself, with RDMA or NVLink where there is any (needs vlmserve[disaggregation]), and "
+        "by tcp from servers without it; auto: nixl where it is installed and KV is on a GPU",
+    )
     peer_key: str | None = _parallel(
         None,
         "secret that servers which work together prove to each other that they know; set it by its variable; default: "

@@ -266,6 +266,9 @@ class KVReceivers:
         self._said.pop(server.url, None)
         self._note_up()
         log.info("prefill server %s takes orders", server.url)
+        wanted = self._agents[0].transports[0]
+        if any(source.transport != wanted for plan in server.plans.values() for source in plan):
+            log.warning("prefill server %s has no %s: its KV comes by tcp", server.url, wanted)
 
     # ------------------------------------------------------------ rooms
 

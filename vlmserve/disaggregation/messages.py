@@ -6,7 +6,7 @@ D -> P  Renew (each second)  P -> D  Alive
 D -> P  Release              P -> D  Released
 
 from a decode server to its own agents: Pull and CancelPull; they answer Pulled
-from its agents to those of P: Read; they answer Rows
+from its agents to those of P: Read, Describe; they answer Rows, Described
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from vlmserve.ipc.messages import TokenizedGenerateReqInput
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Servers with another number do not work together."""
 LEASE_S = 30.0
 """A prefill server keeps a room so long after its decode server was heard last."""
@@ -39,13 +39,14 @@ class LayerPart:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentInfo:
     """Where an agent is, and what it has. host: "" is the host of its server. group: of attention. state: describes
-    its part of a request's recurrent state; "" for none."""
+    its part of a request's recurrent state; "" for none. transports: by which it reads and is read, the best first."""
 
     host: str
     port: int
     group: int
     parts: tuple[LayerPart, ...]
     state: str = ""
+    transports: tuple[str, ...] = ("tcp",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,14 +168,36 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Describe:
+    """Tell where memory is that others read by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Described:
+    """The answer. metadata: NIXL's, uint8; empty if nobody may read. kind: of memory, as NIXL calls it; device: its
+    number. tensors: int64 [k, 4], of each tensor its part, heads, address, and bytes of a slot, in the order of
+    `pools.KVPool.gather`. states: int64 [k, 2], the address of each tensor of states, and the bytes of one. num_slots,
+    num_states: how many there are."""
+
+    metadata: np.ndarray
+    kind: str
+    device: int
+    tensors: np.ndarray
+    states: np.ndarray
+    num_slots: int
+    num_states: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """An agent to read from. cuts: of it; own_cuts: where they go; both as in `Read`. has_state: the recurrent state
-    comes from here, too."""
+    comes from here, too. transport: by which."""
 
     address: str
     cuts: np.ndarray
     own_cuts: np.ndarray
     has_state: bool = False
+    transport: str = "tcp"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,8 +230,8 @@ class Pulled:
 
 ToPrefill: TypeAlias = Hello | PrefillOrder | Renew | Release
 ToDecode: TypeAlias = Welcome | Refusal | Computed | Complete | Failed | Alive | Released
-ToAgent: TypeAlias = Read | Pull | CancelPull
-FromAgent: TypeAlias = Rows | Pulled | Refusal
+ToAgent: TypeAlias = Read | Describe | Pull | CancelPull
+FromAgent: TypeAlias = Rows | Described | Pulled | Refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,13 +28,23 @@ class KVPool:
             for one in kv_cache.layers
         ]
         self._states = () if states is None else (states.conv, states.recurrent, states.hidden, states.positions)
-        self._device = self._layers[0][0].device
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self.device = self._layers[0][0].device
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     @property
     def state_shape(self) -> str:
         """What a recurrent state consists of here; "" without any."""
         return "; ".join(f"{tuple(one.shape[1:])} {one.dtype}" for one in self._states)
+
+    @property
+    def layers(self) -> Sequence[Sequence[torch.Tensor]]:
+        """The cache's own memory: of each part its tensors uint8 [num_slots, heads, n], in the order of `gather`."""
+        return self._layers
+
+    @property
+    def states(self) -> Sequence[torch.Tensor]:
+        """The memory of recurrent states, [num_states, ...] each, in the order of `gather`."""
+        return self._states
 
     def whole(self) -> np.ndarray:
         """Return cuts int64 [k, 3] (see `Read`) of all that is here."""
@@ -55,7 +65,7 @@ class KVPool:
         there are any; and then the state, if one is named. EngineError for what is not here."""
         self._check(slots, state)
         with torch.cuda.stream(self._stream):
-            at = torch.from_numpy(slots.copy()).to(self._device)
+            at = torch.from_numpy(slots.copy()).to(self.device)
             blocks = [piece.index_select(0, at) for cut in cuts for piece in self._pieces(cut)]
             blocks += [one[state] for one in self._states] if state >= 0 else []
             if not blocks:
@@ -63,15 +73,15 @@ class KVPool:
             return torch.cat([_bytes(block) for block in blocks]).cpu().numpy()
 
     @torch.inference_mode()
-    def scatter(self, cuts: np.ndarray, slots: np.ndarray, data: np.ndarray, state: int = -1) -> None:
-        """Write what `gather` returned for as many slots and as large cuts. EngineError if sizes do not fit."""
+    def scatter(self, cuts: np.ndarray, slots: np.ndarray, data: torch.Tensor, state: int = -1) -> None:
+        """Write what `gather` returned for as many slots and as large cuts, uint8. EngineError if sizes do not fit."""
         self._check(slots, state)
         wanted = self.width(cuts) * len(slots) + (self.state_bytes if state >= 0 else 0)
         if data.nbytes != wanted:
             raise EngineError(f"{data.nbytes} bytes of KV have come, and {wanted} were asked for")
         with torch.cuda.stream(self._stream):
-            left = torch.from_numpy(data).to(self._device)
-            at = torch.from_numpy(slots.copy()).to(self._device)
+            left = data.to(self.device)
+            at = torch.from_numpy(slots.copy()).to(self.device)
             targets = [piece for cut in cuts for piece in self._pieces(cut)]
             for target in targets:
                 size = target[0].nbytes * len(slots)
@@ -118,6 +128,7 @@ def sources(own: AgentInfo, others: Sequence[AgentInfo], host: str) -> tuple[Sou
             cuts=np.array([theirs for theirs, _ in pairs], dtype=np.int64),
             own_cuts=np.array([ours for _, ours in pairs], dtype=np.int64),
             has_state=number == state_from,
+            transport=next(one for one in own.transports if one in others[number].transports),
         )
         for number, pairs in found.items()
     )

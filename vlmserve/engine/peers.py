@@ -3,6 +3,7 @@ that compute its prompts."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,15 +17,20 @@ from vlmserve.disaggregation.links import tcp_host
 from vlmserve.disaggregation.messages import AgentInfo, LayerPart
 from vlmserve.disaggregation.pools import KVPool
 from vlmserve.disaggregation.prefill import KVSender
+from vlmserve.disaggregation.transport import Transport
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.models.registry import load_config
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.errors import EngineError
+from vlmserve_common.installing import install
 from vlmserve_common.transport.wire import WireCodec, join, split
 from vlmserve_common.version import __version__
 
 if TYPE_CHECKING:
     from vlmserve_common.parallel.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file of weights: enough to tell fine-tunes from each other
 
@@ -59,11 +65,13 @@ def connect_peers(
     host = listened.strip("[]") if args.role == "prefill" else "127.0.0.1"
     if ranks is not None and args.nnodes > 1:
         host = ranks.host
+    pool = KVPool(runner.kv_cache, _parts(args, runner.model), runner.recurrent_cache)
     agent = KVAgent(
-        KVPool(runner.kv_cache, _parts(args, runner.model), runner.recurrent_cache),
+        pool,
         host=host,
         peer_key=args.peer_key,
         patience_s=args.prefill_peer_timeout_s,
+        transports=_transports(args, pool),
     )
     agent.start()
     shard, codec = runner.model.comm.shard, WireCodec([AgentInfo])
@@ -98,6 +106,26 @@ def connect_peers(
     )
     receivers.start()
     return Peers(agent=agent, receivers=receivers)
+
+
+def _transports(args: EngineArgs, pool: KVPool) -> dict[str, Transport]:
+    """Return the transports besides tcp that --kv-transport asks for."""
+    asked = args.kv_transport == "nixl"
+    if not asked and (args.kv_transport == "tcp" or pool.device.type != "cuda"):
+        return {}
+    try:
+        from vlmserve.disaggregation.nixl import NixlTransport
+
+        return {"nixl": NixlTransport(pool, args.peer_key)}
+    except ImportError as error:
+        if asked:
+            raise EngineError(f"--kv-transport nixl needs: {install('disaggregation')} ({error})") from error
+        log.info("KV goes by tcp; for nixl: %s", install("disaggregation"))
+    except EngineError as error:
+        if asked:
+            raise
+        log.warning("KV goes by tcp: %s", error)
+    return {}
 
 
 def _parts(args: EngineArgs, model: VisionLanguageModel) -> list[LayerPart]:

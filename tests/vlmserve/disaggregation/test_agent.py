@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from typing import Any, get_args
 
 import numpy as np
@@ -28,6 +29,7 @@ from vlmserve_common.errors import EngineError
 from vlmserve_common.transport.wire import WireError
 
 SLOTS, HEADS, DIM, KEY = 40, 4, 8, "sixteen characters"
+NEEDS_NIXL = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="nixl-cu12 is not installed")
 SHAPE = StateShape(conv=(1, 3, 5), recurrent=(1, 2, 3, 4), conv_dtype=torch.bfloat16, hidden=7)
 
 
@@ -63,13 +65,25 @@ CUTS = {
 }
 
 
-class Ranks:
-    """Running agents, with a link to each of the own ones."""
+TRANSPORTS = ["tcp", pytest.param("nixl", marks=NEEDS_NIXL)]
 
-    def __init__(self, there: Sequence[KVPool], here: Sequence[KVPool], *, key: str = KEY) -> None:
-        self.there, self.here = (
-            [KVAgent(one, host="127.0.0.1", peer_key=KEY, patience_s=5.0) for one in pools] for pools in (there, here)
-        )
+
+def running(of: KVPool, transport: str) -> KVAgent:
+    more = {}
+    if transport == "nixl":
+        from vlmserve.disaggregation.nixl import NixlTransport
+
+        more = {"nixl": NixlTransport(of, KEY)}
+    return KVAgent(of, host="127.0.0.1", peer_key=KEY, patience_s=5.0, transports=more)
+
+
+class Ranks:
+    """Running agents, with a link to each of the own ones. transport: the best of them all."""
+
+    def __init__(
+        self, there: Sequence[KVPool], here: Sequence[KVPool], *, key: str = KEY, transport: str = "tcp"
+    ) -> None:
+        self.there, self.here = ([running(one, transport) for one in pools] for pools in (there, here))
         for agent in (*self.there, *self.here):
             agent.start()
         others = [agent.info() for agent in self.there]
@@ -92,9 +106,10 @@ class Ranks:
             agent.close()
 
 
-@pytest.fixture
-def pair() -> Iterator[Ranks]:
-    with closing(Ranks([pool([0], WHOLE, seed=1, states=True)], [pool([0], WHOLE, states=True)])) as ranks:
+@pytest.fixture(params=TRANSPORTS)
+def pair(request) -> Iterator[Ranks]:
+    pools = [pool([0], WHOLE, seed=1, states=True)], [pool([0], WHOLE, states=True)]
+    with closing(Ranks(*pools, transport=request.param)) as ranks:
         yield ranks
 
 
@@ -103,11 +118,13 @@ FROM, TO = np.array([3, 4, 5, 20, 7]), np.array([30, 9, 10, 11, 2])
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("cut", CUTS)
-def test_own_slots_hold_what_the_others_slots_held(cut, dtype):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_own_slots_hold_what_the_others_slots_held(cut, dtype, transport):
     there, here = CUTS[cut]
     mine = [pool(*one, dtype) for one in here]
-    with closing(Ranks([pool(*one, dtype, seed=1) for one in there], mine)) as ranks:
+    with closing(Ranks([pool(*one, dtype, seed=1) for one in there], mine, transport=transport)) as ranks:
         for number, found in enumerate(ranks.sources):
+            assert {source.transport for source in found} == {transport}
             ranks.send(number, Pull(ticket=1, sources=found, slots=FROM, own_slots=TO))
             assert ranks.answer(number) == Pulled(ticket=1)
     for one, about in zip(mine, here, strict=True):
