@@ -19,9 +19,9 @@ class KVPool:
     def __init__(self, kv_cache: KVCache, parts: Sequence[LayerPart], states: RecurrentCache | None = None) -> None:
         assert len(parts) == len(kv_cache.layers), "each layer of the cache is a part of the model's"
         self.parts = tuple(parts)
-        self._layers = [  # as bytes [num_slots, heads, n], in the cache's own memory
+        self._layers = [  # [num_slots, heads, n], in the cache's own memory
             [
-                (tensor if tensor.dim() == 3 else tensor.unsqueeze(-1)).view(torch.uint8)
+                _words(tensor if tensor.dim() == 3 else tensor.unsqueeze(-1))
                 for tensor in (one.keys, one.values, one.key_scales, one.value_scales)
                 if tensor is not None
             ]
@@ -38,7 +38,7 @@ class KVPool:
 
     @property
     def layers(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The cache's own memory: of each part its tensors uint8 [num_slots, heads, n], in the order of `gather`."""
+        """The cache's own memory: of each part its tensors [num_slots, heads, n], in the order of `gather`."""
         return self._layers
 
     @property
@@ -86,7 +86,7 @@ class KVPool:
             for target in targets:
                 size = target[0].nbytes * len(slots)
                 block, left = left[:size], left[size:]
-                target.index_copy_(0, at, block.reshape(len(slots), *target.shape[1:]))
+                target.index_copy_(0, at, _as(block, target).reshape(len(slots), *target.shape[1:]))
             for one in self._states if state >= 0 else ():
                 size = one[0].nbytes
                 block, left = left[:size], left[size:]
@@ -148,6 +148,12 @@ def _who_has_state(own: AgentInfo, others: Sequence[AgentInfo], candidates: Sequ
         if others[number].state == own.state and others[number].parts == own.parts:
             return number
     raise EngineError("recurrent states are cut otherwise there: --tp-size and --pp-size must be equal for this model")
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as words of 8 bytes, which torch copies four times as fast as bytes; as bytes if they do not fit."""
+    fits = tensor.shape[-1] * tensor.itemsize % torch.int64.itemsize == 0
+    return tensor.view(torch.int64 if fits else torch.uint8)
 
 
 def _bytes(block: torch.Tensor) -> torch.Tensor:
