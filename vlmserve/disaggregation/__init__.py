@@ -5,6 +5,7 @@ as chunks are computed. Each rank has a `KVAgent`. The agents of the decode serv
 whatever heads and layers they need, straight into slots that are theirs already. The prefill server keeps its slots
 until the room is released, or its lease is over.
 
-`messages` has the protocol, `links` how messages are sealed and sent, `pools` what an agent reads and writes, `prefill`
-and `decode` the two managers, each with a thread of its own beside the scheduler.
+`messages` has the protocol, `links` how messages are sealed and sent, `pools` what an agent reads and writes,
+`transport` how that moves (`tcp`, `nixl`), `prefill` and `decode` the two managers, each with a thread of its own
+beside the scheduler.
 """

@@ -151,7 +151,7 @@ def _who_has_state(own: AgentInfo, others: Sequence[AgentInfo], candidates: Sequ
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as words of 8 bytes, which torch copies four times as fast as bytes; as bytes if they do not fit."""
+    """View a tensor as words of 8 bytes, which are copied four times as fast as bytes; as bytes if it has others."""
     fits = tensor.shape[-1] * tensor.itemsize % torch.int64.itemsize == 0
     return tensor.view(torch.int64 if fits else torch.uint8)
 
