@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vlmserve.executor.distributed.orders import ProfileOrder
+from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve.ipc.control_messages import Activity
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vlmserve.engine.profiling import FollowingProfiler, Profiler
-from vlmserve.executor.distributed.orders import ProfileOrder
+from vlmserve.executor.profile_order import ProfileOrder
 
 
 def write(path: Path, **more: object) -> None:

@@ -39,6 +39,7 @@ class OtherNames(TypedDict, total=False):
     """The names of vLLM and SGLang for settings: docs/flags-of-others.md."""
 
     context_length: int | None
+    encoder_only: bool
     gpu_memory_utilization: float
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -139,6 +140,10 @@ class EngineSettings(OtherNames, total=False):
     node_rank: int
     dist_init_addr: str | None
     role: Literal["all", "encode", "prefill", "decode"]
+    prefill_urls: str | None
+    prefill_listen: str
+    prefill_peer_timeout_s: float
+    kv_transport: Literal["auto", "tcp", "nixl"]
     peer_key: str | None
     mm_encoder_tp_mode: Literal["one", "data"]
     max_running_requests: int

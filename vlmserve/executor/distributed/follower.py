@@ -15,7 +15,6 @@ from vlmserve.executor.distributed.orders import (
     ForwardOrder,
     ForwardRound,
     OrderCodec,
-    ProfileOrder,
     SampleOrder,
     SampleThereOrder,
     with_rows,
@@ -23,6 +22,7 @@ from vlmserve.executor.distributed.orders import (
 from vlmserve.executor.logprobs import sent_tiles
 from vlmserve.executor.model_runner import Forwarded, ModelRunner
 from vlmserve.executor.model_worker_batch import PromptLogprobRows, without_returns
+from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve_common.parallel.ranks import Ranks
 
 _META = torch.device("meta")

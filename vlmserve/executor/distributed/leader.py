@@ -13,7 +13,6 @@ from vlmserve.executor.distributed.group_part import GroupPart
 from vlmserve.executor.distributed.orders import (
     ForwardRound,
     OrderCodec,
-    ProfileOrder,
     SampleOrder,
     SampleRound,
     SampleThereOrder,
@@ -28,6 +27,7 @@ from vlmserve.executor.model_worker_batch import (
     SamplingBatchInfo,
     without_returns,
 )
+from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve.executor.step_inputs import places_of
 from vlmserve_common.compute.transfers import Download, to_device, transfers_for
 from vlmserve_common.errors import DeviceLostError

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
+from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.parallel.group import ProcessGroup
 from vlmserve_common.transport.wire import WireCodec, join, split
@@ -66,15 +67,6 @@ class SampleRound:
     groups."""
 
     steps: tuple[SampleOrder | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOrder:
-    """Record the steps from here on, into a trace beside `path`; without a path, write what was recorded. activities:
-    those of `StartProfileReq`."""
-
-    path: str | None = None
-    activities: tuple[str, ...] = ()
 
 
 Order: TypeAlias = ForwardOrder | SampleOrder | SampleThereOrder | ProfileOrder
