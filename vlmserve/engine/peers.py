@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import blake3
 
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.model_path import resolve_model
 from vlmserve.disaggregation.agent import KVAgent
 from vlmserve.disaggregation.decode import KVReceivers
 from vlmserve.disaggregation.links import tcp_host
@@ -156,7 +157,7 @@ def _identity(args: EngineArgs, runner: ModelRunner) -> dict[str, str]:
         "--kv-cache-dtype": dtype_name(runner.kv_cache.dtype),
         "--quantization": args.quantization,
         "--speculative-algorithm (but for ngram)": guesses,
-        "--speculative-draft-model-path": "none" if draft is None else weights_digest(Path(draft)),
+        "--speculative-draft-model-path": "none" if draft is None else weights_digest(resolve_model(draft)),
     }
 
 

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.vlmserve.api.fake_engine import WAIT_S
-from tests.vlmserve.router.rig import FakeServer, Router, fake_servers, routing
+from tests.vlmserve.router.rig import FakeServer, Router, routing
 from tests.vlmserve.server_process import await_that
 from vlmserve.router.command import read_settings
 from vlmserve_common.errors import SettingsError
-
-
-@pytest.fixture
-def servers() -> Iterator[list[FakeServer]]:
-    with fake_servers(2) as servers:
-        yield servers
-
-
-@pytest.fixture
-def router(servers: list[FakeServer]) -> Iterator[Router]:
-    with routing("--replica", *(server.url for server in servers)) as router:
-        await_that(lambda: set(router.states().values()) == {"healthy"}, WAIT_S)
-        yield router
 
 
 def names(router: Router, count: int = 6) -> set[str]:
