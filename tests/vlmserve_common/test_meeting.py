@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.ports import free_port
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError, RankLostError
 from vlmserve_common.parallel.group import Orders, ProcessGroup, TakenAhead
@@ -33,12 +34,6 @@ def both(run):
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(run, rank) for rank in range(2)]
         return [future.exception() or future.result() for future in futures]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.mark.parametrize("by_address", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,12 +49,6 @@ def answer_of(server: ServerProcess, **more: Any) -> str | None:
         extra_body={"ignore_eos": True, **more},
     )
     return answer.choices[0].message.content
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def name_of(pid: int) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.tiny_checkpoints import HYBRID, MOE, make_checkpoint
-from tests.vlmserve.parallel.sharing import SETTINGS, free_port
+from tests.vlmserve.parallel.sharing import SETTINGS
 from tests.vlmserve.server_process import ROOT
 from vlmserve import LLM
 from vlmserve.config.checks import SettingsError, check_engine_args

@@ -13,8 +13,9 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.ports import free_port
 from tests.tiny_checkpoints import MOE, make_checkpoint
-from tests.vlmserve.parallel.sharing import GREEDY, SETTINGS, answer_of, free_port, name_of, start_server
+from tests.vlmserve.parallel.sharing import GREEDY, SETTINGS, answer_of, name_of, start_server
 from tests.vlmserve.server_process import PATIENCE_S, gone
 from vlmserve import LLM
 from vlmserve.commands.bench.processes import children_of
