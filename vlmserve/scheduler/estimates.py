@@ -37,7 +37,9 @@ class _PromptRate:
         limit = self._rate * allowed_s
         change = min(max(_MARGIN * allowed_s / max(seconds, 1e-9), _LEAST_CHANGE), _MOST_CHANGE)
         if change < 1 or tokens >= limit - self._least:  # a smaller chunk says nothing of a larger one
-            self._rate = max(min(limit, tokens) * change / allowed_s, 1.0)
+            rate = min(limit, tokens) * change / allowed_s
+            # the smallest chunk may be too long for what is left of a gap, and is as quick as others all the same
+            self._rate = max(rate, _MARGIN * tokens / max(seconds, 1e-9) if change < 1 else 1.0)
 
 
 class StepCosts:
