@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +35,7 @@ from vision.remote.protocol import (
 )
 from vision.towers.temporal_patch import TemporalPatch
 from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.transport.addresses import split_tcp_url
 from vlmserve_common.transport.peers import PeerConnection, PeerError, call, until_one_ends
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class EncoderLink:
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                host, port = split_url(self.url)
+                host, port = split_tcp_url(self.url)
                 connection = await call(
                     host, port, protocol=PROTOCOL, key=self._key, send_types=FROM_CONSUMER, receive_types=FROM_ENCODER
                 )
@@ -184,10 +184,3 @@ class EncoderLink:
         if what != self._told:
             self._told = what
             log.log(logging.INFO if what == "is used" else logging.WARNING, "the encoder %s %s", self.url, what)
-
-
-def split_url(url: str) -> tuple[str, int]:
-    """Return host and port of tcp://HOST:PORT."""
-    found = re.fullmatch(r"tcp://(?:\[([^\]]+)\]|([^:/\s]+)):(\d+)", url)
-    assert found is not None, url
-    return found[1] or found[2], int(found[3])

@@ -32,6 +32,7 @@ from vision.remote.protocol import (
 )
 from vlmserve_common.process.loop_thread import LoopThread
 from vlmserve_common.process.wake_up import Mailbox
+from vlmserve_common.transport.addresses import tcp_url
 from vlmserve_common.transport.peers import PeerConnection, PeerError, answer, until_one_ends
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class EncoderServer:
     def url(self) -> str:
         """The address for `--encoder-urls` on this machine."""
         host, port = self._listener.getsockname()[:2]
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return tcp_url(host, port)
 
     @property
     def num_consumers(self) -> int:

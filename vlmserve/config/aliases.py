@@ -108,6 +108,7 @@ _RENAMED = {
     "quantization": "q",
     "hicache_size_gib": "hicache_size",
     "random_seed": "seed",
+    "role": "disaggregation_mode",
     "cuda_graph_max_bs": "max_cudagraph_capture_size",
     "schedule_policy": "scheduling_policy",
     "watchdog_timeout_s": "watchdog_timeout",
@@ -144,7 +145,7 @@ _VALUES_WITHOUT_EFFECT = {
     "distributed_executor_backend": "mp uni none",
     "guided_decoding_backend structured_outputs_config grammar_backend": "auto xgrammar",
     "task runner": "auto generate",
-    "kv_transfer_config disaggregation_mode": "null",
+    "kv_transfer_config": "null",
 }
 _OFF_ONLY = "enable_dp_lm_head enable_torch_compile disable_cuda_graph_padding enable_lora is_embedding"
 _INSTEAD = {
@@ -224,6 +225,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "tool_call_parser": {"qwen": "hermes", "qwen25": "hermes", "qwen3_xml": "qwen3_coder"},
     "reasoning_parser": {"qwen3-thinking": "qwen3", "deepseek_r1": "qwen3", "deepseek-r1": "qwen3"},
     "mm_encoder_tp_mode": {"weights": "one"},
+    "role": {"null": "all"},
     "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
 }
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 import numpy as np
 import zmq
 
-from vlmserve.disaggregation.links import Link, Worker, tcp_host
+from vlmserve.disaggregation.links import Link, Worker
 from vlmserve.disaggregation.messages import (
     PROTOCOL,
     RENEW_S,
@@ -46,6 +46,7 @@ from vlmserve.ipc.routing import demand_of
 from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import Mailbox
+from vlmserve_common.transport.addresses import split_tcp_url, tcp_url
 from vlmserve_common.transport.wire import WireError
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class KVReceivers:
         self._peer_key, self._name = peer_key, uuid4().hex
         self._agents = tuple(agents)
         self._own = [
-            Link(f"tcp://{tcp_host(one.host or host)}:{one.port}", get_args(ToAgent), get_args(FromAgent), peer_key)
+            Link(tcp_url(one.host or host, one.port), get_args(ToAgent), get_args(FromAgent), peer_key)
             for one in agents
         ]
         self._servers: list[_Server] = []
@@ -254,7 +255,7 @@ class KVReceivers:
             if ours != theirs:
                 self._lose(server, f"is not used: {name} is {theirs} there, and {ours} here")
                 return
-        host = server.url.removeprefix("tcp://").rpartition(":")[0]
+        host, _ = split_tcp_url(server.url)
         try:
             for group in {agent.group for agent in welcome.agents}:
                 others = [agent for agent in welcome.agents if agent.group == group]

@@ -19,6 +19,7 @@ import blake3
 import zmq
 
 from vlmserve_common.errors import EngineError
+from vlmserve_common.transport.addresses import tcp_url
 from vlmserve_common.transport.wire import Frame, WireCodec, WireError
 
 log = logging.getLogger(__name__)
@@ -97,9 +98,9 @@ class Answering:
         self._taken: OrderedDict[bytes, int] = OrderedDict()
         self.socket = _open(zmq.ROUTER)
         try:
-            self.socket.bind(f"tcp://{tcp_host(host)}:{port or '*'}")
+            self.socket.bind(tcp_url(host, port or "*"))
         except zmq.ZMQError as error:
-            raise EngineError(f"other servers cannot be listened to at {tcp_host(host)}:{port}: {error}") from error
+            raise EngineError(f"other servers cannot be listened to at {tcp_url(host, port)}: {error}") from error
         self.port = int(bytes(self.socket.get(zmq.LAST_ENDPOINT)).decode().rpartition(":")[2])
 
     def send(self, asker: bytes, message: object) -> None:
@@ -132,11 +133,6 @@ class Answering:
     def close(self, *, linger_ms: int = 0) -> None:
         """End all links; what was not sent in so many milliseconds is lost."""
         self.socket.close(linger_ms)
-
-
-def tcp_host(host: str) -> str:
-    """Return a host as it stands in an address."""
-    return f"[{host}]" if ":" in host else host
 
 
 def _forget_oldest(numbers: OrderedDict[bytes, int]) -> None:

@@ -11,6 +11,7 @@ from vlmserve.disaggregation.messages import AgentInfo, LayerPart, Source
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve_common.errors import EngineError
+from vlmserve_common.transport.addresses import tcp_url
 
 
 class KVPool:
@@ -124,7 +125,7 @@ def sources(own: AgentInfo, others: Sequence[AgentInfo], host: str) -> tuple[Sou
     state_from = _who_has_state(own, others, list(found)) if own.state else None
     return tuple(
         Source(
-            address=f"tcp://{others[number].host or host}:{others[number].port}",
+            address=tcp_url(others[number].host or host, others[number].port),
             cuts=np.array([theirs for theirs, _ in pairs], dtype=np.int64),
             own_cuts=np.array([ours for _, ours in pairs], dtype=np.int64),
             has_state=number == state_from,

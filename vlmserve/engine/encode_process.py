@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import socket
 from functools import partial
@@ -13,7 +12,6 @@ import torch
 
 from vision.encoder_pool import EncoderPool
 from vision.remote.encode_service import EncodeService, PixelsOnDemand
-from vision.remote.encoder_link import split_url
 from vision.remote.encoder_server import EncoderServer
 from vision.remote.protocol import RENEW_S
 from vision.towers.blocks import VisionTower
@@ -35,6 +33,7 @@ from vlmserve_common.compute.memory import free_memory
 from vlmserve_common.compute.tensors import dtype_name, dtype_setting
 from vlmserve_common.errors import EngineError
 from vlmserve_common.kernels.library import torch_threads
+from vlmserve_common.transport.addresses import is_loopback, split_tcp_url
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ def run_encoder(args: EngineArgs, channels: Channels, start: StartSettings, read
     heartbeat = channels.heartbeat("encoder")
     ending = Ending(FINISH_S)
     ready(before_end=partial(_finish, pool, ending))
-    if args.peer_key is None and not ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+    if args.peer_key is None and not is_loopback(listener.getsockname()[0]):
         log.warning(
             "--encoder-listen is %s, and there is no --peer-key: everyone who reaches this address may use the encoder",
             args.encoder_listen,
@@ -108,7 +107,7 @@ def _load_towers(args: EngineArgs, device: torch.device) -> list[VisionTower]:
 
 
 def _listen(place: str) -> socket.socket:
-    host, port = split_url(f"tcp://{place}")
+    host, port = split_tcp_url(f"tcp://{place}")
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:

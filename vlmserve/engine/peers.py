@@ -14,7 +14,6 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.model_path import resolve_model
 from vlmserve.disaggregation.agent import KVAgent
 from vlmserve.disaggregation.decode import KVReceivers
-from vlmserve.disaggregation.links import tcp_host
 from vlmserve.disaggregation.messages import AgentInfo, LayerPart
 from vlmserve.disaggregation.pools import KVPool
 from vlmserve.disaggregation.prefill import KVSender
@@ -25,6 +24,7 @@ from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import EngineError
 from vlmserve_common.installing import install
+from vlmserve_common.transport.addresses import is_loopback, split_tcp_url, tcp_url
 from vlmserve_common.transport.wire import WireCodec, join, split
 from vlmserve_common.version import __version__
 
@@ -62,8 +62,8 @@ def connect_peers(
     """
     if args.role not in ("prefill", "decode"):
         return None
-    listened, _, port = args.prefill_listen.rpartition(":")
-    host = listened.strip("[]") if args.role == "prefill" else "127.0.0.1"
+    listened, port = split_tcp_url(f"tcp://{args.prefill_listen}")
+    host = listened if args.role == "prefill" else "127.0.0.1"
     if ranks is not None and args.nnodes > 1:
         host = ranks.host
     pool = KVPool(runner.kv_cache, _parts(args, runner.model), runner.recurrent_cache)
@@ -88,14 +88,17 @@ def connect_peers(
     if args.role == "prefill":
         sender = KVSender(
             host=host,
-            port=int(port) + (replica or 0) if int(port) else 0,
+            port=port + (replica or 0) if port else 0,
             peer_key=args.peer_key,
             identity=identity,
             agents=agents,
             max_prompt=max_prompt,
         )
         sender.start()
-        return Peers(agent=agent, sender=sender, url=f"tcp://{tcp_host(host)}:{sender.port}")
+        if args.peer_key is None and not is_loopback(host):
+            what = "everyone who reaches this address may read the KV of its prompts"
+            log.warning("--prefill-listen is %s, and there is no --peer-key: %s", args.prefill_listen, what)
+        return Peers(agent=agent, sender=sender, url=tcp_url(host, sender.port))
     assert args.prefill_urls is not None, "a decode server has prefill servers"
     receivers = KVReceivers(
         args.prefill_urls.split(","),

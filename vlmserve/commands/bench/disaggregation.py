@@ -1,6 +1,7 @@
 """`vlmserve bench disaggregation`: a prefill server and a decode server beside one server that does both.
 
-Each server has half of the cores, so nothing of one takes time from the other. All rounds take turns.
+Each server has half of the cores, so no server takes processor time from the other. They share the machine's memory
+and its clock rate, though: prompts at a third server show what that alone costs. All rounds take turns.
 """
 
 from __future__ import annotations
@@ -68,21 +69,23 @@ def _measure(args: argparse.Namespace, model: str) -> list[Measure]:
         prefill = client(halves[0], "--role", "prefill", "--prefill-listen", "127.0.0.1:0")
         (url,) = httpx2.get(f"{prefill.url.removesuffix('/v1')}/server_info", trust_env=False).json()["urls"]
         apart = client(halves[1], "--role", "decode", "--prefill-urls", url)
-        alone = client(halves[1])
+        alone = client(halves[0])
         dice = random.Random(0)
         for one in (apart, alone):
             one.run([_question(dice, 64)], 4)
-        still, beside, beside_alone, first, first_alone = ([] for _ in range(5))
+        still, beside, beside_stranger, beside_alone, first, first_alone = ([] for _ in range(6))
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds} ...", file=sys.stderr)
-            still.append(_gaps_p95(apart, args, dice, flooded=False))
-            beside.append(_gaps_p95(apart, args, dice, flooded=True))
-            beside_alone.append(_gaps_p95(alone, args, dice, flooded=True))
+            still.append(_gaps_p95(apart, args, dice))
+            beside.append(_gaps_p95(apart, args, dice, flooded=apart))
+            beside_stranger.append(_gaps_p95(apart, args, dice, flooded=alone))
+            beside_alone.append(_gaps_p95(alone, args, dice, flooded=alone))
             first.append(apart.run([_question(dice, args.prompt_tokens)], 1).answers[0].ttft_s)
             first_alone.append(alone.run([_question(dice, args.prompt_tokens)], 1).answers[0].ttft_s)
     beside_prompts, handed_over = ratios(beside, still), ratios(first, first_alone)
     return [
         Measure(name="between tokens (p95) beside prompts", spread=beside_prompts, target=_STEADY, bound="at most"),
+        Measure(name="the same, the prompts sent to a third server", spread=ratios(beside_stranger, still)),
         Measure(name="the same on one server", spread=ratios(beside_alone, still)),
         Measure(name="first token, KV handed over", spread=handed_over, target=_LATER, bound="at most"),
         Measure(name="first token on one server", spread=Spread.of(first_alone), unit="s"),
@@ -106,24 +109,26 @@ def _question(dice: random.Random, tokens: int) -> Question:
     return Question(pictures=(), text=" ".join(dice.choices(_WORDS, k=max(1, tokens - 16))))
 
 
-def _gaps_p95(client: LoadClient, args: argparse.Namespace, dice: random.Random, *, flooded: bool) -> float:
-    """Return the 95th percentile of the seconds between an answer's tokens. flooded: beside prompts, one after the
-    other."""
+def _gaps_p95(
+    client: LoadClient, args: argparse.Namespace, dice: random.Random, *, flooded: LoadClient | None = None
+) -> float:
+    """Return the 95th percentile of the seconds between an answer's tokens. flooded: who is sent prompts meanwhile, one
+    after the other."""
     over = threading.Event()
     prompts = [_question(dice, args.prompt_tokens // 4) for _ in range(256)]
 
-    def flood() -> None:
-        with closing(LoadClient(client.url, model="bench", proxies=False)) as other:
+    def flood(url: str) -> None:
+        with closing(LoadClient(url, model="bench", proxies=False)) as other:
             for prompt in prompts:
                 if over.is_set():
                     return
                 other.run([prompt], 1)
 
-    flooding = threading.Thread(target=flood)
-    if flooded:
+    flooding = None if flooded is None else threading.Thread(target=flood, args=[flooded.url])
+    if flooding is not None:
         flooding.start()
     gaps = client.run([_question(dice, 32)], args.output_tokens).answers[0].gaps_s
     over.set()
-    if flooded:
+    if flooding is not None:
         flooding.join()
     return float(np.percentile(gaps, 95))
