@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _CONTEXT = "vlmserve messages between servers"
 _NUMBER_BYTES = 8
 _BROKEN = -1  # in place of the next message's number
+_LONGEST_PAUSE_MS = 2000  # between two tries to connect
 _MOST_ASKERS = 4096  # whose numbers are known; a link that was silent for longest is forgotten first
 
 
@@ -145,6 +146,7 @@ def _open(kind: int) -> zmq.Socket[bytes]:
     socket = zmq.Socket(zmq.Context.instance(), kind)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.set(option, 0)
+    socket.set(zmq.RECONNECT_IVL_MAX, _LONGEST_PAUSE_MS)  # a name that has no server now is looked up each time
     socket.set(zmq.IPV6, 1)
     return socket
 

@@ -16,12 +16,14 @@ One OpenAI endpoint in front of many servers, on this machine and others.
 
 A request goes where its prompt's beginning, its pictures or its conversation were before, unless that server has much
 more to do than others. A request that failed before its answer began is sent to another server. The router holds no
-model. GET, POST and DELETE /workers list, add and drain servers while it runs (docs/router.md).
+model. GET, POST and DELETE /workers list, add and drain servers while it runs (docs/router.md). A URL may be
+dns+http://NAME:PORT: a server at each address of the name, which is looked up every --health-check-interval-s.
 """
 _EPILOG = """\
 examples:
   vlmserve router --replica http://10.0.0.1:8000 http://10.0.0.2:8000 --port 9000
   vlmserve router --prefill http://10.0.0.1:8000 --decode http://10.0.0.2:8000 http://10.0.0.3:8000
+  vlmserve router --replica dns+http://servers.example.com:8000
 """
 _ABOUT_ROLES = {
     "replica": "servers that answer requests on their own",

@@ -13,6 +13,8 @@ from vlmserve_common.errors import BadRequestError
 
 Role: TypeAlias = Literal["replica", "prefill", "decode", "encode"]
 ROLES: tuple[Role, ...] = ("replica", "prefill", "decode", "encode")
+DNS = "dns+"
+"""What stands before http: in a URL whose name has an address for each of several servers."""
 
 SHARED = (
     *("host", "port", "port_file", "api_key", "api_key_file", "admin_api_key", "allowed_hosts", "allowed_origins"),
@@ -25,7 +27,8 @@ SHARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings:
-    """The settings of a router. http: those that it shares with a server. servers: role and URL of each.
+    """The settings of a router. http: those that it shares with a server. servers: role and URL of each; with `DNS` in
+    front, of several.
 
     The flags of `vlmserve router` describe the rest.
     """
@@ -61,7 +64,7 @@ def problems_of(servers: Sequence[tuple[Role, str]]) -> list[str]:
     problems = []
     for role, url in servers:
         try:
-            checked_url(url)
+            checked_url(url.removeprefix(DNS) if url.startswith(DNS + "http:") else url)
         except BadRequestError as error:
             problems.append(f"--{role}: {error}")
     urls = [url.rstrip("/") for _, url in servers]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from vlmserve.router.demand import Wish
-from vlmserve.router.settings import Role, RouterSettings
+from vlmserve.router.names import servers_of
+from vlmserve.router.settings import DNS, Role, RouterSettings
 from vlmserve.router.upstream import Headers, Server, ServerLostError
 from vlmserve.routing.replicas import ANSWER_TOKENS, ReplicaRouter
 from vlmserve_common.errors import first_line
@@ -82,6 +83,7 @@ class Workers:
         # of servers that answer, and of those that work for them
         self._choosers = {answers: ReplicaRouter(0, method=method) for answers in (True, False)}
         self._all: dict[str, Worker] = {}
+        self._following: list[asyncio.Task[None]] = []
         key = settings.upstream_api_key
         self.headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
@@ -95,11 +97,14 @@ class Workers:
     def start(self) -> None:
         """Take the servers of the command line, and begin to look after them."""
         for role, url in self._settings.servers:
-            self.add(url.rstrip("/"), role)
+            if url.startswith(DNS):
+                self._following.append(asyncio.create_task(self._follow(url.removeprefix(DNS), role)))
+            else:
+                self.add(url.rstrip("/"), role)
 
     async def close(self) -> None:
         """End all connections and health checks."""
-        tasks = [task for worker in self for task in worker.tasks]
+        tasks = self._following + [task for worker in self for task in worker.tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -118,6 +123,30 @@ class Workers:
         self._all[url] = worker
         self._run(worker, self._look_after(worker))
         return worker
+
+    async def _follow(self, url: str, role: Role) -> None:
+        """Add the servers of a name as their addresses come, and drain them as these go. While the name cannot be
+        looked up, all stays as it is."""
+        ours: set[str] = set()
+        told = ""
+        while True:
+            try:
+                found = await servers_of(url)
+            except (OSError, UnicodeError) as error:
+                if (why := first_line(error)) != told:
+                    logger.warning("%s%s cannot be looked up, so its servers stay as they are: %s", DNS, url, why)
+                    told = why
+            else:
+                told = ""
+                for gone in ours - found:
+                    if (worker := self._all.get(gone)) is not None:
+                        self.drain(worker)
+                # one that still drains, or was added by somebody else, is looked at again
+                new = {one for one in found - ours if one not in self._all}
+                for one in sorted(new):
+                    self.add(one, role)
+                ours = ours & found | new
+            await asyncio.sleep(self._settings.health_check_interval_s)
 
     def drain(self, worker: Worker) -> None:
         """Send a server no more requests, and drop it when those in flight have ended or `drain_timeout_s` is over."""
