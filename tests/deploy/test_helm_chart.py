@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import ServiceMonitor
 
-from tests.vlmserve.server_process import ROOT
+from tests.vlmserve.server_process import ROOT, ServerProcess, await_that
 from vlmserve.api.auth import METRICS_PATH, OPEN_PATH
 from vlmserve.cli import build_parser
 from vlmserve.config.settings import ENV_PREFIX, ServerSettings, load_settings
@@ -181,13 +183,11 @@ def test_servers_find_each_other(release: Release, settings: dict[str, Any]) -> 
             assert (urls is not None) == there
             if urls is not None:
                 [port] = {port["containerPort"] for port in release.container(at)["ports"] if port["name"] == "peers"}
-                scaled = release.of("ScaledObject").get(at)
-                most = (
-                    scaled["spec"]["maxReplicaCount"] if scaled else release.of("StatefulSet")[at]["spec"]["replicas"]
-                )
+                sets, scaled = release.of("StatefulSet"), release.of("ScaledObject").get(at)
+                most = scaled["spec"]["maxReplicaCount"] if scaled else sets[at]["spec"]["replicas"]
                 assert urls.split(",") == [f"tcp://{at}-{number}.{at}:{port}" for number in range(most)]
                 assert getattr(settings[at].engine, listens[role]) == f"0.0.0.0:{port}"
-                assert release.of("StatefulSet")[at]["spec"]["serviceName"] == at
+                assert sets[at]["spec"]["serviceName"] == at
 
 
 def test_clients_reach_what_answers(release: Release) -> None:
@@ -281,6 +281,33 @@ def test_prometheus_scrapes_each_pod_once(release: Release) -> None:
     ):
         figures = re.findall(r"`(vlmserve:\w+)`", page)
         assert len([name for name in figures if re.fullmatch(rule["regex"], name)]) == len(figures) > 5
+
+
+@pytest.mark.slow
+def test_what_the_manifests_start_answers_their_probes_and_ends_in_time(tmp_path: Path) -> None:
+    """A server and a router as in a cluster, but for their addresses."""
+    release = Release({"router": {"replicas": 1}, "preStopS": 0, "shutdownTimeoutS": 5})
+
+    def start(name: str, **addresses: str) -> ServerProcess:
+        words = release.container(name)["args"]
+        for old, new in ({"0.0.0.0": "127.0.0.1", "--port=8000": "--port=0"} | addresses).items():
+            words = [word.replace(old, new) for word in words]
+        return ServerProcess([sys.executable, "-m", "vlmserve.cli", *words], tmp_path / name)
+
+    server = start("vlm-replica")
+    router = start("vlm-router", **{"vlm-replica:8000": f"localhost:{server.port()}"})
+    try:
+        for name, process in (("vlm-replica", server), ("vlm-router", router)):
+            path = release.container(name)["readinessProbe"]["httpGet"]["path"].removeprefix("/")
+            await_that(lambda process=process, path=path: process.get(path)[0] == 200)
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        assert router.post("v1/chat/completions", model="vlmserve-default", **asked)[0] == 200
+        for process in (router, server):
+            process.process.send_signal(signal.SIGTERM)
+            assert process.wait() == 0
+    finally:
+        for process in (router, server):
+            process.end()
 
 
 @pytest.mark.parametrize(
