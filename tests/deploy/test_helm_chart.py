@@ -119,6 +119,19 @@ def test_the_examples_are_the_services_that_the_page_is_about() -> None:
     }
 
 
+def test_fields_of_a_set_stand_in_place_of_the_defaults() -> None:
+    """Zeros and empty ones, too."""
+    defaults = {"gpus": 2, "args": ["--access-log"], "resources": {"limits": {"memory": "8Gi"}}}
+    own = {"gpus": 0, "replicas": 1, "args": [], "resources": {"requests": {"cpu": "1"}}}
+    release = Release({"defaults": defaults, "replica": own})
+    assert release.container("vlm-replica")["resources"] == {"requests": {"cpu": "1"}}
+    assert "--access-log" not in release.container("vlm-replica")["args"]
+    release = Release({"defaults": defaults, "replica": {"replicas": 3}})
+    assert release.container("vlm-replica")["resources"] == {"limits": {"memory": "8Gi", "nvidia.com/gpu": 2}}
+    assert {"--access-log", "--tp-size=2"} <= set(release.container("vlm-replica")["args"])
+    assert release.of("StatefulSet")["vlm-replica"]["spec"]["replicas"] == 3
+
+
 def test_manifests_keep_to_their_schemas(release: Release) -> None:
     for one in release.all:
         if one["kind"] in SCHEMA_OF:

@@ -11,9 +11,13 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end }}
 
-{{/* The values of a set: its own over the defaults. */}}
+{{/* The values of a set: the defaults, with its own in place of theirs. (Sprig's mergeOverwrite would pass over zeros.) */}}
 {{- define "vlmserve.set" -}}
-{{- mergeOverwrite (deepCopy .root.Values.defaults) (index .root.Values .role) | toYaml }}
+{{- $set := deepCopy .root.Values.defaults }}
+{{- range $name, $value := index .root.Values .role }}
+{{- $_ := set $set $name $value }}
+{{- end }}
+{{- toYaml $set }}
 {{- end }}
 
 {{/* The addresses of all pods that a set may have, at a port; "" without the set. Others pass over a missing pod. */}}
