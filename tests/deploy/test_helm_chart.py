@@ -127,7 +127,7 @@ def test_fields_of_a_set_stand_in_place_of_the_defaults() -> None:
     assert release.container("vlm-replica")["resources"] == {"requests": {"cpu": "1"}}
     assert "--access-log" not in release.container("vlm-replica")["args"]
     release = Release({"defaults": defaults, "replica": {"replicas": 3}})
-    assert release.container("vlm-replica")["resources"] == {"limits": {"memory": "8Gi", "nvidia.com/gpu": 2}}
+    assert release.container("vlm-replica")["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 2}
     assert {"--access-log", "--tp-size=2"} <= set(release.container("vlm-replica")["args"])
     assert release.of("StatefulSet")["vlm-replica"]["spec"]["replicas"] == 3
 
