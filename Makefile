@@ -61,7 +61,7 @@ $(VENV)/.ready-to-serve: pyproject.toml constraints.txt
 # build is passed over: only its resizing is used, which is plain torch. instructor's pins of jiter and requests are, too:
 # they contradict those of the openai client.
 $(VENV)/.ready-to-test: $(VENV)/.ready-to-serve
-	@echo 'Linters, and what the tests use (gradio, pyarrow, clients ...): 0.3 GB to download; takes a minute or two'
+	@echo 'Linters, and what the tests use (gradio, pyarrow, clients ...): 0.4 GB to download; takes a minute or two'
 	@$(PIP) --quiet -e '.[dev]'
 	@$(PIP) --quiet --no-deps torchvision instructor
 	@touch $@
