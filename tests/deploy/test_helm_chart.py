@@ -135,7 +135,8 @@ def test_fields_of_a_set_stand_in_place_of_the_defaults() -> None:
 def test_manifests_keep_to_their_schemas(release: Release) -> None:
     for one in release.all:
         if one["kind"] in SCHEMA_OF:
-            SCHEMA_OF[one["kind"]].model_validate(one)
+            read = SCHEMA_OF[one["kind"]].model_validate(one)
+            assert read.model_dump(by_alias=True, exclude_unset=True, mode="json") == one, "a field that is not there"
         else:
             for version in ("1.27", "1.37"):  # the oldest that Chart.yaml allows, and the newest that there was
                 kubernetes_validate.validate(one, version, strict=True)

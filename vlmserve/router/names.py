@@ -19,5 +19,5 @@ async def servers_of(url: str) -> frozenset[str]:
         if error.errno in _NO_ADDRESS:
             return frozenset()
         raise
-    places = {address[:2] for *_, address in found}
-    return frozenset(f"http://{f'[{host}]' if ':' in str(host) else host}:{port}" for host, port in places)
+    places = {(str(address[0]), int(address[1])) for *_, address in found}
+    return frozenset(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in places)
