@@ -6,6 +6,8 @@ import asyncio
 import socket
 from urllib.parse import urlsplit
 
+from vlmserve_common.transport.addresses import tcp_url
+
 _NO_ADDRESS = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
@@ -19,5 +21,4 @@ async def servers_of(url: str) -> frozenset[str]:
         if error.errno in _NO_ADDRESS:
             return frozenset()
         raise
-    places = {(str(address[0]), int(address[1])) for *_, address in found}
-    return frozenset(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in places)
+    return frozenset(tcp_url(str(address[0]), int(address[1])).replace("tcp", "http", 1) for *_, address in found)
