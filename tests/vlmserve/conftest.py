@@ -1,18 +1,22 @@
-"""One small server of the built-in model for all test files of a process that ask nothing special of it."""
+"""One small server of the built-in model, and one PostgreSQL, for all test files of a process that ask nothing special
+of them."""
 
 from __future__ import annotations
 
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
 
 from tests.default_model import copy_default_model
+from tests.postgres import PostgresServer
+from tests.vlmserve.own_stores import own_stores
 from tests.vlmserve.server_process import ServerProcess, serving
 from vlmserve.api import launch
+from vlmserve.api.stores.opening import Stores
 from vlmserve.config.settings import ServerSettings
 
 
@@ -33,6 +37,21 @@ def shared_server(default_model: Path, tmp_path_factory: pytest.TempPathFactory)
     flags = ("--enable-return-hidden-states", "--profile-dir", str(profiles))
     with serving(folder / "run", *flags, model=default_model) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A test leaves it running."""
+    with closing(PostgresServer()) as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stores]:
+    """Empty ones, of each kind."""
+    url = request.getfixturevalue("postgres").new_database() if request.param == "postgres" else None
+    with ExitStack() as stack:
+        yield own_stores(tmp_path / "stores", stack, url)
 
 
 @pytest.fixture

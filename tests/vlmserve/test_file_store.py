@@ -1,12 +1,12 @@
-"""Uploaded files on disk: owners, limits, expiry, and what a crash leaves."""
+"""Uploaded files: owners, limits, expiry, and what a crash leaves."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import stat
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from processors.inputs import Modality
 from tests.processors.helpers import encoded, picture
+from tests.vlmserve.own_stores import own_stores
 from vlmserve.api.file_store import FileRecord, FileStore
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
@@ -37,10 +38,30 @@ def clock():
 
 
 @pytest.fixture
-def store(tmp_path, clock):
-    store = FileStore(tmp_path, LIMITS, clock=clock)
+def store(stores, clock):
+    store = FileStore(stores, LIMITS, clock=clock)
     yield store
     store.close()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of the bytes in `stores`."""
+    return tmp_path / "stores"
+
+
+@pytest.fixture
+def again(clock, folder) -> Iterator[Callable[..., FileStore]]:
+    """Opens a folder of one server's, after the last one left it."""
+    with ExitStack() as stack:
+
+        def make(limits: ServerSettings = LIMITS) -> FileStore:
+            stack.close()
+            store = FileStore(own_stores(folder, stack), limits, clock=clock)
+            stack.callback(store.close)
+            return store
+
+        yield make
 
 
 def put(store: FileStore, data: bytes = b"data", owner: str = "a", **fields) -> FileRecord:
@@ -57,7 +78,7 @@ def content(store: FileStore, record: FileRecord) -> bytes:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if ".sqlite3" not in path.name)
 
 
 def refused(function, *args, code, status=400, match=None, **kwargs):
@@ -66,16 +87,20 @@ def refused(function, *args, code, status=400, match=None, **kwargs):
     assert (caught.value.code, caught.value.status) == (code, status)
 
 
-def test_a_file_is_kept_under_a_name_of_ours(store, tmp_path):
+def test_a_file_is_kept_under_a_name_of_ours(store, folder):
     first, second = put(store, filename="../../etc/passwd"), put(store)
     assert re.fullmatch(r"file-[0-9a-f]{32}", first.id)
     assert (first.filename, first.created_at) == ("../../etc/passwd", 17 * 10**8)
     assert store.files("a") == [first, second]
-    assert names(tmp_path) == sorted(f"{r.id}.{ending}" for r in (first, second) for ending in ("bin", "json"))
-    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    assert names(folder) == sorted(f"{r.id}.bin" for r in (first, second))
 
 
-def test_deleting(store, tmp_path):
+def test_files_of_one_server_are_its_users_alone(again, folder):
+    put(again())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_deleting(store, folder):
     record, other = put(store), put(store)
     _, file = store.open("a", record.id)
     store.delete("a", record.id)
@@ -85,7 +110,7 @@ def test_deleting(store, tmp_path):
         refused(function, "a", record.id, code="file_not_found", status=404)
     assert store.files("a") == [other]
     assert store.bytes == 4
-    assert len(names(tmp_path)) == 2
+    assert len(names(folder)) == 1
 
 
 def test_all_files_together_are_limited_those_under_way_too(store):
@@ -145,7 +170,7 @@ def test_no_owner_takes_all_bytes_those_under_way_too(store):
     put(store, bytes(625), owner="b")
 
 
-def test_files_expire(store, clock, tmp_path):
+def test_files_expire(store, clock, folder):
     record, longer, forever = put(store, expire_after_s=60), put(store, expire_after_s=90), put(store)
     assert record.expires_at == int(clock.now) + 60
     clock.now += 59
@@ -153,86 +178,71 @@ def test_files_expire(store, clock, tmp_path):
     clock.now += 1
     refused(store.find, "a", record.id, code="file_not_found", status=404)
     assert store.files("a") == [longer, forever]
-    assert (store.bytes, len(names(tmp_path))) == (8, 4)
+    assert (store.bytes, len(names(folder))) == (8, 2)
 
 
-def test_files_expire_by_the_setting(tmp_path, clock):
+def test_files_expire_by_the_setting(again, clock, folder):
     limits = replace(LIMITS, max_file_bytes=10, max_file_store_bytes=10, max_files=1, file_expire_after_s=60)
-    store = FileStore(tmp_path, limits, clock=clock)
+    store = again(limits)
     put(store)
     clock.now += 60
     put(store, expire_after_s=600)  # there is room again
     clock.now += 60
     assert len(store.files("a")) == 1
-    store.close()
     clock.now += 600
-    again = FileStore(tmp_path, limits, clock=clock)
-    assert (again.files("a"), again.bytes, names(tmp_path)) == ([], 0, [])
-    again.close()
+    store = again(limits)
+    assert (store.bytes, names(folder)) == (0, [])
 
 
-def test_files_stay_across_restarts(tmp_path, clock):
-    store = FileStore(tmp_path, LIMITS, clock=clock)
+def test_files_stay_across_restarts(again):
+    store = again()
     png = encoded(picture(4, 4))
-    records = [put(store, b"one"), put(store, png, owner="b", expire_after_s=60), put(store, b"three", filename="ü\n")]
-    store.close()
-    again = FileStore(tmp_path, LIMITS, clock=clock)
-    assert again.files("a") == [records[0], records[2]]
-    assert again.files("b") == [records[1]]
+    records = [put(store, b"one"), put(store, png, owner="b", expire_after_s=60), put(store, b"three", filename="ü\n\0")]
+    store = again()
+    assert store.files("a") == [records[0], records[2]]
+    assert store.files("b") == [records[1]]
     assert records[1].modality is Modality.IMAGE
-    assert again.bytes == 8 + len(png)
-    assert content(again, records[1]) == png
-    assert put(again).sequence > records[2].sequence
-    again.close()
+    assert store.bytes == 8 + len(png)
+    assert content(store, records[1]) == png
+    last = put(store)
+    assert store.files("a") == [records[0], records[2], last]
 
 
-def test_what_was_not_finished_is_gone_after_a_restart(tmp_path, clock, caplog):
-    store = FileStore(tmp_path, LIMITS, clock=clock)
+def test_files_are_in_the_order_in_which_uploads_end(store):
+    with store.begin("a") as first, store.begin("a") as second:
+        records = [upload.commit(filename="x", purpose="vision") for upload in (second, first)]
+    assert store.files("a") == records
+
+
+def test_what_was_not_finished_is_gone_after_a_restart(again, folder):
+    store = again()
     record = put(store)
-    upload = store.begin("a")
-    upload.write(b"half")
-    half = [name for name in names(tmp_path) if name.endswith(".part")]
-    assert len(half) == 1
-    (tmp_path / ("file-" + "1" * 32 + ".bin")).write_bytes(b"no description yet")
-    (tmp_path / "notes.txt").write_text("not ours")
-    store.close()  # as if killed: the upload is never closed
-    again = FileStore(tmp_path, LIMITS, clock=clock)
-    assert names(tmp_path) == sorted([f"{record.id}.bin", f"{record.id}.json", "notes.txt"])
-    assert (again.bytes, again.files("a")) == (4, [record])
-    again.close()
+    store.begin("a").write(b"half")
+    assert len(names(folder)) == 2
+    (folder / "notes.txt").write_text("not ours")
+    store = again()  # as if killed: the upload was never closed
+    assert names(folder) == [f"{record.id}.bin", "notes.txt"]
+    assert (store.bytes, store.files("a")) == (4, [record])
 
 
-@pytest.mark.parametrize("damage", ["not json", "other size", "no bytes", "another id", "unknown field"])
-def test_a_damaged_file_is_not_served_and_not_deleted(tmp_path, clock, caplog, damage):
-    store = FileStore(tmp_path, LIMITS, clock=clock)
+@pytest.mark.parametrize("damage", [b"dat", b"data.", None])
+def test_a_damaged_file_is_not_served_and_not_deleted(store, folder, caplog, damage):
     record = put(store)
-    store.close()
-    description, data = (tmp_path / f"{record.id}.{ending}" for ending in ("json", "bin"))
-    raw = json.loads(description.read_text())
-    if damage == "not json":
-        description.write_text("{")
-    elif damage == "other size":
-        data.write_bytes(b"dat")
-    elif damage == "no bytes":
-        data.unlink()
-    else:
-        description.write_text(json.dumps({**raw, "id": "file-x"} if damage == "another id" else {**raw, "new": 1}))
-    before = names(tmp_path)
-    again = FileStore(tmp_path, LIMITS, clock=clock)
-    assert (again.files("a"), again.bytes, names(tmp_path)) == ([], 0, before)
-    assert "damaged" in caplog.text
-    again.close()
+    path = folder / f"{record.id}.bin"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    refused(store.open, "a", record.id, code="file_not_found", status=404)
+    assert path.exists() == (damage is not None)
+    assert damage is None or "is damaged" in caplog.text
 
 
-def test_one_server_at_a_time(store, tmp_path):
-    with pytest.raises(EngineError, match=r"in use by another server \(setting --file-store-dir"):
-        FileStore(tmp_path, LIMITS)
-    with pytest.raises(EngineError, match="cannot be opened"):
-        FileStore(tmp_path / "none", LIMITS)
+def test_one_server_at_a_time(again, folder):
+    again()
+    with ExitStack() as stack, pytest.raises(EngineError, match=r"in use by another server \(setting --file-store-dir"):
+        own_stores(folder, stack)
 
 
-def test_many_threads(tmp_path):
-    store = FileStore(tmp_path, replace(LIMITS, max_file_bytes=100, max_file_store_bytes=10_000, max_files=100))
+def test_many_threads(stores, folder):
+    store = FileStore(stores, replace(LIMITS, max_file_bytes=100, max_file_store_bytes=10_000, max_files=100))
 
     def work(number: int) -> None:
         record = put(store, bytes([number]) * number, owner=str(number % 3))
@@ -245,6 +255,5 @@ def test_many_threads(tmp_path):
     kept = [r for owner in "012" for r in store.files(owner)]
     assert sorted(r.bytes for r in kept) == list(range(0, 40, 2))
     assert store.bytes == sum(r.bytes for r in kept)
-    assert len({r.sequence for r in kept}) == 20
-    assert len(os.listdir(tmp_path)) == 40
+    assert len(names(folder)) == 20
     store.close()

@@ -60,6 +60,7 @@ _NEEDED = {
     "role": {"prefill_urls": "tcp://host:1"},
     "prefill_urls": {"role": "decode"},
     "hicache_storage_dir": {"enable_hierarchical_cache": "true"},
+    "database_url": {"file_store_url": "s3://bucket"},
     "node_rank": {"tp_size": "8192", "nnodes": "8192", "dist_init_addr": "host:1"},
 }
 """What a setting's other value does not go without."""
@@ -80,6 +81,8 @@ _OTHERS = {
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
     **dict.fromkeys(("allowed_local_media_path", "file_store_dir", "profile_dir"), str(CONFIGS)),
     "api_key_file": __file__,
+    "database_url": "postgresql://me:word@host/database",
+    "file_store_url": "s3://bucket/folder",
     "allowed_origins": "https://app.example.com",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.api.responses.api import ResponsesApi, ResponseStore
 from vlmserve.api.score import score_labels
 from vlmserve.api.served_model import ServedModel
+from vlmserve.api.stores.opening import Stores, open_stores
 from vlmserve.api.tokenization import detokenize, tokenize
 from vlmserve.api.tracing import RequestTracer, otlp_processor
 from vlmserve.api.warmup import warm_up
@@ -48,7 +48,6 @@ from vlmserve.frontend.request_stats import RequestStats
 from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve.ipc.messages import PreparedMessage, SchedulerInput
-from vlmserve.ipc.private_dir import PrivateDirectory
 from vlmserve_common.checkpoint.fields import read_json
 from vlmserve_common.process.threads import Threads
 from vlmserve_common.version import __version__
@@ -151,6 +150,7 @@ def build_app(
     manager: TokenizerManager,
     model_name: str,
     settings: ServerSettings,
+    stores: Stores,
     files: FileStore,
     stack: ExitStack,
     control: AskEngine | None = None,
@@ -158,9 +158,9 @@ def build_app(
 ) -> FastAPI:
     """Build the application.
 
-    model_name: the model's name for clients. stack: closes the stores of responses and batches, which are beside the
-    uploaded files. control: sends the requests of operators to the engine. tracer: gets ended chat requests.
-    app.state.batches answers batches. Raises EngineError for unusable stores.
+    model_name: the model's name for clients. stores: for responses and batches, which `stack` closes. control: sends the
+    requests of operators to the engine. tracer: gets ended chat requests. app.state.batches answers batches. Raises
+    EngineError for unusable stores.
     """
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own
     install_error_handlers(app, manager.retry_after_s)
@@ -182,11 +182,9 @@ def build_app(
     add_operations(app, (_of_model(endpoint, served) for endpoint in _MODEL_ENDPOINTS))
     add_operations(app, endpoints_of(ServerApi(served, operators, metrics)))
     add_operations(app, endpoints_of(FilesApi(files, settings)))
-    store = ResponseStore(
-        files.folder, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes
-    )
+    store = ResponseStore(stores, most=settings.max_stored_responses, most_bytes=settings.max_stored_response_bytes)
     stack.callback(store.close)
-    journal = BatchJournal(files.folder)
+    journal = BatchJournal(stores)
     stack.callback(journal.close)
     responses = ResponsesApi(served, store)
     reading = Threads("batch-files", _BATCH_THREADS)
@@ -271,7 +269,7 @@ class ApiFrontend:
         self._stack = stack
 
     def start(self) -> None:
-        """Go on with the batches of the last server."""
+        """Go on with batches that nobody works on."""
         self.app.state.batches.start()
 
     async def close(self, patience_s: float = 30.0) -> None:
@@ -305,8 +303,8 @@ def make_frontend(
 
     settings.engine.model: the checkpoint folder. max_model_len: in tokens. auto_pixels: the value that `--max-pixels
     auto` stands for. control: sends the requests of operators to the engine. start: for media processes. Raises
-    CheckpointError if the folder lacks a tokenizer, a chat template or a processor, and EngineError if another server
-    uses the folder of uploaded files.
+    CheckpointError if the folder lacks a tokenizer, a chat template or a processor, and EngineError for stores that
+    cannot be used.
     """
     engine = settings.engine
     if settings.access_log:
@@ -314,7 +312,9 @@ def make_frontend(
     if settings.log_requests:
         requests.setLevel(logging.INFO)
     with ExitStack() as stack:
-        files = _open_files(settings, stack)
+        stores = open_stores(settings, stack)
+        files = FileStore(stores, settings)
+        stack.callback(files.close)
         stage = make_tokenizer_stage(
             engine,
             stage_limits(settings),
@@ -334,17 +334,5 @@ def make_frontend(
         if settings.otlp_traces_endpoint is not None:
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
-        app = build_app(manager, model_name, settings, files, stack, control, tracer)
+        app = build_app(manager, model_name, settings, stores, files, stack, control, tracer)
         return ApiFrontend(manager, stage.media, app, stack.pop_all())
-
-
-def _open_files(settings: ServerSettings, stack: ExitStack) -> FileStore:
-    """Open the store of uploaded files, which `stack` closes. A private folder is removed with the server."""
-    if settings.file_store_dir is None:
-        folder = stack.enter_context(PrivateDirectory(Path(tempfile.gettempdir()), "vlmserve-files")).path / "files"
-        folder.mkdir()
-    else:
-        folder = Path(settings.file_store_dir)
-    files = FileStore(folder, settings)
-    stack.callback(files.close)
-    return files

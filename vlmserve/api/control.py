@@ -52,7 +52,7 @@ async def no_engine(_: ControlRequest) -> ControlResult:
 # A message is taken between two steps; on a CPU one may take long, and so does writing a profile.
 ANSWER_S = 60.0
 _MOST_STEPS = 10**6  # hours of them
-_SECRETS = frozenset(("api_key", "admin_api_key", "peer_key"))
+_SECRETS = frozenset(("api_key", "admin_api_key", "database_url", "file_store_url", "peer_key"))
 _T = TypeVar("_T")
 
 

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
-from vlmserve.api.database import is_full
+from vlmserve.api.stores.rows import StoreUnavailableError, is_full
 from vlmserve.config.plain_problems import did_you_mean, shortened
 from vlmserve.frontend.live_requests import RequestAbortedError, RequestTimeoutError
 from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
@@ -61,6 +61,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and body of an exception. Unexpected ones are logged and answered without details."""
     if isinstance(error, BadRequestError):
         return error.status, error_body(error.status, str(error), param=error.param, code=error.code)
+    if isinstance(error, StoreUnavailableError):
+        return 503, error_body(503, str(error), code="store_unavailable")
     if isinstance(error, EngineUnavailableError):
         return 503, error_body(503, str(error), code="engine_unavailable")
     if isinstance(error, RequestTimeoutError):

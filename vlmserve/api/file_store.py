@@ -1,26 +1,22 @@
-"""Uploaded files: on disk, under names of our own, each found by its owner only.
+"""Uploaded files: a row that describes each, and its bytes, which its owner only can find.
 
-A file is two: FILE_ID.bin with its bytes, and FILE_ID.json with its description. An upload is written in this order:
-bytes grow in a file with another ending -> the file is flushed to disk and renamed -> the description is written the
-same way. A file exists once it has a description. Bytes without one are unfinished, and removed at the next start. A
-deletion goes backwards.
+A row is there before its bytes, and after them. An upload is a row that is not ready; it becomes a file when its bytes
+are complete. A file that is deleted is a row that is not ready again, until its bytes are removed. Rows that are not
+ready expire, as files may: whatever ends a server, another one, or the next, removes what it left. Each expired row is
+claimed first, so that one server removes it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
-import re
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import BinaryIO
 
 from processors.fetch.fetching import MediaFile
@@ -29,164 +25,181 @@ from processors.formats import HEAD_BYTES, modality_of
 from processors.inputs import Modality
 from vlmserve.api.api_keys import share_of
 from vlmserve.api.errors import not_found
+from vlmserve.api.stores.opening import Stores
+from vlmserve.api.stores.rows import STORE_ERRORS
 from vlmserve.config.settings import ServerSettings
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.threads import Threads
 
 logger = logging.getLogger(__name__)
 
 _THREADS = 8  # uploads that are written at a time
-_OURS = re.compile(r"(file-[0-9a-f]{32})\.(bin|json|part)")
+_UPLOAD_S = 3600  # after its last bytes, an upload is one that a server left
+_REMOVAL_S = 60  # for removing bytes, after which another server may try
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    seq {key}, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, bytes BIGINT NOT NULL, ready INTEGER NOT NULL,
+    expires_at BIGINT, record TEXT NOT NULL
+)
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """The description of a file. owner: who may use it. created_at, expires_at: seconds since 1970. sequence: its place
-    in the order of uploads. filename: the client's name for it, without a meaning here. modality: found in the first
-    bytes at every start."""
+    """The description of a file. owner: who may use it. created_at, expires_at: seconds since 1970. filename: the
+    client's name for it, without a meaning here. modality: found in the first bytes."""
 
     id: str
     owner: str
     bytes: int
     created_at: int
     expires_at: int | None
-    sequence: int
     filename: str
     purpose: str
     modality: Modality | None
 
 
 class FileStore:
-    """A thread-safe store. One store at a time uses a folder, which must exist; EngineError otherwise.
+    """The files in stores, for many threads. Its methods raise StoreUnavailableError.
 
-    settings: the limits, in which unfinished uploads count. clock: seconds since 1970. folder: belongs to this store
-    alone. threads: for its work. shared: each owner has its own share of the limits.
+    settings: the limits, in which unfinished uploads count. clock: seconds since 1970. threads: for its work. shared:
+    each owner has its own share of the limits.
     """
 
-    def __init__(self, folder: Path, settings: ServerSettings, *, clock: Callable[[], float] = time.time) -> None:
-        self.folder = folder
+    def __init__(self, stores: Stores, settings: ServerSettings, *, clock: Callable[[], float] = time.time) -> None:
         self.threads = Threads("files", _THREADS)
         self.shared = False
         self._settings = settings
         self._clock = clock
-        self._lock = threading.Lock()
-        self._records: dict[str, FileRecord] = {}
-        self._uploads: Counter[str] = Counter()  # unfinished ones of each owner
-        self._bytes: Counter[str] = Counter()  # of each owner, those of unfinished uploads too
-        self._folder_fd = _lock_folder(folder)
-        self._load()
+        self._contents = stores.contents
+        self._database = stores.database("files", _SCHEMA)
+        if not self._database.replicated:
+            with self._database.transaction() as rows:
+                rows.run("UPDATE files SET expires_at = 0 WHERE ready = 0")
+        self._drop_expired()
 
     def begin(self, owner: str) -> Upload:
         """Begin an upload, which must be closed in any case. Raises BadRequestError if the store has too many files."""
-        with self._lock:
-            self._drop_expired()
-            held = self._uploads + Counter(record.owner for record in self._records.values())
+        self._drop_expired()
+        file_id = "file-" + secrets.token_hex(16)
+        with self._database.transaction(alone=True) as rows:
+            held = dict(rows.find("SELECT owner, count(*) FROM files GROUP BY owner"))
             count, most, limit = share_of(self._settings.max_files, held, owner, shared=self.shared)
             if count >= most:
                 raise BadRequestError(
                     f"there are {count} files, the limit is {limit} (setting --max-files); delete some",
                     code="too_many_files",
                 )
-            self._uploads[owner] += 1
-        file_id = "file-" + secrets.token_hex(16)
+            rows.run(
+                "INSERT INTO files (id, owner, bytes, ready, expires_at, record) VALUES (?, ?, 0, 0, ?, '')",
+                *(file_id, owner, int(self._clock()) + _UPLOAD_S),
+            )
         try:
-            return Upload(self, file_id, owner, _create(self.folder / f"{file_id}.part"))
+            return Upload(self, file_id, owner, self._contents.create(file_id))
         except BaseException:
-            self._release(owner, 0)
+            self.remove(file_id)
             raise
 
     def files(self, owner: str) -> list[FileRecord]:
         """Return an owner's files, the oldest first."""
-        with self._lock:
-            self._drop_expired()
-            return sorted((r for r in self._records.values() if r.owner == owner), key=lambda r: r.sequence)
+        self._drop_expired()
+        query = "SELECT record FROM files WHERE owner = ? AND ready = 1 ORDER BY seq"
+        return [_decoded(record) for (record,) in self._database.find(query, owner)]
 
     def find(self, owner: str, file_id: str) -> FileRecord:
         """Return a file. Raises BadRequestError (404) for an unknown file and for a file of another owner alike."""
-        with self._lock:
-            self._drop_expired()
-            record = self._records.get(file_id)
-        if record is None or record.owner != owner:
+        query = "SELECT record FROM files WHERE id = ? AND owner = ? AND ready = 1 AND (expires_at IS NULL OR expires_at > ?)"
+        found = self._database.find(query, file_id, owner, int(self._clock()))
+        if not found:
             raise not_found("file", file_id)
-        return record
+        return _decoded(found[0][0])
 
     def open(self, owner: str, file_id: str) -> tuple[FileRecord, BinaryIO]:
-        """Return a file's record and bytes, which stay readable while they are open. Raises BadRequestError (404)."""
+        """Return a file's record and bytes. Raises BadRequestError (404)."""
         record = self.find(owner, file_id)
         try:
-            return record, (self.folder / f"{file_id}.bin").open("rb")
+            file = self._contents.open(file_id)
         except FileNotFoundError:  # deleted meanwhile
             raise not_found("file", file_id) from None
+        size = file.seek(0, os.SEEK_END)
+        if size != record.bytes:
+            file.close()
+            logger.warning("%s is damaged: it has %d bytes of %d", file_id, size, record.bytes)
+            raise not_found("file", file_id)
+        file.seek(0)
+        return record, file
 
     def delete(self, owner: str, file_id: str) -> None:
         """Delete a file. Raises BadRequestError (404)."""
-        record = self.find(owner, file_id)
-        with self._lock:
-            if self._records.pop(file_id, None) is None:
+        self.find(owner, file_id)
+        with self._database.transaction() as rows:
+            statement = "UPDATE files SET ready = 0, expires_at = ? WHERE id = ? AND ready = 1"
+            if not rows.run(statement, int(self._clock()) + _REMOVAL_S, file_id):
                 raise not_found("file", file_id)
-            self._remove(record)
+        self.remove(file_id)
 
     def for_owner(self, owner: str) -> Callable[[str], StoredFile]:
         """Return a function that finds an owner's files by their ids, as media. It raises BadRequestError (404)."""
         return lambda file_id: StoredFile(self, self.find(owner, file_id))
 
     def close(self) -> None:
-        """Let another store use the folder. Files stay."""
+        """Begin no more work. Files stay."""
         self.threads.close()
-        os.close(self._folder_fd)
+        self._database.close()
 
     @property
     def bytes(self) -> int:
         """The bytes of files and unfinished uploads."""
-        return self._bytes.total()
+        return sum(count for (count,) in self._database.find("SELECT bytes FROM files"))
 
-    def reserve(self, owner: str, count: int) -> None:
+    def reserve(self, upload: Upload, count: int) -> None:
         """Make room for `count` more bytes of an upload. Raises BadRequestError if there is none."""
         total = self._settings.max_file_store_bytes
-        with self._lock:
-            taken, most, limit = share_of(total, self._bytes, owner, shared=self.shared)
+        with self._database.transaction(alone=True, durable=False) as rows:
+            held = dict(rows.find("SELECT owner, CAST(sum(bytes) AS BIGINT) FROM files GROUP BY owner"))
+            taken, most, limit = share_of(total, held, upload.owner, shared=self.shared)
             if taken + count > most:
                 raise BadRequestError(
                     f"the uploaded files would take {taken + count} bytes, the limit is {limit} (setting "
                     "--max-file-store-bytes); delete some",
                     code="file_store_full",
                 )
-            self._bytes[owner] += count
+            statement = "UPDATE files SET bytes = bytes + ?, expires_at = ? WHERE id = ? AND ready = 0"
+            rows.run(statement, count, int(self._clock()) + _UPLOAD_S, upload.id)
 
     def commit(self, upload: Upload, *, filename: str, purpose: str, expire_after_s: float | None) -> FileRecord:
         """Make an upload a file. Called by `Upload.commit` only."""
-        part, final = (self.folder / f"{upload.id}.{ending}" for ending in ("part", "bin"))
-        with part.open("rb") as file:
-            head = file.read(HEAD_BYTES)
         expire_after_s = self._settings.file_expire_after_s if expire_after_s is None else expire_after_s
         now = self._clock()
-        with self._lock:
-            record = FileRecord(
-                id=upload.id,
-                owner=upload.owner,
-                bytes=upload.bytes,
-                created_at=int(now),
-                expires_at=None if expire_after_s is None else int(now + expire_after_s),
-                sequence=1 + max((r.sequence for r in self._records.values()), default=0),
-                filename=filename,
-                purpose=purpose,
-                modality=modality_of(head),
+        record = FileRecord(
+            id=upload.id,
+            owner=upload.owner,
+            bytes=upload.bytes,
+            created_at=int(now),
+            expires_at=None if expire_after_s is None else int(now + expire_after_s),
+            filename=filename,
+            purpose=purpose,
+            modality=modality_of(upload.head),
+        )
+        with self._database.transaction() as rows:
+            # The new row is the last one, in the order of the uploads' ends.
+            if not rows.run("DELETE FROM files WHERE id = ? AND ready = 0", record.id):
+                raise BadRequestError("the upload took too long, and was dropped", code="upload_dropped", status=408)
+            rows.run(
+                "INSERT INTO files (id, owner, bytes, ready, expires_at, record) VALUES (?, ?, ?, 1, ?, ?)",
+                *(record.id, record.owner, record.bytes, record.expires_at, json.dumps(asdict(record))),
             )
-            part.replace(final)
-            try:
-                _write_whole(self.folder / f"{upload.id}.json", json.dumps(_described(record)).encode())
-                os.fsync(self._folder_fd)
-            except BaseException:
-                final.unlink(missing_ok=True)
-                raise
-            self._records[record.id] = record
-            self._uploads[record.owner] -= 1
         return record
 
-    def abandon(self, upload: Upload) -> None:
-        """Forget an upload that was not committed. Called by `Upload.close` only."""
-        (self.folder / f"{upload.id}.part").unlink(missing_ok=True)
-        self._release(upload.owner, upload.bytes)
+    def remove(self, file_id: str) -> None:
+        """Remove the bytes and the row of a file that is not ready. If the bytes cannot be removed now, they are later,
+        as those of expired files."""
+        try:
+            self._contents.remove(file_id)
+            with self._database.transaction() as rows:
+                rows.run("DELETE FROM files WHERE id = ? AND ready = 0", file_id)
+        except STORE_ERRORS as error:
+            logger.warning("%s is removed later: %s", file_id, error)
 
     def check_size(self, size: int) -> None:
         """Raise BadRequestError (413) for a file of more bytes than one may have."""
@@ -198,54 +211,21 @@ class FileStore:
                 status=413,
             )
 
-    def _release(self, owner: str, count: int) -> None:
-        with self._lock:
-            self._uploads[owner] -= 1
-            self._bytes[owner] -= count
-
     def _drop_expired(self) -> None:
-        now = self._clock()
-        for record in [r for r in self._records.values() if r.expires_at is not None and r.expires_at <= now]:
-            del self._records[record.id]
-            self._remove(record)
-
-    def _remove(self, record: FileRecord) -> None:
-        """Remove a file from disk, which has left the records."""
-        for ending in ("json", "bin"):  # in this order: see above
-            (self.folder / f"{record.id}.{ending}").unlink(missing_ok=True)
-        self._bytes[record.owner] -= record.bytes
-
-    def _load(self) -> None:
-        found: dict[str, set[str]] = {}
-        for path in self.folder.iterdir():
-            match = _OURS.fullmatch(path.name)
-            if match:
-                found.setdefault(match.group(1), set()).add(match.group(2))
-        for file_id, endings in found.items():
-            if "json" not in endings:
-                for ending in endings:
-                    (self.folder / f"{file_id}.{ending}").unlink(missing_ok=True)
-                logger.info("removed %s from %s: its upload was not finished", file_id, self.folder)
-            elif (record := self._read(file_id)) is None:
-                logger.warning("%s in %s is damaged and left alone", file_id, self.folder)
-            else:
-                self._records[file_id] = record
-                self._bytes[record.owner] += record.bytes
-        self._drop_expired()
-
-    def _read(self, file_id: str) -> FileRecord | None:
-        try:
-            with (self.folder / f"{file_id}.bin").open("rb") as file:
-                modality, size = modality_of(file.read(HEAD_BYTES)), os.fstat(file.fileno()).st_size
-            raw = json.loads((self.folder / f"{file_id}.json").read_bytes())
-            record = FileRecord(**raw, modality=modality)
-        except (OSError, TypeError, ValueError):
-            return None
-        return record if (record.id, record.bytes) == (file_id, size) else None
+        now = int(self._clock())
+        expired = "SELECT id FROM files WHERE expires_at <= ?"
+        if not self._database.find(expired, now):
+            return
+        with self._database.transaction(alone=True) as rows:
+            ids: Iterable[str] = [file_id for (file_id,) in rows.find(expired, now)]
+            claim = "UPDATE files SET ready = 0, expires_at = ? WHERE id = ?"
+            rows.run_many(claim, [(now + _REMOVAL_S, file_id) for file_id in ids])
+        for file_id in ids:
+            self.remove(file_id)
 
 
 class Upload(AbstractContextManager["Upload"]):
-    """A file being written; a context manager that leaves nothing behind unless it was committed.
+    """A file being written; a context manager that leaves nothing behind unless it was committed. head: its first bytes.
 
     Its methods may be called in different threads, even while one of them is still at work.
     """
@@ -254,7 +234,9 @@ class Upload(AbstractContextManager["Upload"]):
         self.id = file_id
         self.owner = owner
         self.bytes = 0
+        self.head = b""
         self._store = store
+        self._contents = store._contents
         self._file = file
         self._lock = threading.Lock()
         self._open = True
@@ -265,16 +247,15 @@ class Upload(AbstractContextManager["Upload"]):
             if not self._open:
                 raise ValueError("the upload is closed")
             self._store.check_size(self.bytes + len(data))
-            self._store.reserve(self.owner, len(data))
+            self._store.reserve(self, len(data))
             self.bytes += len(data)
+            self.head += data[: HEAD_BYTES - len(self.head)]
             self._file.write(data)
 
     def commit(self, *, filename: str, purpose: str, expire_after_s: float | None = None) -> FileRecord:
         """Make the upload a file. expire_after_s: seconds to keep it; None: as the settings say."""
         with self._lock:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            self._contents.settle(self._file)
             record = self._store.commit(self, filename=filename, purpose=purpose, expire_after_s=expire_after_s)
             self._open = False
             return record
@@ -286,10 +267,10 @@ class Upload(AbstractContextManager["Upload"]):
                 self._open = False
                 try:
                     self._file.close()
-                except OSError as error:  # the last bytes do not fit on the disk
+                except (BadRequestError, *STORE_ERRORS) as error:  # the last bytes found no room
                     logger.debug("closing an upload: %s", error)
                 finally:
-                    self._store.abandon(self)
+                    self._store.remove(self.id)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -316,40 +297,6 @@ class StoredFile(MediaFile):
             return file.read()
 
 
-def _lock_folder(folder: Path) -> int:
-    """Return an open descriptor of the folder, which keeps other stores out of it."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise EngineError(f"the folder {folder} for uploaded files cannot be opened: {error.strerror}") from None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise EngineError(
-            f"the folder {folder} for uploaded files is in use by another server (setting --file-store-dir)"
-        ) from None
-    return fd
-
-
-def _create(path: Path) -> BinaryIO:
-    """Create a file that only this user can read."""
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, even after a crash, sees all of it or none."""
-    unfinished = path.with_suffix(".part")
-    try:
-        with _create(unfinished) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-
-
-def _described(record: FileRecord) -> dict[str, object]:
-    return {name: value for name, value in asdict(record).items() if name != "modality"}
+def _decoded(text: str) -> FileRecord:
+    raw = json.loads(text)
+    return FileRecord(**{**raw, "modality": raw["modality"] and Modality(raw["modality"])})

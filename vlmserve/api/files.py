@@ -15,17 +15,17 @@ from typing_extensions import TypedDict
 from processors.formats import words
 from vlmserve.api.body import body_parts
 from vlmserve.api.callers import owner_of
-from vlmserve.api.database import NO_SPACE
 from vlmserve.api.file_store import FileRecord, FileStore, Upload
-from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.openapi import BODY_ERRORS, KEPT_ERRORS, operation
 from vlmserve.api.pages import Page, page_of, page_query
+from vlmserve.api.stores.rows import NO_SPACE
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import invalid_value
 from vlmserve_common.errors import BadRequestError, EngineError
 
 PURPOSES = ("vision", "user_data", "batch")
 _FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
-_CHUNK_BYTES = 2**18
+_CHUNK_BYTES = 2**19
 # What a form may have around its file.
 _FORM_BYTES = 2**16
 # OpenAI's limits of both.
@@ -82,7 +82,7 @@ class FilesApi:
         *("POST", "/v1/files", "createFile", "Files"),
         form=_UPLOAD,
         answer=FileObject,
-        errors=(*BODY_ERRORS, 429, 500, 507),
+        errors=(*BODY_ERRORS, 429, 500, 503, 507),
     )
     async def create(self, request: Request) -> Response:
         """Upload a file. If anything goes wrong, or the client leaves, nothing of it stays."""
@@ -105,7 +105,7 @@ class FilesApi:
         *("GET", "/v1/files", "listFiles", "Files"),
         query=page_query(_LIST_LIMIT, _LIST_LIMIT) | {"purpose": {"type": "string"}},
         answer=FileList,
-        errors=(400,),
+        errors=(400, 503),
     )
     async def list(self, request: Request) -> Response:
         """List uploaded files."""
@@ -117,12 +117,12 @@ class FilesApi:
         records, page = page_of(query, records, lambda record: record.id, most=_LIST_LIMIT, usual=_LIST_LIMIT)
         return JSONResponse(page | {"data": [_describe(record) for record in records]})
 
-    @operation("GET", "/v1/files/{file_id}", "getFile", "Files", answer=FileObject, errors=ID_ERRORS)
+    @operation("GET", "/v1/files/{file_id}", "getFile", "Files", answer=FileObject, errors=KEPT_ERRORS)
     async def retrieve(self, request: Request, file_id: str) -> Response:
         """Describe a file."""
         return JSONResponse(_describe(await self._store.threads.run(self._store.find, owner_of(request), file_id)))
 
-    @operation("DELETE", "/v1/files/{file_id}", "deleteFile", "Files", answer=DeletedFile, errors=ID_ERRORS)
+    @operation("DELETE", "/v1/files/{file_id}", "deleteFile", "Files", answer=DeletedFile, errors=KEPT_ERRORS)
     async def delete(self, request: Request, file_id: str) -> Response:
         """Forget a file. Requests that read it already go on."""
         await self._store.threads.run(self._store.delete, owner_of(request), file_id)
@@ -131,7 +131,7 @@ class FilesApi:
     @operation(
         *("GET", "/v1/files/{file_id}/content", "getFileContent", "Files"),
         answer="application/octet-stream",
-        errors=ID_ERRORS,
+        errors=KEPT_ERRORS,
     )
     async def content(self, request: Request, file_id: str) -> Response:
         """Return the bytes of a file. Browsers save them, and do not take them for a page of this server."""

@@ -209,6 +209,10 @@ def launch_server(
         from vlmserve.api.tracing import check_extra
 
         check_extra()  # before minutes go by with the model
+    if settings.database_url is not None or settings.file_store_url is not None:
+        from vlmserve.api.stores.opening import check_stores
+
+        check_stores(settings)
     keys = read_api_keys(settings)  # so that errors in them show now
     raise_open_files()
     if settings.port_file:

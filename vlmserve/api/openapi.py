@@ -26,9 +26,11 @@ from vlmserve_common.version import __version__
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
-# Statuses of errors: about a body, an id, the engine, and an answer that the model makes.
+# Statuses of errors: about a body, an id, the id of something that is kept, the engine, and an answer that the model
+# makes.
 BODY_ERRORS = (400, 408, 413)
 ID_ERRORS = (404,)
+KEPT_ERRORS = (*ID_ERRORS, 503)
 ENGINE_ERRORS = (500, 503)
 MODEL_ERRORS = (*BODY_ERRORS, *ID_ERRORS, 409, 429, 499, *ENGINE_ERRORS, 504)
 _KEY, _ADMIN_KEY = "apiKey", "adminApiKey"

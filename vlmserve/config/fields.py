@@ -14,10 +14,12 @@ MOST_SECONDS = 2_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """The values that a setting may have, besides None if that is the default. words: the end of "it must be ..."."""
+    """The values that a setting may have, besides None if that is the default. words: the end of "it must be ...".
+    secret: no message shows the value."""
 
     words: str
     holds: Callable[[Any], object]
+    secret: bool = False
 
 
 AT_LEAST_0 = Allowed(words="0 or more", holds=lambda value: value >= 0)
@@ -57,5 +59,7 @@ def range_problems(values: Any) -> list[str]:
     for field in dataclasses.fields(values):
         value, allowed = getattr(values, field.name), field.metadata.get("allowed")
         if allowed is not None and value is not None and not allowed.holds(value):
-            problems.append(problem(values, field.name, allowed.words + (", or left out" * (field.default is None))))
+            words = allowed.words + (", or left out" * (field.default is None))
+            what = f"{flag(field.name)} must be {words}" if allowed.secret else problem(values, field.name, words)
+            problems.append(what)
     return problems

@@ -78,6 +78,16 @@ _HOSTS = Allowed(
     words="host names such as example.com or .example.com, with commas between them, or *",
     holds=lambda names: names == "*" or all(map(_DOMAIN.fullmatch, names.split(","))),
 )
+_DATABASE = Allowed(
+    words="a URL such as postgresql://USER:PASSWORD@HOST:5432/DATABASE",
+    holds=lambda url: re.fullmatch(r"postgres(ql)?://\S+", url),
+    secret=True,
+)
+_STORE = Allowed(
+    words="a URL such as s3://BUCKET/FOLDER or file:///FOLDER",
+    holds=lambda url: re.fullmatch(r"[a-z][a-z\d+.-]*://\S+", url),
+    secret=True,
+)
 _ORIGINS = Allowed(
     words="origins such as https://app.example.com, with commas between them, or *",
     holds=lambda origins: origins == "*" or all(re.fullmatch(r"[\w+.-]+://[^\s/,]+", o) for o in origins.split(",")),
@@ -241,6 +251,18 @@ class ServerSettings:
         _WRITABLE,
         common=True,
     )
+    database_url: str | None = _files(
+        None,
+        "PostgreSQL database in which several servers keep files, batches and responses together (docs/deployment.md): "
+        "postgresql://USER:PASSWORD@HOST/DATABASE; set it by its variable; needs vlmserve[postgres]",
+        _DATABASE,
+    )
+    file_store_url: str | None = _files(
+        None,
+        "where the bytes of uploaded files go, by a URL that fsspec knows: s3://BUCKET/FOLDER, file:///FOLDER; needed "
+        "with --database-url; default: --file-store-dir",
+        _STORE,
+    )
     max_file_bytes: int = _files(256 * 2**20, "largest uploaded file, in bytes", AT_LEAST_1)
     max_file_store_bytes: int = _files(2**30, "all uploaded files together, in bytes", AT_LEAST_1)
     max_files: int = _files(1000, "most uploaded files; 0 takes none", AT_LEAST_0)
@@ -314,6 +336,9 @@ def load_settings(
     if 0 < whole.request_timeout_s < (engine.max_time_between_tokens_s or 0):
         allowed = f"at most --request-timeout-s, which is {whole.request_timeout_s:g}"
         problems.append(problem(engine, "max_time_between_tokens_s", allowed))
+    if whole.database_url is not None and (whole.file_store_url is None or whole.file_store_dir is not None):
+        what = "the bytes of files have to go where all servers reach them"
+        problems.append(f"--database-url needs --file-store-url, and no --file-store-dir: {what}")
     if problems:
         raise SettingsError("\n".join(problems))
     return whole

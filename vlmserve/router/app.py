@@ -114,7 +114,8 @@ class RouterApp:
         ids."""
         query, (most, usual) = QueryParams(scope["query_string"]), _PAGED[path]
         passed = [(name, value) for name, value in query.multi_items() if name not in ("after", "limit", "order")]
-        items = [item for items in await self._of_all(path, headers, [*passed, ("limit", str(most))]) for item in items]
+        lists = await self._of_all(path, headers, [*passed, ("limit", str(most))])
+        items = [*{item["id"]: item for items in lists for item in items}.values()]  # servers may share a store
         items.sort(key=lambda item: item["created_at"])
         found, page = page_of(query, items, lambda item: str(item["id"]), most=most, usual=usual)
         return JSONResponse(page | {"data": found})

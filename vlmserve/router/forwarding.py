@@ -162,10 +162,11 @@ class Forwarding:
             return None
         known = self._workers.get(self._holders.get(things[0], ""))
         there = self._workers.answering()
-        if known is not None or len(there) < 2:
+        if known in there or (known is None and len(there) < 2):
             return known
+        # Another server has it, too, if they share a store.
         has = await asyncio.gather(*(self._has(worker, things[0], exchange.headers) for worker in there))
-        holder = next((worker for worker, it in zip(there, has, strict=True) if it), None)
+        holder = next((worker for worker, it in zip(there, has, strict=True) if it), known)
         if holder is not None:
             self._remember(things[0], holder)
         return holder

@@ -6,12 +6,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from vlmserve.api.batches.journal import Batch, BatchJournal
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.file_store import FileStore
+from vlmserve.api.stores.opening import Stores
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.requests import Caller
@@ -33,10 +33,10 @@ async def echo(body: dict[str, Any]) -> dict[str, Any]:
 class House:
     """A store, a journal, and runners over them. asked: the bodies that came to the endpoint."""
 
-    def __init__(self, folder: Path, stack: ExitStack, max_files: int = 5) -> None:
-        self.files = FileStore(folder, ServerSettings(engine=EngineArgs(model="m"), max_files=max_files))
+    def __init__(self, stores: Stores, stack: ExitStack, max_files: int = 5) -> None:
+        self.files = FileStore(stores, ServerSettings(engine=EngineArgs(model="m"), max_files=max_files))
         stack.callback(self.files.close)
-        self.journal = BatchJournal(folder)
+        self.journal = BatchJournal(stores)
         stack.callback(self.journal.close)
         self.threads = Threads("batch-files", 2)
         stack.callback(self.threads.close)

@@ -13,7 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.batch_house import House
-from tests.vlmserve.api.fake_engine import Served, official_client, real_server, serving, write_checkpoint_folder
+from tests.vlmserve.api.fake_engine import Served, official_client, real_server, serving, write_checkpoint_folderfrom vlmserve.api.stores.opening import Stores
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise, when it is imported
 
@@ -38,9 +38,9 @@ def serve(checkpoint_folder: Path) -> Iterator[Callable[..., tuple[Served, TestC
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def house(stores: Stores) -> Iterator[House]:
     with contextlib.ExitStack() as stack:
-        yield House(tmp_path, stack)
+        yield House(stores, stack)
 
 
 @pytest.fixture

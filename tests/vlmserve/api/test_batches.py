@@ -17,6 +17,7 @@ from tests.vlmserve.api.batch_house import URL, House, all_over, echo, line, run
 from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import Batch, count_lines, read_lines, write_file
+from vlmserve.api.stores.opening import Stores
 from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 from vlmserve_common.process.threads import check_wanted
 
@@ -148,7 +149,7 @@ def test_the_next_server_answers_only_what_is_left(house: House) -> None:
     assert before >= 2
     house.asked.clear()
     house.gone = False
-    run_all(house, house.journal.unfinished()[0])
+    run_all(house, house.journal.claim())
     assert [o["custom_id"] for o in house.written("output")] == list("abcdef")
     assert len(house.asked) == 6 - before
 
@@ -214,7 +215,7 @@ def test_a_cancelled_batch_keeps_what_was_answered(house: House) -> None:
     assert [o["custom_id"] for o in house.written("output")] == ["a"]
 
 
-def test_owners_take_turns_however_many_batches_they_have(tmp_path: Path) -> None:
+def test_owners_take_turns_however_many_batches_they_have(stores: Stores) -> None:
     async def run(house: House) -> None:
         async def ask(body: dict[str, Any]) -> dict[str, Any]:
             for _ in range(50):  # behind all that the other batches do before their next line
@@ -229,7 +230,7 @@ def test_owners_take_turns_however_many_batches_they_have(tmp_path: Path) -> Non
         await all_over(runner)
 
     with ExitStack() as stack:
-        house = House(tmp_path, stack, max_files=8)
+        house = House(stores, stack, max_files=8)
         asyncio.run(run(house))
     assert house.owners[:8].count("you") >= 3, "every second line, and not every fourth"
     assert house.owners.count("you") == 4

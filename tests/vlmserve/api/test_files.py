@@ -20,10 +20,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.fake_engine import WAIT_S, Served, http_scope, official_client, png_url, real_server, serving
+from tests.vlmserve.own_stores import own_stores
 from tests.vlmserve.server_process import await_that
-from vlmserve.api import file_store
 from vlmserve.api.app import build_app
 from vlmserve.api.file_store import FileStore, Upload
+from vlmserve.api.stores.contents import FolderContents
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings
 
@@ -271,9 +272,13 @@ class WatchedLock:
 
 @pytest.mark.parametrize("path", ["", "/file-" + "0" * 32])
 def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
-    files = FileStore(tmp_path, SMALL)
-    watched = files._lock = WatchedLock()
-    with ExitStack() as stack, real_server(build_app(served.frontend.manager, "m", SMALL, files, stack)) as port:
+    with ExitStack() as stack:
+        stores = own_stores(tmp_path, stack)
+        files = FileStore(stores, SMALL)
+        stack.callback(files.close)
+        watched = files._database._lock = WatchedLock()
+        app = build_app(served.frontend.manager, "m", SMALL, stores, files, stack)
+        port = stack.enter_context(real_server(app))
         waiting, other = (http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S) for _ in range(2))
         with watched.lock:
             waiting.request("GET", "/v1/files" + path)
@@ -283,14 +288,13 @@ def test_the_event_loop_does_not_wait_for_the_store(served, tmp_path, path):
         assert waiting.getresponse().status == (404 if path else 200)
         for link in (waiting, other):
             link.close()
-    files.close()
 
 
 def test_without_a_folder_files_go_with_the_server(checkpoint_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with serving(checkpoint_folder) as served, TestClient(served.app) as client:
         assert upload(client).status_code == 200
-        assert len(list(tmp_path.glob("vlmserve-files-*/files/file-*"))) == 2
+        assert len(list(tmp_path.glob("vlmserve-files-*/files/file-*"))) == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,9 +306,9 @@ def test_a_full_disk(client, store, monkeypatch, where, number):
     def full(*_, **__):
         raise OSError(number, os.strerror(number))
 
-    places = {"begin": (file_store, "_create"), "write": (Upload, "write"), "commit": (file_store.os, "fsync")}
+    places = {"begin": (FolderContents, "create"), "write": (Upload, "write"), "commit": (FolderContents, "settle")}
     with monkeypatch.context() as patch:
-        patch.setattr(*places.get(where, (file_store, "_write_whole")), full)
+        patch.setattr(*places.get(where, (FileStore, "commit")), full)
         for _ in range(7):  # one more than there may be files
             reply = upload(client, b"x" * 500)
             assert reply.status_code == 507
@@ -318,13 +322,14 @@ def test_a_full_disk(client, store, monkeypatch, where, number):
 
 def test_a_disk_that_is_full_when_the_rest_is_written(tmp_path):
     """The kernel says so when the buffer is emptied, at the end."""
-    files = FileStore(tmp_path, SMALL)
-    part = files.begin("owner")
-    part.write(b"x" * 500)
-    os.dup2(full := os.open("/dev/full", os.O_WRONLY), part._file.fileno())
-    os.close(full)
-    with pytest.raises(OSError, match="No space"):
-        part.commit(filename="x", purpose="vision")
-    part.close()
-    assert (files.bytes, list(tmp_path.iterdir())) == (0, [])
-    files.close()
+    with ExitStack() as stack:
+        files = FileStore(own_stores(tmp_path, stack), SMALL)
+        stack.callback(files.close)
+        part = files.begin("owner")
+        part.write(b"x" * 500)
+        os.dup2(full := os.open("/dev/full", os.O_WRONLY), part._file.fileno())
+        os.close(full)
+        with pytest.raises(OSError, match="No space"):
+            part.commit(filename="x", purpose="vision")
+        part.close()
+        assert (files.bytes, list(tmp_path.glob("file-*"))) == (0, [])

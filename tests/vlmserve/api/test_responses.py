@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from vlmserve.api.responses.api import ResponseStore
 from vlmserve.api.responses.items import to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.responses.writer import ResponseWriter
+from vlmserve.api.stores.opening import Stores
 from vlmserve.ipc.messages import FinishReason
 from vlmserve_common.errors import BadRequestError
 
@@ -184,8 +184,8 @@ def test_a_full_disk_is_told(client: TestClient, monkeypatch: pytest.MonkeyPatch
     add = ResponseStore.add
 
     def add_to_full(store: ResponseStore, *given: Any) -> None:
-        opened.append(store._db)
-        store._db.execute("PRAGMA max_page_count = 1")  # as small as it is
+        opened.append(store._database._connection)
+        opened[-1].execute("PRAGMA max_page_count = 1")  # as small as it is
         add(store, *given)
 
     monkeypatch.setattr(ResponseStore, "add", add_to_full)
@@ -201,8 +201,8 @@ def test_a_full_disk_is_told(client: TestClient, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[ResponseStore]:
-    store = ResponseStore(tmp_path, most=2, most_bytes=1000)
+def store(stores: Stores) -> Iterator[ResponseStore]:
+    store = ResponseStore(stores, most=2, most_bytes=1000)
     yield store
     store.close()
 
@@ -248,8 +248,8 @@ def test_a_conversation_is_all_that_it_goes_back_to(store: ResponseStore) -> Non
         store.conversation("me", "b")
 
 
-def test_it_is_there_after_a_restart(store: ResponseStore, tmp_path: Path) -> None:
+def test_it_is_there_after_a_restart(store: ResponseStore, stores: Stores) -> None:
     store.add("me", _response("a"), [])
     store.close()
-    with contextlib.closing(ResponseStore(tmp_path, most=5, most_bytes=1000)) as again:
+    with contextlib.closing(ResponseStore(stores, most=5, most_bytes=1000)) as again:
         assert again.find("me", "a").response == _response("a")

@@ -15,7 +15,7 @@ from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.body import read_body
 from vlmserve.api.callers import caller_of, owner_of
 from vlmserve.api.file_store import FileStore
-from vlmserve.api.openapi import BODY_ERRORS, ID_ERRORS, operation
+from vlmserve.api.openapi import BODY_ERRORS, KEPT_ERRORS, operation
 from vlmserve.api.pages import page_of, page_query
 from vlmserve.api.request_id import new_id
 from vlmserve.config.settings import ServerSettings
@@ -57,7 +57,7 @@ class BatchesApi:
         request=BatchRequest,
         example={"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
         answer=BatchObject,
-        errors=(*BODY_ERRORS, *ID_ERRORS, 429, 507),
+        errors=(*BODY_ERRORS, *KEPT_ERRORS, 429, 507),
     )
     async def create(self, request: Request) -> Response:
         """Answer a file of requests when there is room. Its lines are looked at when the batch begins."""
@@ -89,7 +89,7 @@ class BatchesApi:
         self._runner.run(batch)
         return JSONResponse(await self._shown(batch))
 
-    @operation("GET", "/v1/batches/{batch_id}", "getBatch", "Batches", answer=BatchObject, errors=ID_ERRORS)
+    @operation("GET", "/v1/batches/{batch_id}", "getBatch", "Batches", answer=BatchObject, errors=KEPT_ERRORS)
     async def retrieve(self, request: Request, batch_id: str) -> Response:
         """Describe a batch as it is now."""
         return JSONResponse(await self._shown(await self._find(request, batch_id)))
@@ -97,7 +97,7 @@ class BatchesApi:
     @operation(
         *("POST", "/v1/batches/{batch_id}/cancel", "cancelBatch", "Batches"),
         answer=BatchObject,
-        errors=(*ID_ERRORS, 409),
+        errors=(*KEPT_ERRORS, 409),
     )
     async def cancel(self, request: Request, batch_id: str) -> Response:
         """Begin no further line of a batch, and drop those under way."""
@@ -111,7 +111,7 @@ class BatchesApi:
         *("GET", "/v1/batches", "listBatches", "Batches"),
         query=page_query(_LIST_LIMIT, 20),
         answer=BatchList,
-        errors=(400,),
+        errors=(400, 503),
     )
     async def list(self, request: Request) -> Response:
         """List batches, the newest first."""

@@ -1,15 +1,18 @@
-"""Batches, their lines and their files: the journal is an SQLite file beside the uploaded files.
+"""Batches, their lines and their files: the journal is beside the rows of uploaded files.
 
-A line is on disk before it is reported, and only once. Whatever ends the server, the next one goes on with the missing
-lines. The lines of a batch are forgotten when its files are written.
+A line is kept before it is reported, and only once. Whatever ends the server, another one, or the next, goes on with the
+missing lines. The lines of a batch are forgotten when its files are written.
+
+One server at a time works on a batch: the one that has its lease. It renews the lease. A batch whose lease is over is
+free for all. A server that cancels a batch takes the lease from the one that has it, which is told by its next write.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
 import pydantic_core
@@ -18,12 +21,13 @@ from typing_extensions import TypedDict
 from vlmserve.api.answer_types import CompletionTokensDetails
 from vlmserve.api.api_keys import share_of
 from vlmserve.api.body import check_values
-from vlmserve.api.database import Database
 from vlmserve.api.errors import not_found
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.pages import Page
+from vlmserve.api.stores.opening import Stores
+from vlmserve.api.stores.rows import Rows
 from vlmserve.config.plain_problems import shortened
-from vlmserve_common.errors import BadRequestError
+from vlmserve_common.errors import BadRequestError, VlmserveError
 from vlmserve_common.process.threads import check_wanted
 
 Ended = Literal["completed", "failed", "expired", "cancelled"]
@@ -152,26 +156,40 @@ class Batch:
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS batches (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, ended INTEGER NOT NULL, record TEXT NOT NULL
+    seq {key}, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, ended INTEGER NOT NULL, record TEXT NOT NULL
 );
 CREATE TABLE IF NOT EXISTS lines (
     batch TEXT NOT NULL, line INTEGER NOT NULL, good INTEGER NOT NULL, record TEXT NOT NULL, PRIMARY KEY (batch, line)
-) WITHOUT ROWID;
+);
+CREATE TABLE IF NOT EXISTS leases (batch TEXT PRIMARY KEY, server TEXT NOT NULL, until BIGINT NOT NULL)
 """
 _MOST_ENDED = 10_000  # batches that are over and still listed
+LEASE_S = 30
 
 
-class BatchJournal(Database):
-    """The journal of a folder."""
+class LeaseLostError(VlmserveError):
+    """Another server works on the batch now."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder / "batches.sqlite3", _SCHEMA)
+
+class BatchJournal:
+    """The journal in stores, as one server uses it: each journal is another server's. Its methods raise
+    StoreUnavailableError."""
+
+    def __init__(self, stores: Stores) -> None:
+        self._database = stores.database("batches", _SCHEMA)
+        self.threads = self._database.threads
+        self.close = self._database.close
+        self.replicated = self._database.replicated
+        self._server = secrets.token_hex(8)
+        if not self.replicated:  # the last server is gone
+            with self._database.transaction() as rows:
+                rows.run("DELETE FROM leases")
 
     def add(self, batch: Batch, total: int, *, shared: bool = False) -> None:
-        """Add a new batch. Raises BadRequestError (429) beyond `total` unfinished batches. shared: each owner has its
-        own share of them."""
-        with self._lock, self._db:
-            held = dict(self._db.execute("SELECT owner, count(*) FROM batches WHERE NOT ended GROUP BY owner"))
+        """Add a new batch, for this server. Raises BadRequestError (429) beyond `total` unfinished batches. shared: each
+        owner has its own share of them."""
+        with self._database.transaction(alone=True) as rows:
+            held = dict(rows.find("SELECT owner, count(*) FROM batches WHERE ended = 0 GROUP BY owner"))
             count, most, limit = share_of(total, held, batch.owner, shared=shared)
             if count >= most:
                 raise BadRequestError(
@@ -179,57 +197,90 @@ class BatchJournal(Database):
                     code="too_many_batches",
                     status=429,
                 )
-            self._db.execute(
+            rows.run(
                 "INSERT INTO batches (id, owner, ended, record) VALUES (?, ?, 0, ?)",
-                (batch.id, batch.owner, _encoded(batch)),
+                *(batch.id, batch.owner, _encoded(batch)),
             )
-            self._db.execute(
-                "DELETE FROM batches WHERE ended AND seq <= (SELECT max(seq) FROM batches) - ?", (_MOST_ENDED,)
-            )
+            old = "DELETE FROM batches WHERE ended = 1 AND seq <= (SELECT max(seq) FROM batches) - ?"
+            rows.run(old, _MOST_ENDED)
+            self._lease(rows, batch.id)
 
     def put(self, batch: Batch) -> None:
-        """Replace the record of a batch."""
-        with self._lock, self._db:
-            self._db.execute(
-                "UPDATE batches SET record = ?, ended = ? WHERE id = ?", (_encoded(batch), batch.has_ended, batch.id)
-            )
+        """Replace the record of a batch. Raises LeaseLostError."""
+        with self._database.transaction() as rows:
+            if not self._renew(rows, batch.id):
+                raise LeaseLostError
+            statement = "UPDATE batches SET record = ?, ended = ? WHERE id = ?"
+            rows.run(statement, _encoded(batch), int(batch.has_ended), batch.id)
 
     def forget_lines(self) -> None:
-        """Delete the lines of batches that have ended. It writes more than the end itself, which a full disk may let
-        through."""
-        with self._lock, self._db:
-            self._db.execute("DELETE FROM lines WHERE batch IN (SELECT id FROM batches WHERE ended)")
+        """Delete the lines and leases of batches that have ended. It writes more than the end itself, which a full disk
+        may let through."""
+        with self._database.transaction() as rows:
+            for table in ("leases", "lines"):
+                rows.run(f"DELETE FROM {table} WHERE batch IN (SELECT id FROM batches WHERE ended = 1)")
 
     def find(self, owner: str, batch_id: str) -> Batch:
         """Return a batch. Raises BadRequestError (404) for an unknown batch and for a batch of another owner alike."""
-        found = self.rows("SELECT record FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
+        found = self._database.find("SELECT record FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
         if not found:
             raise not_found("batch", batch_id)
         return _decoded(found[0])
 
+    def take(self, owner: str, batch_id: str) -> Batch:
+        """Take a batch from whichever server works on it, and return it. Raises BadRequestError (404)."""
+        with self._database.transaction(alone=True) as rows:
+            self._lease(rows, batch_id)  # what the other one writes at this moment comes first
+            found = rows.find("SELECT record FROM batches WHERE id = ? AND owner = ?", batch_id, owner)
+            if not found:
+                raise not_found("batch", batch_id)
+        return _decoded(found[0])
+
+    def claim(self) -> Batch | None:
+        """Take the oldest unfinished batch that no server works on, and return it."""
+        with self._database.transaction(alone=True) as rows:
+            leased = f"SELECT batch FROM leases WHERE until > {self._database.now}"
+            query = f"SELECT record FROM batches WHERE ended = 0 AND id NOT IN ({leased}) ORDER BY seq LIMIT 1"
+            found = [*map(_decoded, rows.find(query))]
+            for batch in found:
+                self._lease(rows, batch.id)
+        return found[0] if found else None
+
+    def renew(self) -> set[str]:
+        """Renew the leases of this server, and return the ids of their batches."""
+        with self._database.transaction() as rows:
+            rows.run(f"UPDATE leases SET until = {self._until} WHERE server = ?", self._server)
+            return {batch_id for (batch_id,) in rows.find("SELECT batch FROM leases WHERE server = ?", self._server)}
+
+    def release(self) -> None:
+        """Leave the batches of this server to the others."""
+        with self._database.transaction() as rows:
+            rows.run("DELETE FROM leases WHERE server = ?", self._server)
+
     def batches(self, owner: str) -> list[Batch]:
         """Return an owner's batches, the newest first."""
-        rows = self.rows("SELECT record FROM batches WHERE owner = ? ORDER BY seq DESC", owner)
-        return list(map(_decoded, rows))
-
-    def unfinished(self) -> list[Batch]:
-        """Return the unfinished batches of all owners, the oldest first."""
-        return list(map(_decoded, self.rows("SELECT record FROM batches WHERE NOT ended ORDER BY seq")))
+        found = self._database.find("SELECT record FROM batches WHERE owner = ? ORDER BY seq DESC", owner)
+        return list(map(_decoded, found))
 
     def add_lines(self, batch_id: str, lines: Sequence[tuple[int, bool, dict[str, Any]]]) -> None:
         """Add finished lines: number, whether the line has an answer, and its record. Lines that are there already
-        stay."""
-        rows = [(batch_id, number, good, json.dumps(record)) for number, good, record in lines]
-        with self._lock, self._db:
-            self._db.executemany("INSERT OR IGNORE INTO lines (batch, line, good, record) VALUES (?, ?, ?, ?)", rows)
+        stay. Raises LeaseLostError when they are kept, if another server works on the batch."""
+        new = [(batch_id, number, int(good), json.dumps(record)) for number, good, record in lines]
+        with self._database.transaction() as rows:
+            insert = "INSERT INTO lines (batch, line, good, record) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            rows.run_many(insert, new)
+            is_ours = self._renew(rows, batch_id)
+        if not is_ours:
+            raise LeaseLostError
 
     def done(self, batch_id: str) -> set[int]:
         """Return the numbers of a batch's finished lines."""
-        return {line for (line,) in self.rows("SELECT line FROM lines WHERE batch = ?", batch_id)}
+        return {line for (line,) in self._database.find("SELECT line FROM lines WHERE batch = ?", batch_id)}
 
     def counts(self, batch_id: str) -> tuple[int, int]:
         """Return how many finished lines have an answer, and how many have none."""
-        found = dict(self.rows("SELECT good, count(*) FROM lines WHERE batch = ? GROUP BY good", batch_id))
+        query = "SELECT good, count(*) FROM lines WHERE batch = ? GROUP BY good"
+        found = dict(self._database.find(query, batch_id))
         return found.get(1, 0), found.get(0, 0)
 
     def lines(self, batch_id: str, *, good: bool) -> Iterator[str]:
@@ -237,11 +288,26 @@ class BatchJournal(Database):
         last = -1
         while True:
             query = "SELECT line, record FROM lines WHERE batch = ? AND good = ? AND line > ? ORDER BY line LIMIT 100"
-            rows = self.rows(query, batch_id, good, last)
-            if not rows:
+            found = self._database.find(query, batch_id, int(good), last)
+            if not found:
                 return
-            yield from (row[1] for row in rows)
-            last = rows[-1][0]
+            yield from (row[1] for row in found)
+            last = found[-1][0]
+
+    @property
+    def _until(self) -> str:
+        return f"{self._database.now} + {LEASE_S}"
+
+    def _lease(self, rows: Rows, batch_id: str) -> None:
+        """Take the lease of a batch, whoever has it."""
+        change = "ON CONFLICT (batch) DO UPDATE SET server = excluded.server, until = excluded.until"
+        statement = f"INSERT INTO leases (batch, server, until) VALUES (?, ?, {self._until}) {change}"
+        rows.run(statement, batch_id, self._server)
+
+    def _renew(self, rows: Rows, batch_id: str) -> bool:
+        """Renew the lease of a batch. Return False if another server has it."""
+        statement = f"UPDATE leases SET until = {self._until} WHERE batch = ? AND server = ?"
+        return rows.run(statement, batch_id, self._server) > 0
 
 
 def _encoded(batch: Batch) -> str:

@@ -6,15 +6,18 @@ file that is there is not written twice. So there is one answer to each line, wh
 
 Lines of all batches share a few slots, in turns, and begin only while requests leave the engine room.
 
-A batch pauses while the disk or the file store has no room for its lines or files. It says why, and tries again. The
-state of such a batch may be ahead of the journal's; `BatchRunner.seen` has it.
+A batch pauses while the disk or the file store has no room for its lines or files, and while a store elsewhere is not
+reached. It says why, and tries again. The state of such a batch may be ahead of the journal's; `BatchRunner.seen` has
+it.
+
+Several servers may share a journal. Each one renews the leases of its batches, stops what another one took from it, and
+takes what nobody works on: batches of servers that ended or died.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
@@ -24,11 +27,20 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel
 
-from vlmserve.api.batches.journal import Batch, BatchJournal, Line, add_up, count_lines, read_lines, write_file
+from vlmserve.api.batches.journal import (
+    LEASE_S,
+    Batch,
+    BatchJournal,
+    LeaseLostError,
+    Line,
+    add_up,
+    count_lines,
+    read_lines,
+    write_file,
+)
 from vlmserve.api.body import checked_within
 from vlmserve.api.chat import whole_chat
 from vlmserve.api.completions import whole_completion
-from vlmserve.api.database import is_full
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.request_id import new_id
@@ -36,11 +48,12 @@ from vlmserve.api.responses.api import ResponsesApi
 from vlmserve.api.responses.protocol import ResponsesRequest
 from vlmserve.api.score import whole_scores
 from vlmserve.api.served_model import ServedModel
+from vlmserve.api.stores.rows import STORE_ERRORS, StoreUnavailableError, is_full
 from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.completion_answers import CompletionRequest
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest, ScoreRequest
 from vlmserve.frontend.requests import Caller
-from vlmserve_common.errors import BadRequestError, EngineUnavailableError
+from vlmserve_common.errors import BadRequestError, EngineUnavailableError, first_line
 from vlmserve_common.logs import request_id
 from vlmserve_common.process.threads import Threads
 
@@ -76,10 +89,12 @@ _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # how often a line that waits for room looks for it
+_LEASES_S = 5.0  # between two looks at the leases, of which one lasts for several
 _AGAIN_S = 1.0  # between two tries where the engine was full, or away for a moment
 _LAST = 2**31 - 1  # priority
 _WRITE_AGAIN_S = 30.0  # between two tries to write where there was no room
-_NO_ROOM = (BadRequestError, OSError, sqlite3.OperationalError)  # of the store, of the disk
+_REACH_AGAIN_S = 2.0  # between two tries to reach a store
+_NO_ROOM = (BadRequestError, *STORE_ERRORS)  # of the store's limits, of the disk
 
 
 def make_runner(
@@ -133,12 +148,11 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, Batch] = {}  # of batches that have not ended in the journal
         self._waits: dict[str, tuple[str, str]] = {}  # why batches wait for room: code and message
+        self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Go on with the batches that the last server left."""
-        for batch in self._journal.unfinished():
-            logger.info("batch %s goes on: %s", batch.id, batch.status)
-            self.run(batch)
+        """Go on with the batches that nobody works on, now and later."""
+        self._looking = asyncio.get_running_loop().create_task(self._look())
 
     def run(self, batch: Batch) -> None:
         """Begin a batch, or go on with it."""
@@ -155,6 +169,8 @@ class BatchRunner:
         """Begin no further line of a batch, and drop those under way. Answers that are there stay, but a batch that
         waits for room, or finds none now, ends without its files."""
         waits = batch.id in self._waits
+        if self._journal.replicated or batch.id not in self._states:  # perhaps another server works on it
+            await self._journal.threads.run(self._journal.take, batch.owner, batch.id)
         task = self._tasks.get(batch.id)
         if task is not None:
             task.cancel()
@@ -174,11 +190,52 @@ class BatchRunner:
         return now
 
     async def stop(self) -> None:
-        """Drop the lines under way. The next server goes on with them."""
-        tasks = list(self._tasks.values())
+        """Drop the lines under way. Another server, or the next, goes on with them."""
+        tasks = [*self._tasks.values(), *([self._looking] if self._looking else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._leave()
+
+    async def _look(self) -> None:
+        """Renew leases and take free batches, again and again where there are other servers.
+
+        When a store was away, leases are over that nobody could renew. Nothing is taken until those were.
+        """
+        takes_from = 0.0
+        while True:
+            try:
+                ours = set(self._states)
+                for lost in ours - await self._journal.threads.run(self._journal.renew):
+                    if lost in self._tasks:
+                        self._tasks[lost].cancel()
+                    self._left(lost)
+                if time.monotonic() >= takes_from and not self._is_gone():
+                    await self._take_free()
+                if not self._journal.replicated:
+                    return
+            except Exception as error:
+                logger.warning("the leases of batches cannot be renewed now: %s", first_line(error))
+                takes_from = time.monotonic() + LEASE_S
+            await self._sleep(_LEASES_S)
+
+    async def _take_free(self) -> None:
+        while batch := await self._journal.threads.run(self._journal.claim):
+            logger.info("batch %s goes on: %s", batch.id, batch.status)
+            self.run(batch)
+            if self._journal.replicated:
+                return  # another server may have the next one
+
+    def _left(self, batch_id: str) -> None:
+        """Forget a batch that another server works on."""
+        self._states.pop(batch_id, None)
+        logger.info("batch %s goes on at another server", batch_id)
+
+    async def _leave(self) -> None:
+        """Let other servers go on with the batches, before the leases are over."""
+        if self._journal.replicated:
+            with suppress(*STORE_ERRORS):
+                await self._journal.threads.run(self._journal.release)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks = {name: one for name, one in self._tasks.items() if one is not task}
@@ -186,14 +243,14 @@ class BatchRunner:
     async def _run(self, batch: Batch) -> None:
         request_id.set(batch.id)
         try:
-            if batch.outcome is None:
-                batch = await self._answer_all(batch)
-            if batch.status not in ("finalizing", "cancelling"):
-                batch = replace(batch, status="finalizing", finalizing_at=int(self._clock()))
-                await self._put(batch)
-            batch = await self._finish(batch)
+            batch = await self._written(
+                batch.id, lambda: self._go_on(self._states[batch.id]), errors=(StoreUnavailableError,)
+            )
+        except LeaseLostError:
+            self._left(batch.id)
         except EngineUnavailableError as error:
             logger.info("batch %s waits for the next server: %s", batch.id, error)
+            await self._leave()
         except Exception:
             logger.exception("batch %s stopped; the next server goes on with it", batch.id)
         else:
@@ -201,6 +258,14 @@ class BatchRunner:
             logger.info("batch %s: %s, %d answered, %d failed", batch.id, batch.status, batch.completed, batch.failed)
             with suppress(*_NO_ROOM):  # the next batch that ends has them forgotten, too
                 await self._journal.threads.run(self._journal.forget_lines)
+
+    async def _go_on(self, batch: Batch) -> Batch:
+        if batch.outcome is None:
+            batch = await self._answer_all(batch)
+        if batch.status not in ("finalizing", "cancelling"):
+            batch = replace(batch, status="finalizing", finalizing_at=int(self._clock()))
+            await self._put(batch)
+        return await self._finish(batch)
 
     async def _answer_all(self, batch: Batch) -> Batch:
         try:
@@ -239,18 +304,21 @@ class BatchRunner:
             await asyncio.wait((writing,))
             raise
 
-    async def _written(self, batch_id: str, write: Callable[[], Awaitable[_T]]) -> _T:
-        """Write something, as soon as there is room for it."""
+    async def _written(
+        self, batch_id: str, write: Callable[[], Awaitable[_T]], errors: tuple[type[Exception], ...] = _NO_ROOM
+    ) -> _T:
+        """Write something, as soon as there is room for it and its store is reached."""
         try:
             while True:
                 try:
                     return await write()
-                except _NO_ROOM as error:
+                except errors as error:
                     code, why = _described(error)
+                    seconds = _REACH_AGAIN_S if isinstance(error, StoreUnavailableError) else _WRITE_AGAIN_S
                     if batch_id not in self._waits:
                         logger.warning("batch %s waits: %s", batch_id, why)
                     self._waits[batch_id] = code, f"the batch waits: {why}"
-                await self._sleep(_WRITE_AGAIN_S)
+                await self._sleep(seconds)
         finally:
             self._waits.pop(batch_id, None)
 
@@ -322,6 +390,8 @@ class BatchRunner:
             except EngineUnavailableError:
                 if self._is_gone():
                     raise
+            except StoreUnavailableError as error:
+                logger.info("a line waits: %s", error)
             except Exception as error:
                 return describe(error)
             await asyncio.sleep(_AGAIN_S)
@@ -377,6 +447,8 @@ def _described(error: Exception) -> tuple[str, str]:
     """Return the code and the message of a lack of room."""
     if isinstance(error, BadRequestError):
         return error.code or "storage_full", str(error)
+    if isinstance(error, StoreUnavailableError):
+        return "store_unavailable", str(error)
     what = "is full" if is_full(error) else f"cannot be written ({error})"
     return "storage_full", f"the server's disk {what} (setting --file-store-dir)"
 

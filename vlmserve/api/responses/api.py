@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
@@ -17,24 +16,24 @@ from starlette.responses import JSONResponse, Response
 from vlmserve.api.body import check_items, read_body
 from vlmserve.api.callers import caller_of, owner_of
 from vlmserve.api.chat import chat_events
-from vlmserve.api.database import Database
 from vlmserve.api.errors import not_found
-from vlmserve.api.openapi import ID_ERRORS, MODEL_ERRORS, operation
+from vlmserve.api.openapi import KEPT_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.pages import page_of, page_query
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.responses.items import Conversation, to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.protocol import DeletedResponse, InputItems, ResponseEvent, ResponseObject, ResponsesRequest
 from vlmserve.api.responses.writer import ResponseWriter
 from vlmserve.api.served_model import DONE, EventStream, ServedModel, while_connected
+from vlmserve.api.stores.opening import Stores
 from vlmserve.frontend.openai.json_bodies import json_text
 from vlmserve.frontend.requests import Caller
 from vlmserve_common.errors import BadRequestError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
-    seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, previous TEXT, size INTEGER NOT NULL,
+    seq {key}, id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, previous TEXT, size BIGINT NOT NULL,
     input TEXT NOT NULL, response TEXT NOT NULL
-);
+)
 """
 
 
@@ -48,11 +47,14 @@ class StoredResponse:
     previous: str | None
 
 
-class ResponseStore(Database):
-    """The responses of a folder. most: responses that it keeps; 0 keeps none. most_bytes: the limit of their JSON."""
+class ResponseStore:
+    """The responses in stores. most: responses that it keeps; 0 keeps none. most_bytes: the limit of their JSON. Its
+    methods raise StoreUnavailableError."""
 
-    def __init__(self, folder: Path, *, most: int, most_bytes: int) -> None:
-        super().__init__(folder / "responses.sqlite3", _SCHEMA)
+    def __init__(self, stores: Stores, *, most: int, most_bytes: int) -> None:
+        self._database = stores.database("responses", _SCHEMA)
+        self.threads = self._database.threads
+        self.close = self._database.close
         self._most = most
         self._most_bytes = most_bytes
 
@@ -61,27 +63,25 @@ class ResponseStore(Database):
         the store is not kept."""
         told, items = json_text(response).decode(), json_text(given).decode()
         row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
-        with self._lock, self._db:
-            self._db.execute(
-                "INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", row
-            )
-            totals = self._db.execute("SELECT owner, count(*), total(size) FROM responses GROUP BY owner").fetchall()
+        with self._database.transaction(alone=True) as rows:
+            rows.run("INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", *row)
+            totals = rows.find("SELECT owner, count(*), CAST(sum(size) AS BIGINT) FROM responses GROUP BY owner")
             counts, sizes = ({each[0]: each[place] for each in totals} for place in (1, 2))
             while (many := sum(counts.values()) > self._most) or sum(sizes.values()) > self._most_bytes:
                 held = counts if many else sizes
                 most = max(held, key=lambda name: held[name])
                 oldest = "SELECT seq, size FROM responses WHERE owner = ? ORDER BY seq LIMIT 1"
-                seq, freed = self._db.execute(oldest, (most,)).fetchone()
-                self._db.execute("DELETE FROM responses WHERE seq = ?", (seq,))
+                [(seq, freed)] = rows.find(oldest, most)
+                rows.run("DELETE FROM responses WHERE seq = ?", seq)
                 counts[most], sizes[most] = counts[most] - 1, sizes[most] - freed
 
     def find(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response. Raises BadRequestError (404) for an unknown response and another owner's alike."""
         query = "SELECT input, response, previous FROM responses WHERE id = ? AND owner = ?"
-        rows = self.rows(query, response_id, owner)
-        if not rows:
+        found = self._database.find(query, response_id, owner)
+        if not found:
             raise not_found("response", response_id)
-        given, response, previous = rows[0]
+        given, response, previous = found[0]
         return StoredResponse(input=json.loads(given), response=json.loads(response), previous=previous)
 
     def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
@@ -91,8 +91,8 @@ class ResponseStore(Database):
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response, so that no request can go on from it any more. Raises BadRequestError (404)."""
         self.find(owner, response_id)
-        with self._lock, self._db:
-            self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+        with self._database.transaction() as rows:
+            rows.run("DELETE FROM responses WHERE id = ?", response_id)
 
     def _chain(self, owner: str, response_id: str) -> Iterator[list[dict[str, Any]]]:
         """Yield the items of responses, the newest first."""
@@ -157,7 +157,7 @@ class ResponsesApi:
         return events[-1]["response"]
 
     @operation(
-        *("GET", "/v1/responses/{response_id}", "getResponse", "Responses"), answer=ResponseObject, errors=ID_ERRORS
+        *("GET", "/v1/responses/{response_id}", "getResponse", "Responses"), answer=ResponseObject, errors=KEPT_ERRORS
     )
     async def retrieve(self, request: Request, response_id: str) -> Response:
         """Return a response that was kept."""
@@ -167,7 +167,7 @@ class ResponsesApi:
     @operation(
         *("DELETE", "/v1/responses/{response_id}", "deleteResponse", "Responses"),
         answer=DeletedResponse,
-        errors=ID_ERRORS,
+        errors=KEPT_ERRORS,
     )
     async def delete(self, request: Request, response_id: str) -> Response:
         """Forget a response."""
@@ -178,7 +178,7 @@ class ResponsesApi:
         *("GET", "/v1/responses/{response_id}/input_items", "listInputItems", "Responses"),
         query=page_query(_LIST_LIMIT, 20),
         answer=InputItems,
-        errors=(400, *ID_ERRORS),
+        errors=(400, *KEPT_ERRORS),
     )
     async def input_items(self, request: Request, response_id: str) -> Response:
         """List the items that a response was asked with."""
