@@ -72,7 +72,8 @@ class PostgresServer:
                 psycopg.connect(self.url()).close()
             except psycopg.OperationalError:
                 said = (self.folder / "log").read_text()
-                assert self._process.poll() is None and time.monotonic() < deadline, said
+                assert self._process.poll() is None, said
+                assert time.monotonic() < deadline, said
                 time.sleep(0.02)
             else:
                 return

@@ -197,7 +197,11 @@ def test_files_expire_by_the_setting(again, clock, folder):
 def test_files_stay_across_restarts(again):
     store = again()
     png = encoded(picture(4, 4))
-    records = [put(store, b"one"), put(store, png, owner="b", expire_after_s=60), put(store, b"three", filename="ü\n\0")]
+    records = [
+        put(store, b"one"),
+        put(store, png, owner="b", expire_after_s=60),
+        put(store, b"three", filename="ü\n\0"),
+    ]
     store = again()
     assert store.files("a") == [records[0], records[2]]
     assert store.files("b") == [records[1]]

@@ -48,9 +48,7 @@ def test_what_one_server_has_and_begins_the_other_has_and_ends(postgres: Postgre
         assert here.files.delete(unwanted.id).deleted
         assert [one.id for one in there.files.list()] == [file.id]
         first = here.responses.create(model="tiny", input="Hello", max_output_tokens=4)
-        second = there.responses.create(
-            model="tiny", input="Go on", max_output_tokens=4, previous_response_id=first.id
-        )
+        second = there.responses.create(model="tiny", input="Go on", max_output_tokens=4, previous_response_id=first.id)
         assert here.responses.retrieve(second.id) == second
 
         # a batch is cancelled where nobody works on it

@@ -158,8 +158,8 @@ def build_app(
 ) -> FastAPI:
     """Build the application.
 
-    model_name: the model's name for clients. stores: for responses and batches, which `stack` closes. control: sends the
-    requests of operators to the engine. tracer: gets ended chat requests. app.state.batches answers batches. Raises
+    model_name: the model's name for clients. stores: for responses and batches, which `stack` closes. control: sends
+    the requests of operators to the engine. tracer: gets ended chat requests. app.state.batches answers batches. Raises
     EngineError for unusable stores.
     """
     app = FastAPI(title="vlmserve", version=__version__, openapi_url=None)  # `add_pages` has its own

@@ -108,7 +108,8 @@ class FileStore:
 
     def find(self, owner: str, file_id: str) -> FileRecord:
         """Return a file. Raises BadRequestError (404) for an unknown file and for a file of another owner alike."""
-        query = "SELECT record FROM files WHERE id = ? AND owner = ? AND ready = 1 AND (expires_at IS NULL OR expires_at > ?)"
+        is_there = "ready = 1 AND (expires_at IS NULL OR expires_at > ?)"
+        query = f"SELECT record FROM files WHERE id = ? AND owner = ? AND {is_there}"
         found = self._database.find(query, file_id, owner, int(self._clock()))
         if not found:
             raise not_found("file", file_id)
@@ -225,7 +226,8 @@ class FileStore:
 
 
 class Upload(AbstractContextManager["Upload"]):
-    """A file being written; a context manager that leaves nothing behind unless it was committed. head: its first bytes.
+    """A file being written; a context manager that leaves nothing behind unless it was committed. head: its first
+    bytes.
 
     Its methods may be called in different threads, even while one of them is still at work.
     """

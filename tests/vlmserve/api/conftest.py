@@ -13,7 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.vlmserve.api.batch_house import House
-from tests.vlmserve.api.fake_engine import Served, official_client, real_server, serving, write_checkpoint_folderfrom vlmserve.api.stores.opening import Stores
+from tests.vlmserve.api.fake_engine import Served, official_client, real_server, serving, write_checkpoint_folder
+from vlmserve.api.stores.opening import Stores
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it fetches prices otherwise, when it is imported
 

@@ -409,7 +409,7 @@ def _says_nothing_secret(caplog: Any) -> None:
     ],
 )
 def test_wrong_settings_are_told_without_secrets(given: dict[str, str]) -> None:
-    with pytest.raises(SettingsError, match="--database-url|--file-store-url") as caught:
+    with pytest.raises(SettingsError, match=r"--database-url|--file-store-url") as caught:
         load_settings(given)
     assert "hush" not in str(caught.value)
 
@@ -440,7 +440,9 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_urls_are_not_shown_by_the_server() -> None:
     engine = EngineArgs(model="m")
-    shown = shown_settings(ServerSettings(engine=engine, database_url="postgresql://a:b@c/d", file_store_url="ftp://e:f@g"))
+    shown = shown_settings(
+        ServerSettings(engine=engine, database_url="postgresql://a:b@c/d", file_store_url="ftp://e:f@g")
+    )
     assert (shown["database_url"], shown["file_store_url"]) == ("set", "set")
 
 
@@ -478,7 +480,9 @@ def test_a_place_that_is_away_or_full_is_told(monkeypatch: pytest.MonkeyPatch, c
         patch.setattr(MemoryFileSystem, "open", fails(TimeoutError("no answer to someone:hush")))
         patch.setattr(MemoryFileSystem, "rm_file", fails(RuntimeError("no way")))
         for call in (contents.open, contents.create, contents.remove):
-            with pytest.raises(StoreUnavailableError, match=r"cannot be reached now: no .*\(setting --file-store-url\)") as told:
+            with pytest.raises(
+                StoreUnavailableError, match=r"cannot be reached now: no .*\(setting --file-store-url\)"
+            ) as told:
                 call("a")
             assert "hush" not in str(told.value)
     monkeypatch.setattr(file._file, "write", fails(OSError(errno.ENOSPC, "no space")), raising=False)

@@ -1,7 +1,7 @@
 """Batches, their lines and their files: the journal is beside the rows of uploaded files.
 
-A line is kept before it is reported, and only once. Whatever ends the server, another one, or the next, goes on with the
-missing lines. The lines of a batch are forgotten when its files are written.
+A line is kept before it is reported, and only once. Whatever ends the server, another one, or the next, goes on with
+the missing lines. The lines of a batch are forgotten when its files are written.
 
 One server at a time works on a batch: the one that has its lease. It renews the lease. A batch whose lease is over is
 free for all. A server that cancels a batch takes the lease from the one that has it, which is told by its next write.
@@ -186,8 +186,8 @@ class BatchJournal:
                 rows.run("DELETE FROM leases")
 
     def add(self, batch: Batch, total: int, *, shared: bool = False) -> None:
-        """Add a new batch, for this server. Raises BadRequestError (429) beyond `total` unfinished batches. shared: each
-        owner has its own share of them."""
+        """Add a new batch, for this server. Raises BadRequestError (429) beyond `total` unfinished batches. shared:
+        each owner has its own share of them."""
         with self._database.transaction(alone=True) as rows:
             held = dict(rows.find("SELECT owner, count(*) FROM batches WHERE ended = 0 GROUP BY owner"))
             count, most, limit = share_of(total, held, batch.owner, shared=shared)

@@ -90,6 +90,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # how often a line that waits for room looks for it
 _LEASES_S = 5.0  # between two looks at the leases, of which one lasts for several
+_NEXT_S = 0.5  # before a server takes one more batch, so that others have their part
 _AGAIN_S = 1.0  # between two tries where the engine was full, or away for a moment
 _LAST = 2**31 - 1  # priority
 _WRITE_AGAIN_S = 30.0  # between two tries to write where there was no room
@@ -204,27 +205,30 @@ class BatchRunner:
         """
         takes_from = 0.0
         while True:
+            seconds = _LEASES_S
             try:
                 ours = set(self._states)
                 for lost in ours - await self._journal.threads.run(self._journal.renew):
                     if lost in self._tasks:
                         self._tasks[lost].cancel()
                     self._left(lost)
-                if time.monotonic() >= takes_from and not self._is_gone():
-                    await self._take_free()
+                if time.monotonic() >= takes_from and not self._is_gone() and await self._take_free():
+                    seconds = _NEXT_S
                 if not self._journal.replicated:
                     return
             except Exception as error:
                 logger.warning("the leases of batches cannot be renewed now: %s", first_line(error))
                 takes_from = time.monotonic() + LEASE_S
-            await self._sleep(_LEASES_S)
+            await self._sleep(seconds)
 
-    async def _take_free(self) -> None:
+    async def _take_free(self) -> bool:
+        """Take a batch, and return whether there was one; without other servers, take all of them."""
         while batch := await self._journal.threads.run(self._journal.claim):
             logger.info("batch %s goes on: %s", batch.id, batch.status)
             self.run(batch)
             if self._journal.replicated:
-                return  # another server may have the next one
+                return True
+        return False
 
     def _left(self, batch_id: str) -> None:
         """Forget a batch that another server works on."""

@@ -64,7 +64,9 @@ class ResponseStore:
         told, items = json_text(response).decode(), json_text(given).decode()
         row = (response["id"], owner, response["previous_response_id"], len(told) + len(items), items, told)
         with self._database.transaction(alone=True) as rows:
-            rows.run("INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", *row)
+            rows.run(
+                "INSERT INTO responses (id, owner, previous, size, input, response) VALUES (?, ?, ?, ?, ?, ?)", *row
+            )
             totals = rows.find("SELECT owner, count(*), CAST(sum(size) AS BIGINT) FROM responses GROUP BY owner")
             counts, sizes = ({each[0]: each[place] for each in totals} for place in (1, 2))
             while (many := sum(counts.values()) > self._most) or sum(sizes.values()) > self._most_bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 from urllib.parse import urlsplit
@@ -65,8 +64,8 @@ class FolderContents:
 
 
 class FsspecContents:
-    """Bytes below a URL of fsspec, such as s3://BUCKET/FOLDER or file:///FOLDER. Raises SettingsError if fsspec does not
-    know it, and StoreUnavailableError if it cannot be reached."""
+    """Bytes below a URL of fsspec, such as s3://BUCKET/FOLDER or file:///FOLDER. Raises SettingsError if fsspec does
+    not know it, and StoreUnavailableError if it cannot be reached."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs

@@ -39,8 +39,8 @@ def check_stores(settings: ServerSettings) -> None:
 
 
 def open_stores(settings: ServerSettings, stack: ExitStack) -> Stores:
-    """Open the stores, which `stack` closes. A private folder is removed then. Raises EngineError for stores that cannot
-    be used, and for a folder that another server uses."""
+    """Open the stores, which `stack` closes. A private folder is removed then. Raises EngineError for stores that
+    cannot be used, and for a folder that another server uses."""
     folder = None if settings.database_url is not None else _own_folder(settings, stack)
     contents: Contents
     if settings.file_store_url is not None:

@@ -49,8 +49,8 @@ def check_database_url(url: str) -> str:
         return make_conninfo("", **{**_DEFAULTS, **conninfo_to_dict(url)})
     except psycopg.Error:
         raise SettingsError(
-            "--database-url cannot be read; it must be a URL such as postgresql://USER:PASSWORD@HOST:5432/DATABASE, with "
-            "%XX for characters that URLs do not have"
+            "--database-url cannot be read; it must be a URL such as postgresql://USER:PASSWORD@HOST:5432/DATABASE, "
+            "with %XX for characters that URLs do not have"
         ) from None
 
 
