@@ -25,6 +25,7 @@ from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import LeaseLostError
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.control import shown_settings
+from vlmserve.api.stores import postgres as postgres_module
 from vlmserve.api.stores.contents import FsspecContents
 from vlmserve.api.stores.postgres import Postgres
 from vlmserve.api.stores.rows import StoreUnavailableError
@@ -33,7 +34,10 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings, load_settings
 from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 
-AWAY = r"cannot be reached now .*\(setting --database-url\)|cannot be reached now \(setting --database-url\)"
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(postgres_module, "_PATIENCE_S", 0.5)
 
 
 @pytest.fixture
@@ -114,7 +118,6 @@ def test_an_expired_file_is_removed_by_one_server(server: Callable[[], House], m
 def test_what_a_server_left_is_removed_by_another(both: tuple[House, House], tmp_path: Path) -> None:
     upload = both[0].files.begin("me")
     upload.write(b"half")
-    upload._file.flush()
     other = both[1].files
     assert other.bytes == 4
     now = other._clock()
@@ -135,7 +138,6 @@ def test_bytes_that_cannot_be_removed_now_are_removed_later(
     with one.files.begin("me") as upload:
         record = upload.commit(filename="x", purpose="vision")
     with monkeypatch.context() as patch:
-        patch.setattr(MemoryFileSystem, "rm_file", None)
         patch.setattr(one.files._contents, "remove", _unreachable)
         one.files.delete("me", record.id)
     assert len(list((tmp_path / "bytes").iterdir())) == 1
@@ -316,7 +318,7 @@ def test_a_database_that_is_away_is_named_and_waited_for(
     file = client.post("/v1/files", files={"file": b"{}"}, data={"purpose": "batch"}).json()
     body = {"model": MODEL, "input": "hi", "max_output_tokens": 1}
     response = client.post("/v1/responses", json=body).json()
-    batch = {"input_file_id": file["id"], "endpoint": "/v1/responses", "completion_window": "24h"}
+    batch = {"input_file_id": "file-none", "endpoint": "/v1/responses", "completion_window": "24h"}
     part = {"type": "file", "file": {"file_id": file["id"]}}
     chat = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": [part]}]}
     away()
@@ -344,7 +346,7 @@ def test_a_database_that_is_away_is_named_and_waited_for(
     postgres.start()
     while client.get("/v1/files").status_code == 503:
         pass
-    assert [answer.status_code for answer in asked()[:-1]] == [200] * 7
+    assert [answer.status_code for answer in asked()] == [200] * 5 + [404, 200, 400]
     assert sum("does not answer" in record.message for record in caplog.records) == 1
     assert any("answers again" in record.message for record in caplog.records)
     _says_nothing_secret(caplog)
@@ -418,7 +420,7 @@ def test_wrong_settings_are_told_without_secrets(given: dict[str, str]) -> None:
 def test_a_url_that_cannot_be_read_is_not_shown(url: str) -> None:
     with pytest.raises(SettingsError, match="--database-url cannot be read") as caught:
         Postgres(url)
-    assert "hu" not in str(caught.value).replace("such as", "")
+    assert "hu" not in str(caught.value)
 
 
 def test_a_database_that_cannot_be_used_ends_the_start(postgres: PostgresServer, caplog: Any) -> None:

@@ -72,7 +72,7 @@ class FsspecContents:
 
         self._password = urlsplit(url).password or ""
         try:
-            with self._reached():
+            with self._reached(ImportError, ValueError):
                 self._files, self._root = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise SettingsError(f"--file-store-url cannot be used: {first_line(error)}") from None
@@ -84,39 +84,39 @@ class FsspecContents:
 
     def settle(self, file: BinaryIO) -> None:
         """End an object. Where it is a file, it is written to disk."""
-        with suppress(io.UnsupportedOperation), self._reached():
+        with suppress(io.UnsupportedOperation), self._reached(io.UnsupportedOperation):
             file.flush()
             os.fsync(file.fileno())
         file.close()
 
     def open(self, name: str) -> BinaryIO:
         """Open an object."""
-        with self._reached():
+        with self._reached(FileNotFoundError):
             raw = _Guarded(self._files.open(self._path(name), "rb"), self._reached())
         return cast("BinaryIO", io.BufferedReader(raw, 2**20))
 
     def remove(self, name: str) -> None:
         """Remove an object."""
-        with suppress(FileNotFoundError), self._reached():
+        with suppress(FileNotFoundError), self._reached(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}.bin"
 
-    def _reached(self) -> _Reached:
-        return _Reached(self._password)
+    def _reached(self, *passed: type[Exception]) -> _Reached:
+        return _Reached(self._password, passed)
 
 
 class _Reached(AbstractContextManager["_Reached"]):
-    """Turns errors of a store elsewhere into ours. It may be entered many times. password: is in no message."""
+    """Turns errors of a store elsewhere into ours, but those that are passed. It may be entered many times. password:
+    is in no message."""
 
-    def __init__(self, password: str) -> None:
+    def __init__(self, password: str, passed: tuple[type[Exception], ...]) -> None:
         self._password = password
+        self._passed = passed
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or isinstance(
-            error, FileNotFoundError | ImportError | ValueError | StoreUnavailableError
-        ):
+        if not isinstance(error, Exception) or isinstance(error, self._passed):
             return
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             what = "the store of uploaded files is full (setting --file-store-url)"
@@ -156,7 +156,9 @@ class _Guarded(io.RawIOBase):
         return len(data)
 
     def flush(self) -> None:
-        pass
+        if not self.closed:
+            with self._reached:
+                self._file.flush()
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         with self._reached:
