@@ -171,6 +171,22 @@ def test_an_id_that_nobody_remembers_is_looked_for(servers, router, where):
     assert [len(server.seen) for server in servers] == ([2, 0] if where == 0 else [0, 2])
 
 
+def test_a_thing_of_a_server_that_is_gone_is_asked_of_one_that_shares_it(servers, router):
+    def at() -> tuple[int, str | None]:
+        status, _, body = router.ask("GET", "/v1/files/file-7")
+        return status, json.loads(body).get("at")
+
+    for server in servers:
+        server.things.add("files/file-7")
+    assert {at() for _ in range(4)} == {(200, "a")}
+    servers[0].health = (503, {"error": {"message": "gone"}})
+    await_that(lambda: router.states()[servers[0].url] == "unhealthy", WAIT_S)
+    servers[1].things.clear()
+    assert at() == (503, None), "a thing that only one server has"
+    servers[1].things.add("files/file-7")
+    assert {at() for _ in range(4)} == {(200, "b")}
+
+
 def test_a_conversation_and_a_picture_stay_where_they_were(servers, router):
     def where(**fields) -> str:
         return router.chat(**fields)[1]["model"]
