@@ -164,7 +164,7 @@ CREATE TABLE IF NOT EXISTS lines (
 CREATE TABLE IF NOT EXISTS leases (batch TEXT PRIMARY KEY, server TEXT NOT NULL, until BIGINT NOT NULL)
 """
 _MOST_ENDED = 10_000  # batches that are over and still listed
-LEASE_S = 30
+LEASE_S = 20
 
 
 class LeaseLostError(VlmserveError):
