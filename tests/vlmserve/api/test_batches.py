@@ -18,6 +18,7 @@ from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import Batch, count_lines, read_lines, write_file
 from vlmserve.api.stores.opening import Stores
+from vlmserve.api.stores.rows import StoreUnavailableError
 from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 from vlmserve_common.process.threads import check_wanted
 
@@ -167,7 +168,7 @@ def test_a_file_that_was_written_is_not_written_again(house: House) -> None:
 
 def test_a_full_engine_is_asked_again(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "_AGAIN_S", 0.0)
-    left = [BadRequestError("full", status=429), EngineUnavailableError("for a moment")]
+    left = [BadRequestError("full", status=429), EngineUnavailableError("for a moment"), StoreUnavailableError("away")]
 
     async def ask(body: dict[str, Any]) -> dict[str, Any]:
         if left:
@@ -175,7 +176,7 @@ def test_a_full_engine_is_asked_again(house: House, monkeypatch: pytest.MonkeyPa
         return await echo(body)
 
     run_all(house, house.batch(line("a")), ask)
-    assert house.asked == ["a"] * 3
+    assert house.asked == ["a"] * 4
     assert house.found().completed == 1
 
 

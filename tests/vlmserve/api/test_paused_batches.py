@@ -15,6 +15,7 @@ import pytest
 from tests.vlmserve.api.batch_house import House, all_over, line
 from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import Batch
+from vlmserve.api.stores.rows import StoreUnavailableError
 
 
 class FullDisk:
@@ -89,6 +90,25 @@ def test_a_full_disk_is_waited_for(
     assert told == [{"code": "storage_full", "message": FULL, "param": None, "line": None}]
     assert (house.found().status, house.found().problem) == ("completed", None)
     assert [o["custom_id"] for o in house.written("output")] == ["a", "b", "c"]
+    assert sorted(house.asked) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("place", ["open", "done", "counts"])
+def test_what_cannot_be_read_now_is_waited_for(house: House, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    async def run() -> tuple[str, str] | None:
+        disk = FullDisk(monkeypatch)
+        owner = house.files if place == "open" else house.journal
+        batch, runner = house.batch(*map(line, "abc")), house.runner(sleep=disk.sleep)
+        disk.fill((owner, place), error=lambda: StoreUnavailableError("no store"))
+        runner.run(batch)
+        await disk.paused.wait()
+        problem = runner.seen(batch).problem
+        disk.freed.set()
+        await all_over(runner)
+        return problem
+
+    assert asyncio.run(run()) == ("store_unavailable", "the batch waits: no store")
+    assert (house.found().status, house.found().problem) == ("completed", None)
     assert sorted(house.asked) == ["a", "b", "c"]
 
 

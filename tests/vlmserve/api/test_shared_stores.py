@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from tests.vlmserve.api.batch_house import House, all_over, echo, line
 from tests.vlmserve.api.fake_engine import MODEL
 from tests.vlmserve.own_stores import own_stores
 from vlmserve.api.batches import runner as runner_module
-from vlmserve.api.batches.journal import LeaseLostError
+from vlmserve.api.batches.journal import LEASE_S, LeaseLostError
 from vlmserve.api.batches.runner import BatchRunner
 from vlmserve.api.control import shown_settings
 from vlmserve.api.stores import postgres as postgres_module
@@ -390,6 +391,47 @@ def test_a_batch_waits_for_the_database(
     assert (house.asked, other.asked) == (list("abcd"), [])
     assert [o["custom_id"] for o in house.written("output")] == list("abcd")
     assert house.found().problem is None
+
+
+def test_leases_that_nobody_could_renew_are_left_to_their_servers(
+    both: tuple[House, House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as a lease lasts."""
+    one, other = both
+    batch = one.batch(line("a"))
+    _leave(one)
+    renew, looks, later = other.journal.renew, 0, 0.0
+    clock = time.monotonic
+    monkeypatch.setattr(runner_module.time, "monotonic", lambda: clock() + later)
+
+    async def run() -> None:
+        nonlocal later
+        found: asyncio.Queue[bool] = asyncio.Queue()
+
+        def renewed() -> set[str]:
+            nonlocal looks
+            looks += 1
+            if looks == 1:
+                raise StoreUnavailableError("away")
+            return renew()
+
+        async def sleep(_: float) -> None:
+            found.put_nowait(bool(other.asked or runner._tasks))
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(other.journal, "renew", renewed)
+        runner = other.runner(sleep=sleep)
+        runner.start()
+        assert [await found.get() for _ in range(3)] == [False] * 3
+        later = LEASE_S + 1.0
+        while not await found.get():
+            pass
+        await _until(lambda: one.found().has_ended)
+        await runner.stop()
+
+    asyncio.run(run())
+    assert other.asked == ["a"]
+    assert one.journal.find("me", batch.id).completed == 1
 
 
 # ---------------------------------------------------------------- settings and their secrets

@@ -217,7 +217,8 @@ class BatchRunner:
                 if not self._journal.replicated:
                     return
             except Exception as error:
-                logger.warning("the leases of batches cannot be renewed now: %s", first_line(error))
+                level = logging.DEBUG if time.monotonic() < takes_from else logging.WARNING  # once for many tries
+                logger.log(level, "the leases of batches cannot be renewed now: %s", first_line(error))
                 takes_from = time.monotonic() + LEASE_S
             await self._sleep(seconds)
 

@@ -62,12 +62,11 @@ class Postgres:
         import psycopg
         from psycopg_pool import ConnectionPool, PoolTimeout
 
-        logging.getLogger("psycopg.pool").setLevel(logging.WARNING)  # it tells of each connection that is lent
+        logging.getLogger("psycopg").setLevel(logging.ERROR)  # it tells of each connection, and of each try to connect
+        self._given = given
         self._psycopg, self._no_connection = psycopg, PoolTimeout
-        try:
-            psycopg.connect(given).close()  # whose error has the reason, unlike the pool's
-        except psycopg.Error as error:
-            raise EngineError(f"the database cannot be used: {first_line(error)} (setting --database-url)") from None
+        if (error := self._connecting_fails()) is not None:
+            raise EngineError(f"the database cannot be used: {first_line(error)} (setting --database-url)")
         self._pool = ConnectionPool(
             given,
             name="store",
@@ -103,10 +102,12 @@ class Postgres:
             what = "the database's disk is full (setting --database-url)"
             raise BadRequestError(what, code="storage_full", status=507) from None
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+            no_connection = isinstance(error, self._no_connection)
             if not self._is_away:
-                logger.warning("the database does not answer: %s (setting --database-url)", first_line(error))
+                why = (self._connecting_fails() if no_connection else None) or error
+                logger.warning("the database does not answer: %s (setting --database-url)", first_line(why))
             self._is_away = True
-            if isinstance(error, self._no_connection):
+            if no_connection:
                 self._fails_until = time.monotonic() + _FAIL_FAST_S
             raise _unavailable() from None
         if self._is_away:
@@ -116,6 +117,14 @@ class Postgres:
     def close(self) -> None:
         """Close all connections."""
         self._pool.close()
+
+    def _connecting_fails(self) -> Exception | None:
+        """Return the reason why there is no connection, which the pool does not tell. None if there is one."""
+        try:
+            self._psycopg.connect(self._given).close()
+        except self._psycopg.Error as error:
+            return error
+        return None
 
 
 def _unavailable() -> StoreUnavailableError:
