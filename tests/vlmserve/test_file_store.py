@@ -107,7 +107,8 @@ def test_deleting(store, folder):
     with file:
         assert file.read() == b"data", "who reads it may finish"
     for function in (store.find, store.open, store.delete):
-        refused(function, "a", record.id, code="file_not_found", status=404)
+        for name in (record.id, "no\0thing"):
+            refused(function, "a", name, code="file_not_found", status=404)
     assert store.files("a") == [other]
     assert store.bytes == 4
     assert len(names(folder)) == 1

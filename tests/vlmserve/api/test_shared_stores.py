@@ -6,15 +6,15 @@ import asyncio
 import errno
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import psycopg
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -22,6 +22,7 @@ from tests.postgres import PASSWORD, PostgresServer
 from tests.vlmserve.api.batch_house import House, all_over, echo, line
 from tests.vlmserve.api.fake_engine import MODEL
 from tests.vlmserve.own_stores import own_stores
+from tests.vlmserve.server_process import await_that
 from vlmserve.api.batches import runner as runner_module
 from vlmserve.api.batches.journal import LEASE_S, LeaseLostError
 from vlmserve.api.batches.runner import BatchRunner
@@ -29,7 +30,7 @@ from vlmserve.api.control import shown_settings
 from vlmserve.api.stores import postgres as postgres_module
 from vlmserve.api.stores.contents import FsspecContents
 from vlmserve.api.stores.postgres import Postgres
-from vlmserve.api.stores.rows import StoreUnavailableError
+from vlmserve.api.stores.rows import Rows, StoreUnavailableError
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.settings import ServerSettings, load_settings
@@ -84,36 +85,52 @@ def test_a_file_of_one_server_is_read_and_deleted_at_another(both: tuple[House, 
         one.files.open("me", record.id)
 
 
-def test_servers_share_the_limits(both: tuple[House, House]) -> None:
+def test_servers_share_the_limits(both: tuple[House, House], url: str) -> None:
     uploads = [both[number % 2].files.begin("me") for number in range(5)]
     for house in both:
         with pytest.raises(BadRequestError, match=r"there are 5 files, the limit is 5 \(setting --max-files"):
             house.files.begin("me")
+    uploads.pop().close()
+    with _after(both[0], url, both[1].files.begin, "me") as (rows, call):
+        row = "INSERT INTO files (id, owner, bytes, ready, record) VALUES ('file-5', 'you', 0, 0, '')"
+        rows.run(row)  # at the same time, another upload begins
+    with pytest.raises(BadRequestError, match="there are 5 files"):
+        call.result()
     for upload in uploads:
         upload.close()
-    with ThreadPoolExecutor(8) as pool:  # all at once, and not one too many
-        made = [pool.submit(both[number % 2].files.begin, "me") for number in range(8)]
-    assert sum(one.exception() is None for one in made) == 5
 
 
-def test_an_expired_file_is_removed_by_one_server(server: Callable[[], House], monkeypatch: pytest.MonkeyPatch) -> None:
-    houses, removed = [server() for _ in range(4)], []
-    for _ in range(5):
-        with houses[0].files.begin("me") as upload:
-            upload.commit(filename="x", purpose="vision", expire_after_s=60)
-    together = threading.Barrier(len(houses))
-    remove = FsspecContents.remove
-    monkeypatch.setattr(FsspecContents, "remove", lambda self, name: (removed.append(name), remove(self, name)))
+def test_an_expired_file_is_removed_by_one_server(
+    both: tuple[House, House], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = both
+    with one.files.begin("me") as upload:
+        record = upload.commit(filename="x", purpose="vision", expire_after_s=60)
+    removed: list[str] = []
+    monkeypatch.setattr(FsspecContents, "remove", lambda _, name: removed.append(name))
+    other.files._clock = lambda: 10.0**10
+    with _after(one, url, other.files.files, "me") as (rows, call):
+        rows.run("UPDATE files SET ready = 0, expires_at = ?", 10**11)  # this server claims it
+    assert call.result() == []
+    assert removed == []
+    one.files._clock = lambda: 10.0**12
+    assert one.files.files("me") == []
+    assert removed == [record.id]
+    assert one.files.bytes == 0
 
-    def look(house: House) -> None:
-        house.files._clock = lambda: 10.0**10
-        together.wait()
-        assert house.files.files("me") == []
 
-    with ThreadPoolExecutor(len(houses)) as pool:
-        list(pool.map(look, houses))
-    assert len(removed) == len(set(removed)) == 5
-    assert houses[0].files.bytes == 0
+@contextmanager
+def _after(house: House, url: str, call: Callable[..., Any], *values: Any) -> Iterator[tuple[Rows, Future[Any]]]:
+    """Call something that has to wait until this block's transaction has ended."""
+
+    def is_waiting() -> bool:
+        with psycopg.connect(url) as connection:
+            return bool(connection.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchall())
+
+    with ThreadPoolExecutor(1) as pool, house.files._database.transaction(alone=True) as rows:
+        future = pool.submit(call, *values)
+        await_that(is_waiting, 10)
+        yield rows, future
 
 
 def test_what_a_server_left_is_removed_by_another(both: tuple[House, House], tmp_path: Path) -> None:
