@@ -39,6 +39,7 @@ class OtherNames(TypedDict, total=False):
     """The names of vLLM and SGLang for settings: docs/flags-of-others.md."""
 
     context_length: int | None
+    disaggregation_mode: Literal["all", "encode", "prefill", "decode"]
     encoder_only: bool
     gpu_memory_utilization: float
     max_num_seqs: int
