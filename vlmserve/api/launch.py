@@ -20,33 +20,31 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any
 
 from processors.pool import prepare_processes
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.event_loop import ApiEventLoop, forget_turns
 from vlmserve.api.listening import address_of, announce, listen
+from vlmserve.api.serving import FAREWELL_S, Child, Frontend, MakeFrontend, Serving
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.model_path import DEFAULT_MODEL_NAME, check_model, checked_model, local_folder
 from vlmserve.config.settings import ServerSettings
-from vlmserve.ipc.channels import LOOK_S, Channels, Heartbeat, Watchdog, Watched
+from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import (
     LAST_WORDS_S,
-    STACKS_SIGNAL,
     ChildMain,
     Ready,
-    ReadyReport,
     of_all,
     start_child,
     wait_until_ready,
 )
-from vlmserve.ipc.messages import TokenizerManagerInput
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
 from vlmserve_common.logs import configure_logging
 from vlmserve_common.process.child import ChildProcess, keep_socket_in
@@ -61,26 +59,11 @@ from vlmserve_common.process.stop_signals import (
 from vlmserve_common.process.threads import exit_within
 
 if TYPE_CHECKING:
-    from vlmserve.api.app import ApiFrontend
-    from vlmserve.api.encode_app import EncoderFrontend
     from vlmserve.api.http_server import HttpServer
-    from vlmserve.ipc.engines import Engines
 
 logger = logging.getLogger(__name__)
 
-# How long answers of failed requests may take to get out; after a child's death, new requests still get one so long.
-_FAREWELL_S = 1.0
 _BACKLOG = 2048
-# How long a process that hangs gets to write its stacks to the log.
-_STACKS_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Child:
-    """A child process, and its sign of life."""
-
-    process: ChildProcess
-    heartbeat: Heartbeat
 
 
 def make_directories(settings: ServerSettings, stack: ExitStack) -> tuple[Channels, StartSettings]:
@@ -137,6 +120,20 @@ def rank_mains(args: EngineArgs) -> list[tuple[str, ChildMain]]:
     return [(f"rank-{rank}", partial(run_rank_process, rank=rank)) for rank in args.own_ranks if rank]
 
 
+def start_ranks(settings: ServerSettings, stack: ExitStack) -> list[ChildProcess]:
+    """Start the processes of this node's ranks, which `stack` stops, and wait until they are ready.
+
+    Raises the errors of `start_server`.
+    """
+    args = _settle_model(settings)[0].engine
+    channels, start = make_directories(settings, stack)
+    prepare_children()
+    children = [child.process for child in start_children(rank_mains(args), args, channels, start, stack)]
+    wait_until_ready(children, start, grace_s=LAST_WORDS_S)
+    logger.info("ready: ranks %s work for %s", ", ".join(map(str, args.own_ranks)), args.dist_init_addr)
+    return children
+
+
 def serve_node(settings: ServerSettings) -> int:
     """Let this node's ranks work for the server of node 0, until it ends, a rank dies or a signal arrives.
 
@@ -145,13 +142,7 @@ def serve_node(settings: ServerSettings) -> int:
     with ExitStack() as stack:
         stack.enter_context(stop_signals_raise())
         try:
-            args = _settle_model(settings)[0].engine
-            channels, start = make_directories(settings, stack)
-            prepare_children()
-            started = start_children(rank_mains(args), args, channels, start, stack)
-            children = [child.process for child in started]
-            wait_until_ready(children, start, grace_s=LAST_WORDS_S)
-            logger.info("ready: ranks %s work for %s", ", ".join(map(str, args.own_ranks)), args.dist_init_addr)
+            children = start_ranks(settings, stack)
             ended = wait([child.sentinel for child in children])
             died = next(child for child in children if child.sentinel in ended)
             logger.error("stopped: %s", died.how_it_died())
@@ -161,11 +152,6 @@ def serve_node(settings: ServerSettings) -> int:
             return 0
         finally:
             ignore_stop_signals()
-
-
-Frontend: TypeAlias = "ApiFrontend | EncoderFrontend"
-MakeFrontend: TypeAlias = "Callable[..., Frontend]"
-"""Called as `vlmserve.api.app.make_frontend` is."""
 
 
 def run_scheduler_process(args: EngineArgs, channels: Channels, start: StartSettings, ready: Ready) -> None:
@@ -187,6 +173,53 @@ def run_detokenizer_process(args: EngineArgs, channels: Channels, start: StartSe
     from vlmserve.frontend.detokenizer_process import run_detokenizer
 
     run_detokenizer(args, channels, start, ready)
+
+
+def start_server(
+    settings: ServerSettings,
+    stack: ExitStack,
+    scheduler: ChildMain = run_scheduler_process,
+    detokenizer: ChildMain = run_detokenizer_process,
+    make_frontend: MakeFrontend | None = None,
+) -> Serving:
+    """Start the processes of a server, which `stack` stops, and wait until they are ready. Any thread may call this, if
+    it outlives them. Raises VlmserveError or OSError, with a message fit for the user."""
+    settings, model_name = _settle_model(settings)
+    args = settings.engine
+    channels, start = make_directories(settings, stack)
+    # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    prepare_children()  # this process has its own imports meanwhile
+    encodes_only = args.role == "encode"
+    if make_frontend is None and encodes_only:
+        from vlmserve.api.encode_app import make_encoder_frontend
+
+        make_frontend = make_encoder_frontend
+    elif make_frontend is None:
+        from vlmserve.api.app import make_frontend as http_frontend
+
+        make_frontend = http_frontend
+        if not args.media_processes or args.enable_mm_embeds:
+            import torch  # noqa: F401  # not only when the first picture waits for it
+    mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
+    mains = [("encoder", run_encoder_process)] if encodes_only else [*mains, *rank_mains(args)]
+    engines = channels.replicas(args.num_replicas)
+    children = [child for own in engines for child in start_children(mains, args, own, start, stack)]
+    for child in children:  # all at once, for each may have something to finish
+        stack.callback(child.process.tell_to_stop)
+    # processes that wait for an encoder or a rank have the better error if that does not come
+    grace_s = LAST_WORDS_S if args.num_encoders or args.world_size > 1 else 0.0
+    reports = wait_until_ready([child.process for child in children], start, grace_s=grace_s)
+    return Serving(
+        settings=settings,
+        model_name=model_name,
+        api=channels.api,
+        engines=engines,
+        start=start,
+        children=children,
+        report=of_all(reports.values()),
+        make_frontend=make_frontend,
+    )
 
 
 def launch_server(
@@ -229,48 +262,15 @@ def launch_server(
                     "VLMSERVE_API_KEY or --api-key-file",
                     settings.host,
                 )
-            settings, model_name = _settle_model(settings)
-            channels, start = make_directories(settings, stack)
-            # The scheduler sets its own number. This process's work, pictures, has threads or processes of its own.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-            prepare_children()  # this process has its own imports meanwhile
-            encodes_only = settings.engine.role == "encode"
-            if make_frontend is None and encodes_only:
-                from vlmserve.api.encode_app import make_encoder_frontend
-
-                make_frontend = make_encoder_frontend
-            elif make_frontend is None:
-                from vlmserve.api.app import make_frontend as http_frontend
-
-                make_frontend = http_frontend
-                if not settings.engine.media_processes or settings.engine.enable_mm_embeds:
-                    import torch  # noqa: F401  # not only when the first picture waits for it
-            mains: list[tuple[str, ChildMain]] = [("scheduler", scheduler), ("detokenizer", detokenizer)]
-            mains = [("encoder", run_encoder_process)] if encodes_only else [*mains, *rank_mains(settings.engine)]
-            engines = channels.replicas(settings.engine.num_replicas)
-            children = [child for own in engines for child in start_children(mains, settings.engine, own, start, stack)]
-            for child in children:  # all at once, for each may have something to finish
-                stack.callback(child.process.tell_to_stop)
-            # processes that wait for an encoder or a rank have the better error if that does not come
-            args = settings.engine
-            grace_s = LAST_WORDS_S if args.num_encoders or args.world_size > 1 else 0.0
-            reports = wait_until_ready([child.process for child in children], start, grace_s=grace_s)
-            serving = _Serving(
-                settings=settings,
-                model_name=model_name,
-                api=channels.api,
-                engines=engines,
-                start=start,
-                children=children,
-                listener=listener,
-            )
-            status = _run(ApiEventLoop(), serving.run(of_all(reports.values()), make_frontend))
+            serving = start_server(settings, stack, scheduler, detokenizer, make_frontend)
+            http = _HttpServing(serving=serving, listener=listener)
+            status = _run(ApiEventLoop(), http.run())
         except StopRequested as stop:
             logger.info("stopped by %s before the server was ready", stop)
             return 0
         finally:
             ignore_stop_signals()  # from here on everything is short, and must be done
-    exit_within(serving.patience_s, status)
+    exit_within(http.patience_s, status)
     return status
 
 
@@ -279,7 +279,7 @@ def _run(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, int]) -> int
     try:
         return loop.run_until_complete(main)
     finally:
-        loop.run_until_complete(_call_off(asyncio.all_tasks(loop), _FAREWELL_S))
+        loop.run_until_complete(_call_off(asyncio.all_tasks(loop), FAREWELL_S))
         loop.close()
 
 
@@ -292,125 +292,58 @@ async def _call_off(tasks: Collection[asyncio.Task[Any]], patience_s: float) -> 
 
 
 @dataclass(kw_only=True)
-class _Serving:
-    """The server from its readiness to its end: HTTP, the messages from the detokenizer, and a watch on the children.
+class _HttpServing:
+    """A started server from its readiness to its end: HTTP and signals. ends_at: the loop's time until which running
+    work is waited for; None until the end begins."""
 
-    api: the address of messages from the engine. engines: the channels of each replica. failure: why the server ends,
-    if it has to. watchdog: None until there are children to watch. ends_at: the loop's time until which running work
-    is waited for; None until the end begins.
-    """
-
-    settings: ServerSettings
-    model_name: str
-    api: str
-    engines: Sequence[Channels]
-    start: StartSettings
-    children: Sequence[Child]
+    serving: Serving
     listener: socket.socket
-    failure: str | None = None
-    watchdog: Watchdog | None = None
     ends_at: float | None = None
 
     @property
     def patience_s(self) -> float:
         """The seconds that the end may still wait for threads: never none, for most of them end at once."""
-        left = self.settings.shutdown_timeout_s if self.ends_at is None else self.ends_at - time.monotonic()
-        return max(_FAREWELL_S, left)
+        left = self.serving.settings.shutdown_timeout_s if self.ends_at is None else self.ends_at - time.monotonic()
+        return max(FAREWELL_S, left)
 
-    async def run(self, report: ReadyReport, make_frontend: MakeFrontend) -> int:
+    async def run(self) -> int:
         from vlmserve.api.http_server import HttpServer
-        from vlmserve.ipc.engines import connect
-        from vlmserve.ipc.sockets import AsyncReceiver
 
         loop = asyncio.get_running_loop()
-        async with contextlib.AsyncExitStack() as stack:
-            engines = connect(self.engines, self.settings.engine, stack)
-            frontend = make_frontend(
-                self.settings,
-                max_model_len=report.max_model_len,
-                auto_pixels=report.auto_pixels,
-                model_name=self.model_name,
-                send=engines.send,
-                prepare=engines.prepare,
-                control=engines.ask,
-                start=self.start,
-            )
-            stack.push_async_callback(lambda: frontend.close(self.patience_s))
-            server = HttpServer(frontend.app, self.settings, backlog=_BACKLOG, started=self._announce)
+        settings = self.serving.settings
+        async with self.serving.frontend(lambda: self.patience_s) as frontend:
+            server = HttpServer(frontend.app, settings, backlog=_BACKLOG, started=self._announce)
+            self.serving.on_problem = partial(self._on_problem, server, frontend)
+            self.serving.on_failure = partial(self._on_failure, server)
             gc.freeze()  # these objects stay: looking through them would stop answers for a tenth of a second
             for number in STOP_SIGNALS:
                 loop.add_signal_handler(number, self._on_signal, server, frontend, number)
-            processes = [child.process for child in self.children]
-            for process in processes:
-                loop.add_reader(process.sentinel, self._on_death, process, frontend, server)
-            receiver = AsyncReceiver(
-                self.api,
-                get_args(TokenizerManagerInput),
-                partial(self._receive, frontend, engines),
-                broken=lambda error: self._fail(f"the socket from the engine broke: {error}", frontend, server),
-            )
-            watching = loop.create_task(self._watch(frontend, server))
-            frontend.start()
             try:
                 await server.serve(sockets=[self.listener])
             finally:
-                watching.cancel()
-                for process in processes:
-                    loop.remove_reader(process.sentinel)
-                receiver.close()
-                others = asyncio.all_tasks() - {asyncio.current_task()}
-                await _call_off(others, self.patience_s)
-            if self.failure is None:
-                logger.info("stopped")
-                return 0
-            logger.error("stopped: %s", self.failure)
-            return 1
+                await _call_off(asyncio.all_tasks() - {asyncio.current_task()}, self.patience_s)
+        if self.serving.failure is None:
+            logger.info("stopped")
+            return 0
+        logger.error("stopped: %s", self.serving.failure)
+        return 1
 
     def _announce(self) -> None:
         forget_turns()  # of the start
-        announce(self.listener, self.settings.port_file, f"serves {self.model_name}")
+        announce(self.listener, self.serving.settings.port_file, f"serves {self.serving.model_name}")
 
-    async def _watch(self, frontend: Frontend, server: HttpServer) -> None:
-        children = {child.process.pid: child.process for child in self.children}
-
-        def suspend(problem: str | None) -> None:
-            if problem is None:
-                logger.warning("all processes go on: requests are taken again")
-            else:
-                logger.warning("%s: requests are answered 503 until then", problem)
-            frontend.suspend(problem)
-            if problem is not None and server.should_exit:  # nothing that is waited for will come
-                self._cut_short(server, frontend)
-
-        def give_up(one: Watched, reason: str) -> None:
-            child = children[one.pid]
-            self._fail(f"{reason}; the stacks of its threads are in the log", frontend, server)
-            child.signal(STACKS_SIGNAL)
-            child.signal(signal.SIGCONT)  # or a stopped one would take no signal
-            asyncio.get_running_loop().call_later(_STACKS_S, child.kill)
-
-        self.watchdog = Watchdog(
-            [
-                Watched(title=child.process.title, pid=child.process.pid, heartbeat=child.heartbeat)
-                for child in self.children
-            ],
-            timeout_s=self.settings.watchdog_timeout_s,
-            clock=time.monotonic,
-            suspend=suspend,
-            give_up=give_up,
-        )
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self.watchdog.look()
+    def _on_problem(self, server: HttpServer, frontend: Frontend) -> None:
+        if server.should_exit:  # nothing that is waited for will come
+            self._cut_short(server, frontend)
 
     def _on_signal(self, server: HttpServer, frontend: Frontend, number: int) -> None:
-        name, patience_s = signal.Signals(number).name, self.settings.shutdown_timeout_s
+        name, patience_s = signal.Signals(number).name, self.serving.settings.shutdown_timeout_s
         if server.should_exit:
             logger.info("%s again: not waiting any longer", name)
             self.ends_at = time.monotonic()
             self._cut_short(server, frontend)
             return
-        problem = None if self.watchdog is None else self.watchdog.problem
+        problem = self.serving.problem
         if problem is None:
             logger.info("%s: running requests get %g s to finish", name, patience_s)
         else:
@@ -422,30 +355,13 @@ class _Serving:
 
     def _cut_short(self, server: HttpServer, frontend: Frontend) -> None:
         frontend.fail_all("the server is shutting down")
-        asyncio.get_running_loop().call_later(_FAREWELL_S, setattr, server, "force_exit", True)
+        asyncio.get_running_loop().call_later(FAREWELL_S, setattr, server, "force_exit", True)
 
-    def _on_death(self, child: ChildProcess, frontend: Frontend, server: HttpServer) -> None:
+    def _on_failure(self, server: HttpServer) -> None:
+        self.ends_at = time.monotonic() + self.serving.settings.shutdown_timeout_s
         loop = asyncio.get_running_loop()
-        loop.remove_reader(child.sentinel)
-        self._fail(child.how_it_died(), frontend, server)
-
-    def _fail(self, failure: str, frontend: Frontend, server: HttpServer) -> None:
-        if self.failure is not None:
-            return
-        self.failure = failure
-        self.ends_at = time.monotonic() + self.settings.shutdown_timeout_s
-        logger.error("%s: pending requests are answered 503", failure)
-        frontend.fail_all(f"the engine is gone ({failure})")
-        loop = asyncio.get_running_loop()
-        loop.call_later(_FAREWELL_S, setattr, server, "should_exit", True)
-        loop.call_later(2 * _FAREWELL_S, setattr, server, "force_exit", True)
-
-    def _receive(self, frontend: Frontend, engines: Engines, message: TokenizerManagerInput) -> None:
-        try:
-            frontend.handle(message)
-        except Exception:
-            logger.exception("a message from the engine could not be handled")
-        engines.came(message)  # last, since an ended request may have to be taken back
+        loop.call_later(FAREWELL_S, setattr, server, "should_exit", True)
+        loop.call_later(2 * FAREWELL_S, setattr, server, "force_exit", True)
 
 
 def _check_first(args: EngineArgs) -> None:
