@@ -37,6 +37,7 @@ _BENCHES = {
 }
 _TOOLS = {
     "router": ("one endpoint in front of many servers", "vlmserve.router.command"),
+    "deploy": ("serve a model on a Ray cluster", "vlmserve.ray.service.deploy"),
     "plan": ("which models fit on this CPU or on GPUs, and how fast they can be", "vlmserve.commands.plan.command"),
     "verify": ("compare a model's answers with those of transformers", "vlmserve.commands.verify.command"),
     "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),

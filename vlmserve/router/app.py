@@ -19,9 +19,10 @@ from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH, WORKERS_PATH, ApiKeyM
 from vlmserve.api.auth import OPEN_PATH as HEALTH_PATH
 from vlmserve.api.body import BodyBudget, receive_body
 from vlmserve.api.errors import error_body, not_found
-from vlmserve.api.outermost import OutermostMiddleware
+from vlmserve.api.outermost import HttpMetrics, OutermostMiddleware
 from vlmserve.api.pages import page_of
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
+from vlmserve.config.settings import ServerSettings
 from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve.router.forwarding import Forwarding
@@ -192,8 +193,12 @@ class RouterApp:
 
 def build_app(workers: Workers, settings: RouterSettings, metrics: RouterMetrics, parsing: Threads) -> ASGIApp:
     """Return the application, behind the same guards as a server's. Raises SettingsError for a bad file of keys."""
-    http = settings.http
-    app: ASGIApp = RouterApp(workers, settings, metrics, parsing)
+    return guarded(RouterApp(workers, settings, metrics, parsing), settings.http, metrics)
+
+
+def guarded(app: ASGIApp, http: ServerSettings, metrics: HttpMetrics) -> ASGIApp:
+    """Put the guards of a server around an application that passes requests on. Raises SettingsError for a bad file of
+    keys."""
     keys = read_api_keys(http)
     if keys is not None or http.admin_api_key is not None:
         app = ApiKeyMiddleware(app, keys, http.admin_api_key, scoped=False)
