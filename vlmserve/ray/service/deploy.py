@@ -80,6 +80,8 @@ def config_text(plan: Plan, given: Mapping[str, Any]) -> str:
 
     http = plan.settings
     args = {name.replace("_", "-"): value for name, value in given.items() if name not in (*_SECRETS, "host", "port")}
+    if http.engine.model:
+        args["model"] = http.engine.model
     content = {
         "proxy_location": "EveryNode",
         "http_options": {"host": http.host, "port": http.port},

@@ -17,7 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH
 from vlmserve.api.body import HeldBody, body_parts, check_values, receive_body

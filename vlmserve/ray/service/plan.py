@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from vlmserve.config.checks import type_problems
@@ -129,12 +130,20 @@ def read_plan(given: Mapping[str, Any]) -> Plan:
     problems = type_problems(deployment, flag) or range_problems(deployment)
     if problems:
         raise SettingsError("\n".join(problems))
-    settings = load_settings(values, config=config)
-    plan = Plan(deployment=deployment, settings=settings)
+    plan = Plan(deployment=deployment, settings=_anywhere(load_settings(values, config=config)))
     problems = list(_problems(plan))
     if problems:
         raise SettingsError("\n".join(problems))
     return plan
+
+
+def _anywhere(settings: ServerSettings) -> ServerSettings:
+    """Return settings with the model's folder as an absolute path, as replicas work in other folders."""
+    model = Path(settings.engine.model).expanduser()
+    if not settings.engine.model or not model.is_dir():
+        return settings
+    engine = replace(settings.engine, model=str(model.resolve()))
+    return replace(settings, engine=engine, served_model_name=settings.served_model_name or settings.engine.model)
 
 
 def _problems(plan: Plan) -> list[str]:
