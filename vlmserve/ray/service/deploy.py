@@ -7,11 +7,13 @@ import dataclasses
 import threading
 import typing
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
 from vlmserve.ray.service.plan import Deployment, Plan, lacking, read_plan
+from vlmserve.ray.service.ports import free_port
 from vlmserve_common.errors import EngineError, SettingsError
 
 _ABOUT = """\
@@ -29,6 +31,7 @@ examples:
 """
 # They are no part of a config that is printed.
 _SECRETS = ("api_key", "admin_api_key", "peer_key")
+_NOT_IN_A_CONFIG = (*_SECRETS, "host", "port", "port_file")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,7 +82,7 @@ def config_text(plan: Plan, given: Mapping[str, Any]) -> str:
     import yaml
 
     http = plan.settings
-    args = {name.replace("_", "-"): value for name, value in given.items() if name not in (*_SECRETS, "host", "port")}
+    args = {name.replace("_", "-"): value for name, value in given.items() if name not in _NOT_IN_A_CONFIG}
     if http.engine.model:
         args["model"] = http.engine.model
     content = {
@@ -114,12 +117,15 @@ def run_app(plan: Plan, address: str) -> int:
         bundles = plan.bundles(cluster_has_gpus=any(node.get("GPU") for node in nodes))
         if (problem := lacking(nodes, plan, bundles)) is not None:
             raise SettingsError(f"{problem} (on a cluster that grows: serve deploy, with the printed config)")
-        serve.start(proxy_location="EveryNode", http_options={"host": http.host, "port": http.port})
+        port = http.port or free_port()
+        serve.start(proxy_location="EveryNode", http_options={"host": http.host, "port": port})
         try:
             serve.run(app_of(plan), name=name, route_prefix="/")
         except RuntimeError as error:
             raise EngineError(reason_of(serve.status(), name) or str(error)) from None
-        print(f"ready: http://{http.host}:{http.port} (Ctrl-C stops it)", flush=True)
+        print(f"ready: http://{http.host}:{port} (Ctrl-C stops it)", flush=True)
+        if http.port_file:
+            Path(http.port_file).write_text(f"{port}\n")
         try:
             threading.Event().wait()
         finally:

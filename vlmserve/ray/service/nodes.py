@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from vlmserve.api.launch import start_ranks
 from vlmserve.config.settings import ServerSettings
 from vlmserve.ray.service.plan import Bundle
+from vlmserve.ray.service.ports import free_port
 from vlmserve.ray.service.versions import check_version
 from vlmserve_common.errors import EngineError
 from vlmserve_common.logs import configure_logging
@@ -57,7 +57,7 @@ class Nodes:
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
             options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
             self._actors.append(actor.options(scheduling_strategy=place, **options).remote())
-        place = f"{ray.util.get_node_ip_address()}:{_free_port()}"
+        place = f"{ray.util.get_node_ip_address()}:{free_port()}"
         self.settings = replace(settings, engine=replace(settings.engine, dist_init_addr=place))
 
     async def start(self, version: str) -> None:
@@ -82,10 +82,3 @@ class Nodes:
             await asyncio.gather(*(actor.stop.remote() for actor in self._actors))
         for actor in self._actors:
             ray.kill(actor)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -25,7 +25,7 @@ _OTHER_REQUESTS = 64
 # The end of a replica besides running requests: closing files, saving caches, ending processes.
 _ENDING_S = 20.0
 # Settings that are the deployment's business: each has one value here.
-_OWN = ("role", "node_rank", "dist_init_addr", "prefill_urls", "encoder_urls", "port_file")
+_OWN = ("role", "node_rank", "dist_init_addr", "prefill_urls", "encoder_urls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +150,7 @@ def _problems(plan: Plan) -> list[str]:
     deployment, settings = plan.deployment, plan.settings
     problems = []
     for name in _OWN:
-        owner: Any = settings if hasattr(settings, name) else settings.engine
-        default: Any = ServerSettings if hasattr(settings, name) else EngineArgs
-        if getattr(owner, name) != getattr(default, name):
+        if getattr(settings.engine, name) != getattr(EngineArgs, name):
             hint = "" if name != "role" else "; use --prefill-replicas and --encode-replicas"
             problems.append(f"{flag(name)} is set for each server by its deployment; leave it out{hint}")
     if deployment.max_replicas is not None and deployment.max_replicas < deployment.replicas:

@@ -24,7 +24,7 @@ def test_settings_of_both_kinds_are_taken_with_dashes_or_underscores() -> None:
         ({"front": "maybe"}, "--front is 'maybe'; it must be one of auto, on, off"),
         ({"replicas": 3, "max_replicas": 2}, "--max-replicas is 2; it must be at least --replicas, which is 3"),
         ({"role": "prefill"}, "--role is set for each server by its deployment; leave it out; use --prefill-replicas"),
-        ({"port_file": "x"}, "--port-file is set for each server"),
+        ({"dist_init_addr": "a:1"}, "--dist-init-addr is set for each server"),
         ({"replicas": 2, "front": "off"}, "--front is 'off'; with several replicas it must be on"),
         ({"no_such": 1}, "--no-such: no such setting"),
         ({"target_use": 1.5}, "--target-use is 1.5; it must be above 0 and at most 1"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vision.encoder_pool import PoolStats
+from vision.cache.stats import PoolStats
 from vlmserve.ipc.messages import SchedulerStats
 from vlmserve.ray.service.scaling import USE, by_use, use_of, wanted
 
