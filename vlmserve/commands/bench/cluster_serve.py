@@ -1,7 +1,7 @@
-"""What Ray Serve costs: `vlmserve deploy --run` on a cluster of this machine beside `vlmserve serve`, with one replica.
+"""What Ray Serve costs: one replica of `vlmserve deploy --run` on a cluster of this machine, beside `vlmserve serve`.
 
-Both have the built-in model and get the same requests in turns, 16 at a time. The CPU time of each kind of process tells
-where the rest goes.
+Both have the built-in model and get the same requests in turns, 16 at a time. The CPU time of each kind of process
+tells where the rest goes.
 """
 
 from __future__ import annotations
