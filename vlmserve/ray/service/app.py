@@ -86,7 +86,7 @@ def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    from vlmserve.ray.service.replica import IngressServer, Server, make_through
+    from vlmserve.ray.service.replica import DeployedServer, IngressServer, make_through
 
     own, deployment = bundles[0], plan.deployment
     options: dict[str, Any] = {
@@ -102,7 +102,7 @@ def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
     if len(bundles) > 1:
         options |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
     if role in ("prefill", "encode"):
-        return serve.deployment(Server).options(**options)
+        return serve.deployment(DeployedServer).options(**options)
     if deployment.max_replicas is not None:
         del options["num_replicas"]
         options["autoscaling_config"] = {
@@ -121,7 +121,7 @@ def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
         request_router_kwargs={"method": plan.settings.engine.load_balance_method},
         request_routing_stats_period_s=_ROUTING_S,
     )
-    return serve.deployment(Server).options(**options)
+    return serve.deployment(DeployedServer).options(**options)
 
 
 def _front(plan: Plan) -> Any:

@@ -63,7 +63,7 @@ class ReplicaPlan:
 
 
 class Server:
-    """A replica that fronts send orders to, or that only works for others."""
+    """A replica: it answers orders of fronts, or only works for others."""
 
     def __init__(
         self, plan: ReplicaPlan, addresses: DeploymentHandle | None = None, *workers: DeploymentHandle
@@ -143,10 +143,6 @@ class Server:
             return {USE: 1.0}  # as busy as it should be
         return {USE: use_of(stats, self._plan.slots) / self._plan.target_use}
 
-    async def __del__(self) -> None:
-        """End the server. Serve calls this once its requests have ended."""
-        await self._stop()
-
     def _takes_requests(self, app: ASGIApp) -> None:
         self._inner = app
 
@@ -169,7 +165,7 @@ class Server:
                 serving.frontend(lambda: settings.shutdown_timeout_s)
             )
         except BaseException:
-            await self._stop()
+            await self.stop()
             raise
         serving.on_failure = self._ends
         self._connected.callback(frontend.fail_all, "the server is shutting down")  # what Serve did not wait for
@@ -216,7 +212,8 @@ class Server:
         """End this process soon: its engine is gone. Serve then starts another replica."""
         asyncio.get_running_loop().call_later(2 * FAREWELL_S, os._exit, 1)
 
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """End the server, whatever there is of it."""
         if self._serving is not None:
             self._serving.on_failure = lambda: None
         try:
@@ -225,6 +222,14 @@ class Server:
             await asyncio.to_thread(self._stack.close)
             if self._nodes is not None:
                 await self._nodes.stop()
+
+
+class DeployedServer(Server):
+    """A replica that ends when Serve says so."""
+
+    async def __del__(self) -> None:
+        """End the server. Serve calls this once its requests have ended."""
+        await self.stop()
 
 
 class Through(Starlette):
@@ -244,7 +249,7 @@ def make_through() -> Through:
     return Through()
 
 
-class IngressServer(Server):
+class IngressServer(DeployedServer):
     """A replica that Serve's proxies send HTTP requests to. app: Serve sets it."""
 
     app: Through
