@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import threading
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_
 from vlmserve.ray.service.plan import Deployment, Plan, lacking, read_plan
 from vlmserve.ray.service.ports import free_port
 from vlmserve_common.errors import EngineError, SettingsError
+
+logger = logging.getLogger(__name__)
 
 _ABOUT = """\
 Deploy a model on a Ray cluster: the OpenAI server as an app of Ray Serve (docs/ray.md).
@@ -31,6 +34,7 @@ examples:
 """
 # They are no part of a config that is printed.
 _SECRETS = ("api_key", "admin_api_key", "peer_key")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _NOT_IN_A_CONFIG = (*_SECRETS, "host", "port", "port_file")
 
 
@@ -110,7 +114,15 @@ def run_app(plan: Plan, address: str) -> int:
     import ray
     from ray import serve
 
+    from vlmserve.api.api_keys import read_api_keys
+
     name, http = plan.deployment.name, plan.settings
+    if read_api_keys(http) is None and http.host not in _LOOPBACK:
+        logger.warning(
+            "--host is %s, and there is no API key: everyone who reaches this address may use the app; set "
+            "VLMSERVE_API_KEY or --api-key-file",
+            http.host,
+        )
     connect(address)
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

@@ -76,6 +76,7 @@ class Server:
         self._nodes: Nodes | None = None
         self._stack = ExitStack()  # of the processes
         self._connected = contextlib.AsyncExitStack()
+        self._urls: tuple[str, ...] = ()  # where this replica works for others
         self._started = time.time()
         self._orders = 0
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -91,8 +92,8 @@ class Server:
             raise EngineError(reason)
         if self._nodes is not None:
             await self._nodes.check()
-        if self._addresses is not None and self._plan.role in ("prefill", "encode"):
-            await self._addresses.put.remote(self._plan.role, self._name, (await self._info()).urls)
+        if self._addresses is not None and self._urls:
+            await self._addresses.put.remote(self._plan.role, self._name, self._urls)
 
     async def answer(self, order: Order) -> AsyncIterator[str | list[MutableMapping[str, Any]]]:
         """Answer a front's request: yield this replica's name, then ASGI messages as they come."""
@@ -160,16 +161,17 @@ class Server:
                 settings = self._nodes.settings
                 starts.append(self._nodes.start(plan.version))
             starts.append(asyncio.to_thread(start_server, settings, self._stack))
-            serving = (await asyncio.gather(*starts))[-1]
+            self._serving = serving = (await asyncio.gather(*starts))[-1]
             frontend: Frontend = await self._connected.enter_async_context(
                 serving.frontend(lambda: settings.shutdown_timeout_s)
             )
         except BaseException:
             await self.stop()
             raise
+        if plan.role in ("prefill", "encode"):
+            self._urls = (await self._info()).urls
         serving.on_failure = self._ends
         self._connected.callback(frontend.fail_all, "the server is shutting down")  # what Serve did not wait for
-        self._serving = serving
         self._takes_requests(frontend.app)
 
     async def _settled(self, settings: ServerSettings) -> ServerSettings:
