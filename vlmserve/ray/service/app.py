@@ -98,6 +98,7 @@ def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
         "health_check_period_s": _HEALTH_S,
         "health_check_timeout_s": _HEALTH_TIMEOUT_S,
         "num_replicas": count,
+        "logging_config": {"enable_access_log": plan.settings.access_log},
     }
     if len(bundles) > 1:
         options |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
@@ -134,6 +135,7 @@ def _front(plan: Plan) -> Any:
         name="Front",
         num_replicas=plan.deployment.fronts,
         max_ongoing_requests=plan.settings.max_connections,
+        logging_config={"enable_access_log": plan.settings.access_log},
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=plan.shutdown_s,
         graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,

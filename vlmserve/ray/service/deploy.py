@@ -16,6 +16,7 @@ from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_
 from vlmserve.ray.service.plan import Deployment, Plan, lacking, read_plan
 from vlmserve.ray.service.ports import free_port
 from vlmserve_common.errors import EngineError, SettingsError
+from vlmserve_common.process.stop_signals import StopRequested, stop_signals_raise
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ def config_text(plan: Plan, given: Mapping[str, Any]) -> str:
     content = {
         "proxy_location": "EveryNode",
         "http_options": {"host": http.host, "port": http.port},
+        "logging_config": {"enable_access_log": http.access_log},
         "applications": [
             {
                 "name": plan.deployment.name,
@@ -125,25 +127,31 @@ def run_app(plan: Plan, address: str) -> int:
         )
     connect(address)
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        bundles = plan.bundles(cluster_has_gpus=any(node.get("GPU") for node in nodes))
-        if (problem := lacking(nodes, plan, bundles)) is not None:
-            raise SettingsError(f"{problem} (on a cluster that grows: serve deploy, with the printed config)")
-        port = http.port or free_port()
-        serve.start(proxy_location="EveryNode", http_options={"host": http.host, "port": port})
-        try:
-            serve.run(app_of(plan), name=name, route_prefix="/")
-        except RuntimeError as error:
-            raise EngineError(reason_of(serve.status(), name) or str(error)) from None
-        print(f"ready: http://{http.host}:{port} (Ctrl-C stops it)", flush=True)
-        if http.port_file:
-            Path(http.port_file).write_text(f"{port}\n")
-        try:
-            threading.Event().wait()
-        finally:
-            serve.delete(name)
-            if address == "local":
-                serve.shutdown()
+        with stop_signals_raise():  # from here on, for Ray has handlers of its own
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            bundles = plan.bundles(cluster_has_gpus=any(node.get("GPU") for node in nodes))
+            if (problem := lacking(nodes, plan, bundles)) is not None:
+                raise SettingsError(f"{problem} (on a cluster that grows: serve deploy, with the printed config)")
+            port = http.port or free_port()
+            serve.start(
+                proxy_location="EveryNode",
+                http_options={"host": http.host, "port": port},
+                logging_config={"enable_access_log": http.access_log},
+            )
+            try:
+                serve.run(app_of(plan), name=name, route_prefix="/")
+                print(f"ready: http://{http.host}:{port} (Ctrl-C stops it)", flush=True)
+                if http.port_file:
+                    Path(http.port_file).write_text(f"{port}\n")
+                threading.Event().wait()
+            except RuntimeError as error:
+                raise EngineError(reason_of(serve.status(), name) or str(error)) from None
+            finally:
+                serve.delete(name)
+                if address == "local":
+                    serve.shutdown()
+    except StopRequested as stop:
+        print(f"stopped by {stop}", flush=True)
     finally:
         ray.shutdown()
     return 0
@@ -155,7 +163,7 @@ def connect(address: str) -> None:
 
     try:
         if address == "local":
-            ray.init(include_dashboard=False)
+            ray.init(address="local", include_dashboard=False)
         else:
             ray.init(address=address)
     except ConnectionError:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from vlmserve.config.checks import type_problems
-from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import ABOVE_0, AT_LEAST_0, AT_LEAST_1, SECONDS, Allowed, flag, range_problems, settings_of
 from vlmserve.config.settings import ServerSettings, load_settings
 from vlmserve_common.errors import SettingsError
@@ -25,7 +24,7 @@ _OTHER_REQUESTS = 64
 # The end of a replica besides running requests: closing files, saving caches, ending processes.
 _ENDING_S = 20.0
 # Settings that are the deployment's business: each has one value here.
-_OWN = ("role", "node_rank", "dist_init_addr", "prefill_urls", "encoder_urls")
+_OWN = {"role": "all", "node_rank": 0, "dist_init_addr": "found-by-ray:1", "prefill_urls": None, "encoder_urls": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +129,8 @@ def read_plan(given: Mapping[str, Any]) -> Plan:
     problems = type_problems(deployment, flag) or range_problems(deployment)
     if problems:
         raise SettingsError("\n".join(problems))
-    plan = Plan(deployment=deployment, settings=_anywhere(load_settings(values, config=config)))
+    settings = load_settings(values, config=config, defaults={"dist_init_addr": _OWN["dist_init_addr"]})
+    plan = Plan(deployment=deployment, settings=_anywhere(settings))
     problems = list(_problems(plan))
     if problems:
         raise SettingsError("\n".join(problems))
@@ -149,8 +149,8 @@ def _anywhere(settings: ServerSettings) -> ServerSettings:
 def _problems(plan: Plan) -> list[str]:
     deployment, settings = plan.deployment, plan.settings
     problems = []
-    for name in _OWN:
-        if getattr(settings.engine, name) != getattr(EngineArgs, name):
+    for name, value in _OWN.items():
+        if getattr(settings.engine, name) != value:
             hint = "" if name != "role" else "; use --prefill-replicas and --encode-replicas"
             problems.append(f"{flag(name)} is set for each server by its deployment; leave it out{hint}")
     if deployment.max_replicas is not None and deployment.max_replicas < deployment.replicas:
