@@ -62,8 +62,8 @@ class ReplicaChooser:
             self._router.told(self._slots[name], int(others) * _REQUEST_TOKENS)
 
     def ranked(self, order: Order, among: Collection[str]) -> list[str]:
-        """Return replicas, the best one first, and count the request as in flight there. among: the choice, of which
-        there is at least one."""
+        """Return replicas, the best one first, and count the request as in flight there. Serve may ask again for the
+        same request, and gets the same best one. among: the choice, of which there is at least one."""
         names = [name for name in self._slots if name in among]
         if order.at_home:
             names.sort(key=lambda name: (self._started[name], name))
@@ -71,10 +71,11 @@ class ReplicaChooser:
         names = [name for name in names if name not in order.avoid] or names
         if not names:
             return list(among)
-        slots = {self._slots[name]: name for name in names}
         [rid] = order.demand.rids
-        best = slots[self._router.place(order.demand, list(slots))]
-        self._in_flight[rid] = best
+        best = self._in_flight.get(rid, "")
+        if best not in names:
+            slots = {self._slots[name]: name for name in names}
+            best = self._in_flight[rid] = slots[self._router.place(order.demand, list(slots))]
         loads = self._router.loads
         return [best, *sorted((name for name in names if name != best), key=lambda name: loads[self._slots[name]])]
 

@@ -128,7 +128,8 @@ class FrontApp:
                     logger.warning("%s: %s", what, why)
                     raise BadRequestError(what, code="replica_lost", status=503) from None
             logger.warning("a request goes to another replica than %s: %s", relay.replica or "the first", why)
-            order = replace(order, avoid=(relay.replica,) if relay.replica else ())
+            demand = replace(order.demand, rids=(secrets.token_hex(8),))  # the end of the first may be noted later
+            order = replace(order, demand=demand, avoid=(relay.replica,) if relay.replica else ())
 
 
 class _Relay:

@@ -41,6 +41,16 @@ def test_all_replicas_are_ranked_and_only_those_asked_for() -> None:
     assert replicas.ranked(order("x", avoid=("b",)), {"b"}) == ["b"], "better than none"
 
 
+def test_the_same_request_gets_the_same_answer_again() -> None:
+    replicas = chooser("a", "b")
+    one = order("x")
+    assert replicas.ranked(one, {"a", "b"}) == replicas.ranked(one, {"a", "b"})
+    assert replicas.num_in_flight == 1
+    best = replicas.ranked(one, {"a", "b"})[0]
+    other = {"a": "b", "b": "a"}[best]
+    assert replicas.ranked(one, {other}) == [other], "the best one is gone"
+
+
 def test_where_a_request_went_counts_and_not_where_it_was_to_go() -> None:
     replicas = chooser("a", "b")
     one = order("x", "y")

@@ -117,6 +117,7 @@ def test_a_killed_replica_costs_nobody_else_an_answer(two: OnRay) -> None:
     its_own = children_of(victim)
     os.kill(victim, signal.SIGKILL)
     load.await_more(12)
+    await_that(lambda: len(set(two.processes(f"ray::ServeReplica:{NAME}:Server")) - {victim}) == 2)
     await_that(lambda: two.running() == 2)
     load.await_more(6)
     outcomes = load.stop()
