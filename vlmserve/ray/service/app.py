@@ -147,5 +147,6 @@ def _addresses() -> Any:
 
     from vlmserve.ray.service.addresses import Addresses
 
-    options = {"name": "Addresses", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    quiet = {"enable_access_log": False}
+    options = {"name": "Addresses", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}, "logging_config": quiet}
     return serve.deployment(Addresses).options(**options).bind()

@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Which servers use which others, and the setting that names these.
+_WORKS_FOR = {
+    ("decode", "prefill"): "prefill_urls",
+    ("decode", "encode"): "encoder_urls",
+    ("prefill", "encode"): "encoder_urls",
+    ("all", "encode"): "encoder_urls",
+}
 _LOOK_S = 0.5
 _INFO_S = 5.0
 
@@ -183,10 +190,10 @@ class Server:
             engine = replace(engine, prefill_listen=_listen(place, engine.prefill_listen, number, engine.num_replicas))
         elif engine.role == "encode":
             engine = replace(engine, encoder_listen=_listen(place, engine.encoder_listen, number, 1))
-        else:
-            for role, count in self._plan.workers.items():
+        for role, count in self._plan.workers.items():
+            if (engine.role, role) in _WORKS_FOR:
                 urls = ",".join(await self._urls_of(role, count))
-                engine = replace(engine, **{"prefill_urls" if role == "prefill" else "encoder_urls": urls})
+                engine = replace(engine, **{_WORKS_FOR[engine.role, role]: urls})
         return replace(settings, engine=engine)
 
     async def _urls_of(self, role: Role, count: int) -> list[str]:
