@@ -84,7 +84,6 @@ def _told(plan: Plan, role: Role, bundles: list[Bundle]) -> Any:
 def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
     """Return the deployment of a role's replicas."""
     from ray import serve
-    from ray.serve.config import RequestRouterConfig
 
     from vlmserve.ray.service.replica import DeployedServer, IngressServer, make_through
 
@@ -103,7 +102,7 @@ def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
     if len(bundles) > 1:
         options |= {"placement_group_bundles": bundles, "placement_group_strategy": "STRICT_SPREAD"}
     if role in ("prefill", "encode"):
-        return serve.deployment(DeployedServer).options(**options)
+        return _deployment(DeployedServer, options)
     if deployment.max_replicas is not None:
         del options["num_replicas"]
         options["autoscaling_config"] = {
@@ -116,13 +115,13 @@ def _server(plan: Plan, role: Role, count: int, bundles: list[Bundle]) -> Any:
             "policy": {"policy_function": "vlmserve.ray.service.scaling:by_use"},
         }
     if not plan.has_front:
-        return serve.deployment(serve.ingress(make_through)(IngressServer)).options(**options)
-    options["request_router_config"] = RequestRouterConfig(
-        request_router_class="vlmserve.ray.service.routing:AffinityRouter",
-        request_router_kwargs={"method": plan.settings.engine.load_balance_method},
-        request_routing_stats_period_s=_ROUTING_S,
-    )
-    return serve.deployment(DeployedServer).options(**options)
+        return _deployment(serve.ingress(make_through)(IngressServer), options)
+    options["request_router_config"] = {
+        "request_router_class": "vlmserve.ray.service.routing:AffinityRouter",
+        "request_router_kwargs": {"method": plan.settings.engine.load_balance_method},
+        "request_routing_stats_period_s": _ROUTING_S,
+    }
+    return _deployment(DeployedServer, options)
 
 
 def _front(plan: Plan) -> Any:
@@ -131,22 +130,28 @@ def _front(plan: Plan) -> Any:
     from vlmserve.ray.service.front import Front
     from vlmserve.ray.service.replica import make_through
 
-    return serve.deployment(serve.ingress(make_through)(Front)).options(
-        name="Front",
-        num_replicas=plan.deployment.fronts,
-        max_ongoing_requests=plan.settings.max_connections,
-        logging_config={"enable_access_log": plan.settings.access_log},
-        ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=plan.shutdown_s,
-        graceful_shutdown_wait_loop_s=_DRAIN_LOOK_S,
-    )
+    options: dict[str, Any] = {
+        "name": "Front",
+        "num_replicas": plan.deployment.fronts,
+        "max_ongoing_requests": plan.settings.max_connections,
+        "logging_config": {"enable_access_log": plan.settings.access_log},
+        "ray_actor_options": {"num_cpus": 0},
+        "graceful_shutdown_timeout_s": plan.shutdown_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_LOOK_S,
+    }
+    return _deployment(serve.ingress(make_through)(Front), options)
 
 
 def _addresses() -> Any:
-    from ray import serve
-
     from vlmserve.ray.service.addresses import Addresses
 
     quiet = {"enable_access_log": False}
     options = {"name": "Addresses", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}, "logging_config": quiet}
-    return serve.deployment(Addresses).options(**options).bind()
+    return _deployment(Addresses, options).bind()
+
+
+def _deployment(cls: type, options: dict[str, Any]) -> Any:
+    from ray import serve
+
+    make: Any = serve.deployment  # whose types say nothing of a class without options
+    return make(cls).options(**options)

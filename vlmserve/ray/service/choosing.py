@@ -19,21 +19,19 @@ _REQUEST_TOKENS = 2 * ANSWER_TOKENS
 class Order:
     """A request on its way from a front to a replica.
 
-    at_home: it is about things that only one replica has. avoid: replicas that did not answer it. scope: ASGI's.
+    number: of the only replica that may answer, counted by age from 0, and over again; None: any may. avoid: replicas
+    that did not answer it. scope: ASGI's.
     """
 
     demand: Demand
-    at_home: bool
+    number: int | None
     scope: Mapping[str, Any]
     body: bytes
     avoid: tuple[str, ...] = ()
 
 
 class ReplicaChooser:
-    """Ranks replicas for requests, by the work in flight at each and the beginnings and pictures that each has cached.
-
-    Its home, which has files, batches and stored responses, is the oldest replica.
-    """
+    """Ranks replicas for requests, by the work in flight at each and by what each has cached."""
 
     def __init__(self, method: Method = "affinity") -> None:
         self._router = ReplicaRouter(0, method=method)
@@ -65,9 +63,9 @@ class ReplicaChooser:
         """Return replicas, the best one first, and count the request as in flight there. Serve may ask again for the
         same request, and gets the same best one. among: the choice, of which there is at least one."""
         names = [name for name in self._slots if name in among]
-        if order.at_home:
+        if order.number is not None and names:
             names.sort(key=lambda name: (self._started[name], name))
-            names = names[:1]
+            names = [names[order.number % len(names)]]
         names = [name for name in names if name not in order.avoid] or names
         if not names:
             return list(among)

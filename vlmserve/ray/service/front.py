@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from vlmserve.api.auth import CONTROL_PATHS, METRICS_PATH
@@ -29,6 +31,7 @@ from vlmserve.ray.service.choosing import Order
 from vlmserve.ray.service.replica import Through
 from vlmserve.router.app import guarded
 from vlmserve.router.demand import Wish, wish_of
+from vlmserve.router.metrics import CONTENT_TYPE_LATEST, joined
 from vlmserve.routing.replicas import Demand
 from vlmserve_common.errors import BadRequestError, first_line
 from vlmserve_common.logs import configure_logging
@@ -40,7 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UPLOADS = "/v1/files"
-# What is kept at one replica. Answers of /v1/responses are kept, too, for those that go on from them.
+# What is kept at one replica, the oldest: whichever front is asked, it finds it there. Answers of /v1/responses are
+# kept, too, for those that go on from them.
 _KEPT = ("/v1/files", "/v1/batches", "/v1/responses")
 _ONCE = ("/v1/files", "/v1/batches")
 _INLINE_BYTES = 256 * 1024
@@ -68,25 +72,43 @@ class FrontApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if path in CONTROL_PATHS or path == METRICS_PATH:
-            what = f"{path} is one replica's, and there are several here; Ray's metrics have figures of each replica"
+        if path in CONTROL_PATHS:
+            what = f"{path} is for one server, and there are several replicas here"
             raise BadRequestError(what, code="not_found", status=404)
+        if path == METRICS_PATH:
+            await Response(await self._figures(scope), media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+            return
         request, is_post = Request(scope, receive), scope["method"] == "POST"
         try:
             uploads = is_post and path == _UPLOADS
             body = await (self._upload(request) if uploads else receive_body(request, self._settings))
         except ClientDisconnect:
             return
-        wish = Wish(demand=Demand(rids=(secrets.token_hex(8),)))
+        wish = _no_wish()
         if body and is_post and not uploads:
             wish = await self._wish(body, scope, wish.demand.rids[0])
-        order = Order(
-            demand=wish.demand,
-            at_home=bool(wish.at) or any(path == kept or path.startswith(kept + "/") for kept in _KEPT),
-            scope=_passed_on(scope),
-            body=bytes(body),
-        )
+        kept = bool(wish.at) or any(path == kept or path.startswith(kept + "/") for kept in _KEPT)
+        order = Order(demand=wish.demand, number=0 if kept else None, scope=_passed_on(scope), body=bytes(body))
         await self._deliver(order, send, repeatable=not (is_post and path in _ONCE))
+
+    async def _figures(self, scope: Scope) -> bytes:
+        """Return the figures of all replicas, each with a label for its replica."""
+        pages: dict[str, bytes] = {}
+        for number in itertools.count():
+            order = Order(demand=_no_wish().demand, number=number, scope=_passed_on(scope), body=b"")
+            name, page = "", b""
+            try:
+                async for item in self._answer.remote(order):
+                    if isinstance(item, str):
+                        name = item
+                    else:
+                        page += b"".join(message.get("body", b"") for message in item)
+            except RayError as error:
+                raise BadRequestError(first_line(error), code="replica_lost", status=503) from None
+            if name in pages:  # one was asked again, so all were
+                return await self._parsing.run(joined, (), pages)
+            pages[name] = page
+        raise AssertionError
 
     async def _upload(self, request: Request) -> bytearray:
         """Return the body of an upload: a file, and what surrounds it."""
@@ -174,6 +196,10 @@ class _Relay:
             raise ConnectionError("the replica was lost in the middle of its answer")
         failure = error_body(502, "the replica was lost in the middle of its answer", code="replica_lost")
         await self._send({"type": "http.response.body", "body": sse_event(failure)})
+
+
+def _no_wish() -> Wish:
+    return Wish(demand=Demand(rids=(secrets.token_hex(8),)))
 
 
 class Front:

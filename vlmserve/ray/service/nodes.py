@@ -51,14 +51,15 @@ class Nodes:
 
     def __init__(self, settings: ServerSettings, bundles: Sequence[Bundle]) -> None:
         group = ray.util.get_current_placement_group()
-        actor = ray.remote(RankNode)
-        self._actors = []
+        assert group is not None, "Serve made it, as the replica has several bundles"
+        actor: Any = ray.remote(RankNode)
+        self._actors: list[Any] = []
         for number, bundle in enumerate(bundles[1:], 1):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
             options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
             self._actors.append(actor.options(scheduling_strategy=place, **options).remote())
-        place = f"{ray.util.get_node_ip_address()}:{free_port()}"
-        self.settings = replace(settings, engine=replace(settings.engine, dist_init_addr=place))
+        address = f"{ray.util.get_node_ip_address()}:{free_port()}"
+        self.settings = replace(settings, engine=replace(settings.engine, dist_init_addr=address))
 
     async def start(self, version: str) -> None:
         """Start the ranks of all machines. They are ready once this machine's are, too."""

@@ -184,16 +184,15 @@ class Server:
     async def _settled(self, settings: ServerSettings) -> ServerSettings:
         """Return settings with the addresses of this replica, and of those that work for it."""
         engine, place = settings.engine, ray.util.get_node_ip_address()
-        rank = serve.get_replica_context().rank
-        number = getattr(rank, "rank", rank) or 0  # a replaced replica has the number of the one before
+        number = serve.get_replica_context().rank.rank  # a replaced replica has that of the one before
         if engine.role == "prefill":
             engine = replace(engine, prefill_listen=_listen(place, engine.prefill_listen, number, engine.num_replicas))
         elif engine.role == "encode":
             engine = replace(engine, encoder_listen=_listen(place, engine.encoder_listen, number, 1))
         for role, count in self._plan.workers.items():
             if (engine.role, role) in _WORKS_FOR:
-                urls = ",".join(await self._urls_of(role, count))
-                engine = replace(engine, **{_WORKS_FOR[engine.role, role]: urls})
+                urls: dict[str, Any] = {_WORKS_FOR[engine.role, role]: ",".join(await self._urls_of(role, count))}
+                engine = replace(engine, **urls)
         return replace(settings, engine=engine)
 
     async def _urls_of(self, role: Role, count: int) -> list[str]:

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 from ray.serve.request_router import RequestRouter
 
 from vlmserve.ray.service.choosing import Order, ReplicaChooser
-from vlmserve.routing.replicas import Method
 
 if TYPE_CHECKING:
     from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RunningReplica
 
 
-class AffinityRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+class AffinityRouter(RequestRouter):
     """Sends each order of a front to the replica that `ReplicaChooser` chooses."""
 
-    def initialize_state(self, method: Method = "affinity") -> None:
-        """Make the chooser: Serve calls this once."""
-        self._chooser = ReplicaChooser(method)
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Make the chooser: Serve calls this once. kwargs: those of `ReplicaChooser`."""
+        self._chooser = ReplicaChooser(**kwargs)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Note which replicas there are: Serve calls this at each change, and for new figures."""

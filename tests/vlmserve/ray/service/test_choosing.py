@@ -10,11 +10,11 @@ from vlmserve.routing.replicas import Demand
 _numbers = itertools.count()
 
 
-def order(*prefix: str, at_home: bool = False, avoid: tuple[str, ...] = ()) -> Order:
+def order(*prefix: str, number: int | None = None, avoid: tuple[str, ...] = ()) -> Order:
     """A request with a block of its prompt for each word."""
     keys = tuple(word.encode() for word in prefix)
     demand = Demand(rids=(str(next(_numbers)),), tokens=32 * len(keys), prefix=keys)
-    return Order(demand=demand, at_home=at_home, avoid=avoid, scope={}, body=b"")
+    return Order(demand=demand, number=number, avoid=avoid, scope={}, body=b"")
 
 
 def chooser(*names: str) -> ReplicaChooser:
@@ -64,9 +64,11 @@ def test_the_home_of_things_is_the_oldest_replica() -> None:
     replicas = ReplicaChooser()
     replicas.update({"a": {STARTED: 3.0}, "b": {STARTED: 1.0}, "c": {STARTED: 2.0}})
     for _ in range(5):
-        assert replicas.ranked(order(at_home=True), {"a", "b", "c"}) == ["b"]
+        assert replicas.ranked(order(number=0), {"a", "b", "c"}) == ["b"]
+    by_number = [replicas.ranked(order(number=number), {"a", "b", "c"}) for number in range(4)]
+    assert by_number == [["b"], ["c"], ["a"], ["b"]]
     replicas.update({"a": {STARTED: 3.0}, "c": {STARTED: 2.0}})
-    assert replicas.ranked(order(at_home=True), {"a", "c"}) == ["c"]
+    assert replicas.ranked(order(number=0), {"a", "c"}) == ["c"]
 
 
 def test_nothing_is_left_of_requests_that_ended_or_whose_replica_is_gone() -> None:

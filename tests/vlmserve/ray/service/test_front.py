@@ -101,7 +101,7 @@ def test_an_order_has_the_request_and_what_to_choose_by(ask) -> None:
     [order] = replicas.orders
     assert json.loads(order.body) == CHAT
     assert len(order.demand.prefix) == 3
-    assert not order.at_home
+    assert order.number is None
     assert order.scope["path"] == "/v1/chat/completions"
     assert order.scope["query_string"] == b"q=1"
     headers = dict(order.scope["headers"])
@@ -130,7 +130,7 @@ def test_an_order_has_the_request_and_what_to_choose_by(ask) -> None:
 def test_what_one_replica_has_is_asked_of_that(ask, method: str, path: str, body: Any, home: bool) -> None:
     replicas = Replicas(["a", answered()])
     ask(replicas, path, method=method, json=body)
-    assert replicas.orders[0].at_home == home
+    assert replicas.orders[0].number == (0 if home else None)
 
 
 def test_a_lost_replica_s_request_goes_to_another_one_once(ask) -> None:
@@ -181,7 +181,7 @@ def test_a_full_queue_of_serve_is_a_503(ask) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
 
 
-@pytest.mark.parametrize("path", ["/flush_cache", "/metrics", "/server_info"])
+@pytest.mark.parametrize("path", ["/flush_cache", "/server_info"])
 def test_what_is_one_replica_s_is_not_passed_on(ask, path: str) -> None:
     answer = ask(Replicas(), path, method="GET")
     assert answer.status_code == 404
@@ -200,3 +200,11 @@ def test_bodies_are_limited_and_keys_checked_before_a_replica_is_asked(ask) -> N
     replicas = Replicas(["a", answered()])
     assert ask(replicas, "/v1/files", settings, files={"file": ("x", b"abc")}, headers=key).status_code == 200
     assert b"abc" in replicas.orders[0].body
+
+
+def test_the_figures_of_all_replicas_come_together(ask) -> None:
+    page = b"# TYPE x gauge\nx 1.0\n"
+    replicas = Replicas(*([name, answered(body=page, kind=b"text/plain")] for name in "aba"))
+    answer = ask(replicas, "/metrics", method="GET")
+    assert answer.text.splitlines()[-2:] == ['x{server="a"} 1.0', 'x{server="b"} 1.0']
+    assert [order.number for order in replicas.orders] == [0, 1, 2]

@@ -14,7 +14,7 @@ from vlmserve.ray.service.choosing import Order
 from vlmserve.ray.service.replica import ReplicaPlan, Server, _listen
 from vlmserve.routing.replicas import Demand
 
-ORDER = Order(demand=Demand(rids=("1",)), at_home=False, scope={"type": "http", "path": "/"}, body=b"body")
+ORDER = Order(demand=Demand(rids=("1",)), number=None, scope={"type": "http", "path": "/"}, body=b"body")
 
 
 @pytest.fixture

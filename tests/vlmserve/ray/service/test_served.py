@@ -85,7 +85,7 @@ def test_a_beginning_goes_where_it_was(two: OnRay) -> None:
     def replica_of(number: int, beginning: str) -> str:
         keys = tuple(beginning[: end + 1].encode() for end in range(8))
         demand = Demand(rids=(f"{beginning}{number}",), tokens=256, prefix=keys)
-        order = Order(demand=demand, at_home=False, scope=scope, body=b"")
+        order = Order(demand=demand, number=None, scope=scope, body=b"")
         name, *batches = list(handle.answer.remote(order))
         assert [one["status"] for batch in batches for one in batch if "status" in one] == [200]
         return name
