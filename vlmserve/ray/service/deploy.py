@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from vlmserve.config.fields import flag
 from vlmserve.config.flags import GIVEN_AS, CommandParser, add_settings, in_the_users_words
+from vlmserve.ray.cluster import HERE, OWN, Cluster
 from vlmserve.ray.service.plan import Deployment, Plan, lacking, read_plan
 from vlmserve.ray.service.ports import free_port
 from vlmserve_common.errors import EngineError, SettingsError
@@ -64,7 +65,7 @@ def _parser() -> CommandParser:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="checkpoint folder, or a hub id")
     parser.add_argument("--run", action="store_true", help="run the app, instead of printing its config")
     text = "with --run: the cluster, HOST:PORT; local: one of this machine alone, which ends with the command"
-    parser.add_argument("--address", default="auto", metavar="ADDRESS", help=f"{text} [default: auto, the one here]")
+    parser.add_argument("--address", default=HERE, metavar="ADDRESS", help=f"{text} [default: {HERE}, the one here]")
     group = parser.add_argument_group("deployment")
     hints = get_type_hints(Deployment)
     for field in dataclasses.fields(Deployment):
@@ -113,7 +114,6 @@ def run_app(plan: Plan, address: str) -> int:
     from vlmserve.ray.service.app import app_of, check_ray
 
     check_ray()
-    import ray
     from ray import serve
 
     from vlmserve.api.api_keys import read_api_keys
@@ -125,12 +125,11 @@ def run_app(plan: Plan, address: str) -> int:
             "VLMSERVE_API_KEY or --api-key-file",
             http.host,
         )
-    connect(address)
+    cluster = Cluster(address, setting="--address")
     try:
         with stop_signals_raise():  # from here on, for Ray has handlers of its own
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            bundles = plan.bundles(cluster_has_gpus=any(node.get("GPU") for node in nodes))
-            if (problem := lacking(nodes, plan, bundles)) is not None:
+            bundles = plan.bundles(cluster_has_gpus=cluster.has("GPU"))
+            if (problem := lacking([node.resources for node in cluster.nodes], plan, bundles)) is not None:
                 raise SettingsError(f"{problem} (on a cluster that grows: serve deploy, with the printed config)")
             port = http.port or free_port()
             serve.start(
@@ -148,30 +147,13 @@ def run_app(plan: Plan, address: str) -> int:
                 raise EngineError(reason_of(serve.status(), name) or str(error)) from None
             finally:
                 serve.delete(name)
-                if address == "local":
+                if address == OWN:
                     serve.shutdown()
     except StopRequested as stop:
         print(f"stopped by {stop}", flush=True)
     finally:
-        ray.shutdown()
+        cluster.close()
     return 0
-
-
-def connect(address: str) -> None:
-    """Connect to a cluster, or start one. Raises EngineError if there is none."""
-    import ray
-
-    try:
-        if address == "local":
-            ray.init(address="local", include_dashboard=False)
-        else:
-            ray.init(address=address)
-    except ConnectionError:
-        where = "on this machine" if address == "auto" else f"at {address}"
-        raise EngineError(
-            f"there is no Ray cluster {where} (setting --address); `ray start --head` starts one, and --address local "
-            "one for this command"
-        ) from None
 
 
 def reason_of(status: Any, name: str) -> str | None:
