@@ -179,9 +179,9 @@ def lacking(nodes: Sequence[Mapping[str, float]], plan: Plan, bundles: Sequence[
         for bundle in bundles:
             fits = [node for node in free if not any(node is one for one in taken) and _fits(bundle, node)]
             if not fits:
-                what = " and ".join(f"{count:g} {name}s" for name, count in bundle.items())
+                what = " and ".join(f"{count:g} {name}" for name, count in bundle.items())
                 where = "on a node" if len(bundles) == 1 else f"on each of {len(bundles)} nodes (--nnodes)"
-                has = "; ".join(", ".join(f"{node.get(name, 0):g} {name}s" for name in bundle) for node in nodes)
+                has = "; ".join(", ".join(f"{node.get(name, 0):g} {name}" for name in bundle) for node in nodes)
                 return (
                     f"the cluster has no room for replica {number + 1} of {replicas}: each needs {what} {where}, and "
                     f"its nodes have {has or 'nothing'}"

@@ -65,15 +65,15 @@ def test_a_cluster_that_is_too_small_is_told_with_what_it_has() -> None:
     assert lacking([enough], plan, bundles) is None
     assert lacking([{"CPU": 8.0, "GPU": 4.0}] * 2, plan, bundles) is None
     assert lacking([{"CPU": 8.0, "GPU": 6.0}], plan, bundles) == (
-        "the cluster has no room for replica 2 of 2: each needs 1 CPUs and 4 GPUs on a node, and its nodes have "
-        "8 CPUs, 6 GPUs"
+        "the cluster has no room for replica 2 of 2: each needs 1 CPU and 4 GPU on a node, and its nodes have "
+        "8 CPU, 6 GPU"
     )
     apart = read_plan({"tp_size": 4, "nnodes": 2})
     bundles = apart.bundles(cluster_has_gpus=True)
     assert lacking([enough, enough], apart, bundles) is None
     problem = lacking([enough], apart, bundles)
     assert problem is not None
-    assert "2 GPUs on each of 2 nodes (--nnodes)" in problem
+    assert "2 GPU on each of 2 nodes (--nnodes)" in problem
 
 
 def test_the_model_s_folder_is_found_from_other_folders(tmp_path, monkeypatch) -> None:
