@@ -43,7 +43,7 @@ def test_all_replicas_are_ranked_and_only_those_asked_for() -> None:
 
 def test_the_same_request_gets_the_same_answer_again() -> None:
     replicas = chooser("a", "b")
-    one = order("x")
+    one = order()
     assert replicas.ranked(one, {"a", "b"}) == replicas.ranked(one, {"a", "b"})
     assert replicas.num_in_flight == 1
     best = replicas.ranked(one, {"a", "b"})[0]

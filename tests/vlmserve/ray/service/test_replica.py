@@ -66,9 +66,9 @@ def test_a_client_that_leaves_ends_the_work(server: Server) -> None:
         assert server.record_routing_stats()["requests"] == 1
         await answer.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0)
+        assert ended == ["/"]
 
     asyncio.run(run())
-    assert ended == ["/"]
 
 
 def test_an_application_that_fails_fails_the_call(server: Server) -> None:
