@@ -69,7 +69,9 @@ class OnRay:
 
     def processes(self, *names: str) -> list[int]:
         """Return the processes of the cluster whose names begin with any of these."""
-        return [pid for pid in children_of(os.getpid()) if name_of(pid).startswith(names)]
+        while True:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one ended under way: look again
+                return [pid for pid in children_of(os.getpid()) if name_of(pid).startswith(names)]
 
 
 def name_of(pid: int) -> str:
