@@ -67,7 +67,7 @@ class FrontApp:
 
     def __init__(self, settings: ServerSettings, handle: DeploymentHandle) -> None:
         self._settings = settings
-        self._answer = handle.options(stream=True).answer
+        self._answer: Any = handle.options(stream=True).answer
         self._parsing = Threads("bodies", 1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
