@@ -16,7 +16,7 @@ from typing import Any, get_args
 from vlmserve.commands.batch.command_line import INTERRUPTED, add_media_settings, input_parser, run_checked, take_model
 from vlmserve.commands.batch.inputs import Columns, InputFormat
 from vlmserve.commands.caption.feed import ItemShard
-from vlmserve.commands.caption.run import CaptionSettings
+from vlmserve.commands.caption.opening import CaptionSettings
 from vlmserve.commands.client.conversation import OPTIONS
 from vlmserve.commands.client.media import PICTURES, VIDEOS, scheme_of
 from vlmserve.config.checks import SettingsError

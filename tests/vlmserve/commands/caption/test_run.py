@@ -31,8 +31,9 @@ from vlmserve.commands.caption import templates
 from vlmserve.commands.caption.command import read_command
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.opening import CaptionSettings
 from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.run import ByteBudget, CaptionSettings, CaptionStopped
+from vlmserve.commands.caption.run import ByteBudget, CaptionStopped
 from vlmserve.commands.caption.session import Ended, caption
 from vlmserve.commands.caption.templates import TemplateProcess, render
 from vlmserve.config.checks import SettingsError
