@@ -118,7 +118,7 @@ class ActorPool:
             except errors.RayActorError as error:
                 tries += 1
                 standing.lost += 1
-                self._leave_out(standing, _words(error))
+                self._leave_out(standing, error)
                 if tries == _TRIES:
                     raise EngineError(f"{tries} actors were lost while they worked on it") from None
             except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
@@ -132,9 +132,9 @@ class ActorPool:
                 standing.load -= 1
 
     def notes(self) -> list[str]:
-        """Return a sentence for each actor that was lost."""
+        """Return a clause for each actor that was lost with work under way."""
         return [
-            f"{one.place}: {one.lost} items under way were done again elsewhere: {one.reason}"
+            f"{one.place} was lost, and {one.lost} items under way on it were done again"
             for one in self._standings
             if one.lost
         ]
@@ -162,11 +162,12 @@ class ActorPool:
                 return min(working, key=lambda standing: standing.load)
             await self._changed.wait()
 
-    def _leave_out(self, standing: _Standing, reason: str) -> None:
+    def _leave_out(self, standing: _Standing, error: Exception) -> None:
         if not standing.is_in:
             return
-        standing.is_in, standing.reason = False, reason
-        logger.warning("%s is lost: %s", standing.place, reason)
+        standing.is_in, standing.reason = False, "its process or node is gone"
+        logger.warning("%s: %s", standing.place, standing.reason)
+        logger.debug("%s", error)
         returning = asyncio.create_task(self._bring_back(standing))
         self._returning.add(returning)
         returning.add_done_callback(self._returning.discard)
@@ -179,8 +180,10 @@ class ActorPool:
             try:
                 place, description = await standing.actor.about.remote()
                 break
-            except self._ray.exceptions.RayError as error:
+            except self._ray.exceptions.RayTaskError as error:
                 standing.reason = _words(error)
+            except self._ray.exceptions.RayError as error:  # there is no place for it yet
+                logger.debug("%s", error)
             await asyncio.sleep(pause_s)
         if description != self.description:
             standing.reason = "it came back with other weights or settings"
@@ -197,7 +200,7 @@ class ActorPool:
         """End the pool after the limit, unless an actor comes back."""
         await asyncio.sleep(self._patience_s)
         reasons = "; ".join(f"{one.place}: {one.reason}" for one in self._standings)
-        self._stopped = f"no actor works, for {self._patience_s:g} s: {reasons}"
+        self._stopped = f"no actor has worked for {self._patience_s:g} s: {reasons}"
         self._tell()
 
     def _tell(self) -> None:

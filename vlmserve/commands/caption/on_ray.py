@@ -118,7 +118,7 @@ class RayCaptioner:
         try:
             answer: dict[str, Any] = await self._pool.call("ask", request)
         except PoolLostError as error:
-            raise CaptionStopped(str(error)) from None
+            raise CaptionStopped(f"{error} (--server-timeout-s)") from None
         return answer
 
     def notes(self) -> list[str]:
