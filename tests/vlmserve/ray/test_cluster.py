@@ -48,6 +48,11 @@ def test_each_rank_has_a_gpu_where_there_are_any(device, nodes, cpus, expected):
     assert bundle(cluster(*nodes), EngineArgs(model="", device=device, tp_size=2), cpus) == expected
 
 
+def test_a_cpu_is_left_for_reading_where_a_dataset_is_read():
+    for cpus, expected in ((8, 7), (2, 1), (1, 0.5)):
+        assert bundle(cluster({"CPU": cpus}), EngineArgs(model=""), None, spare=1.0) == {"CPU": expected, "GPU": 0}
+
+
 def test_threads_are_those_that_were_reserved():
     assert [threads_in({"CPU": cpus, "GPU": 0}) for cpus in (0.5, 1, 3.5, 8)] == [1, 1, 3, 8]
     assert threads_in({"CPU": 8, "GPU": 1}) is None

@@ -19,7 +19,7 @@ from tests.vlmserve.commands.warmup.media import png
 from tests.vlmserve.server_process import ROOT
 
 PATIENCE_S = 240.0
-NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 80 << 20}
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
 ENGINE = {"num_threads": 1, "media_processes": 1, "max_total_tokens": 4096, "max_running_requests": 8}
 FLAGS = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 pytestmark = pytest.mark.slow
@@ -75,8 +75,8 @@ def run_and_kill_a_node(cluster: Cluster, folder: Path, count: int) -> dict[str,
 
 
 def test_a_node_is_killed_and_each_picture_is_captioned_once(cluster, tmp_path):
-    summary = run_and_kill_a_node(cluster, tmp_path, 90)
-    assert (summary["done"], summary["failed"], summary["ended"]) == (90, 2, "finished")
+    summary = run_and_kill_a_node(cluster, tmp_path, 60)
+    assert (summary["done"], summary["failed"], summary["ended"]) == (60, 2, "finished")
     assert any("items under way on it were done again" in note for note in summary["notes"]), summary
 
 
@@ -88,7 +88,7 @@ from vlmserve.ray import Captioner
 folder, address, engine = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 ray.init(address, log_to_driver=False)
 rows = ray.data.read_binary_files(folder, include_paths=True, override_num_blocks=24)
-answered = Captioner.over(rows, actors=2, cpus=0.5, batch_size=4, options={"max_tokens": 8}, keep_media=False, **engine)
+answered = Captioner.over(rows, actors=2, batch_size=4, options={"max_tokens": 8}, keep_media=False, **engine)
 for row in answered.iter_rows():
     print(json.dumps(row), flush=True)
 """
@@ -96,7 +96,7 @@ for row in answered.iter_rows():
 
 def test_rows_of_a_dataset_are_captioned_once_though_a_node_is_killed(cluster, tmp_path):
     node = cluster.add_node(**NODE)
-    folder = fill(tmp_path / "in", 90)
+    folder = fill(tmp_path / "in", 60)
     words = [sys.executable, "-c", ROWS, str(folder), cluster.address, json.dumps(ENGINE)]
     with (tmp_path / "log").open("w+") as log:
         process = subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=log)
@@ -125,7 +125,7 @@ def test_what_a_cluster_must_have(cluster, tmp_path):
         assert process.returncode == 1, logged
         return logged.strip().splitlines()[-1]
 
-    wanted = "--ray-actors is 3, with 1 CPUs each: the cluster has room for 1. Its nodes: "
+    wanted = "--ray-actors is 3, with 2 CPUs each: the cluster has room for 1. Its nodes: "
     assert wanted in complaint("--ray-actors", 3)
     wanted = "--ray-actors is 1, with 1 CPUs, 2 GPUs each: the cluster has room for 0. Its nodes: "
     assert wanted in complaint("--device", "cuda", "--tp-size", 2)

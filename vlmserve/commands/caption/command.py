@@ -361,7 +361,8 @@ def _run(command: CaptionCommand) -> int:
     configure_logging(command.settings.log_level, "caption")
     stdin = StandardInput(0)
     try:
-        ended = caption(command, io.BufferedReader(stdin), sys.stderr)
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints what nodes say
+            ended = caption(command, io.BufferedReader(stdin), sys.stderr)
     finally:
         stdin.stop()
     print(ended.summary)

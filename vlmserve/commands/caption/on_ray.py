@@ -129,15 +129,16 @@ class RayCaptioner:
         self._cluster.close()
 
 
-def bundle(cluster: Cluster, engine: EngineArgs, cpus: float | None) -> dict[str, float]:
+def bundle(cluster: Cluster, engine: EngineArgs, cpus: float | None, *, spare: float = 0.0) -> dict[str, float]:
     """Return what an engine needs of one node: a GPU for each rank, where there are GPUs.
 
-    cpus: None takes 1 beside GPUs, and otherwise all of a node, of the smallest one.
+    cpus: None takes 1 beside GPUs, and otherwise those of the smallest node, but `spare`, or half of them.
     """
     on_gpus = engine.device.startswith("cuda") or (engine.device == "auto" and cluster.has("GPU"))
     if cpus is None:
         of_nodes = [node.resources["CPU"] for node in cluster.nodes if node.resources.get("CPU")]
-        cpus = _BESIDE_GPUS if on_gpus else min(of_nodes, default=1.0)
+        least = min(of_nodes, default=1.0)
+        cpus = _BESIDE_GPUS if on_gpus else max(least - spare, least / 2)
     return {"CPU": cpus, "GPU": float(engine.world_size if on_gpus else 0)}
 
 

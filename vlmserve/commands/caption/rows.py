@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_MEDIA_PROCESSES, _READERS = 8, 16
+_READING_CPUS = 1.0  # of a node, for Ray's own tasks: they read files
 _COUNTS = ("prompt_tokens", "completion_tokens")
 _T = TypeVar("_T")
 
@@ -108,9 +109,9 @@ class RowActor(ABC):
     ) -> Dataset:
         """Return `dataset.map_batches` with this class, the resources that it needs, and enough batches at a time.
 
-        cpus: that each actor reserves; None takes 1 beside GPUs, and otherwise a whole node. Each rank has a GPU, where
-        there are any. arguments: of this class. Raises SettingsError for a wrong setting, EngineError if the cluster
-        has no room.
+        cpus: that each actor reserves; None takes 1 beside GPUs, and otherwise all of a node but one, which reads files.
+        Each rank has a GPU, where there are any. arguments: of this class. Raises SettingsError for a wrong setting,
+        EngineError if the cluster has no room.
         """
         import ray.data
 
@@ -120,7 +121,7 @@ class RowActor(ABC):
         names = EngineSettings.__annotations__
         args, _ = read_settings(model, None, {name: value for name, value in arguments.items() if name in names})
         cluster = Cluster(HERE, setting="over")
-        resources = bundle(cluster, args, cpus)
+        resources = bundle(cluster, args, cpus, spare=_READING_CPUS)
         cluster.check_room(resources, actors, what="actors")
         threads = threads_in(resources)
         given = {"model": os.fspath(model), **({"num_threads": threads} if threads else {}), **arguments}
