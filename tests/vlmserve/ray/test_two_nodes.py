@@ -83,6 +83,8 @@ def test_a_node_is_killed_and_each_picture_is_captioned_once(cluster, tmp_path):
 ROWS = """
 import json, sys
 import ray
+
+results, sys.stdout = sys.stdout, sys.stderr  # which takes what Ray prints
 from vlmserve.ray import Captioner
 
 folder, address, engine = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -90,7 +92,7 @@ ray.init(address, log_to_driver=False)
 rows = ray.data.read_binary_files(folder, include_paths=True, override_num_blocks=24)
 answered = Captioner.over(rows, actors=2, batch_size=4, options={"max_tokens": 8}, keep_media=False, **engine)
 for row in answered.iter_rows():
-    print(json.dumps(row), flush=True)
+    print(json.dumps(row), file=results, flush=True)
 """
 
 

@@ -109,9 +109,9 @@ class RowActor(ABC):
     ) -> Dataset:
         """Return `dataset.map_batches` with this class, the resources that it needs, and enough batches at a time.
 
-        cpus: that each actor reserves; None takes 1 beside GPUs, and otherwise all of a node but one, which reads files.
-        Each rank has a GPU, where there are any. arguments: of this class. Raises SettingsError for a wrong setting,
-        EngineError if the cluster has no room.
+        cpus: that each actor reserves; None takes 1 beside GPUs, and otherwise all of a node but one: Ray reads files
+        with it. Each rank has a GPU, where there are any. arguments: of this class. Raises SettingsError for a wrong
+        setting, EngineError if the cluster has no room.
         """
         import ray.data
 
