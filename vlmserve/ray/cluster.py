@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vlmserve_common.errors import EngineError, SettingsError
 from vlmserve_common.installing import NAME, install
@@ -145,7 +145,7 @@ def _connect(address: str, setting: str) -> None:
         except (OSError, OverflowError) as error:
             raise EngineError(f"{setting} {address}: no Ray cluster answers there: {error}") from None
     try:
-        more = {"include_dashboard": False} if address == OWN else {}
+        more: dict[str, Any] = {"include_dashboard": False} if address == OWN else {}
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **more)
     except Exception as error:  # of many types
         told = " ".join(str(error).split()) or type(error).__name__

@@ -60,7 +60,7 @@ class ActorPool:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray, self._group, self._patience_s = ray, group, patience_s
-        remote = ray.remote(cls)
+        remote: Any = ray.remote(cls)
         self._standings = [
             _Standing(
                 actor=remote.options(

@@ -9,6 +9,8 @@ import json
 import logging
 import math
 import os
+import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +60,7 @@ class RowActor(ABC):
     def __init__(
         self,
         model: str | os.PathLike[str],
-        settings: EngineSettings,
+        settings: Mapping[str, Any],
         *,
         options: Mapping[str, Any],
         concurrency: int | None,
@@ -84,6 +86,8 @@ class RowActor(ABC):
             BlockingFetcher(dataclasses.replace(fetch or FetchSettings(), allowed_local_media_path="/"))
         )
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="caption-read")
+        if _is_in_actor():
+            threading.Thread(target=_end_with_main_thread, name="end-with-main", daemon=True).start()
 
     async def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return a batch with the columns of answers beside its own. Batches may be under way together."""
@@ -169,8 +173,8 @@ class Captioner(RowActor):
     The medium is a file's bytes, a path, a URL, a dict {"bytes", "path"}, or an array of pixels (uint8,
     [height, width, 3]). media_column: None takes the first one with a usual name. prompt, prefix, suffix: templates of
     the row's columns; prompt_column: has prompts of single rows. options: temperature is 0 and max_tokens 256 if it has
-    none. seed: of sampling; equal rows have equal seeds. keep_media: False leaves the medium out of the result. The
-    rest: see `RowActor`.
+    none. sampling_seed: equal rows have equal seeds, which follow from it. keep_media: False leaves the medium out of
+    the result. The rest: see `RowActor`.
     """
 
     columns = ("caption", "captions", "finish_reason", *_COUNTS, "error")
@@ -187,7 +191,7 @@ class Captioner(RowActor):
         prompt_column: str | None = None,
         id_column: str | None = None,
         options: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        sampling_seed: int = 0,
         keep_media: bool = True,
         concurrency: int | None = None,
         fetch: FetchSettings | None = None,
@@ -202,7 +206,7 @@ class Captioner(RowActor):
         super().__init__(
             model, settings, options=options, concurrency=concurrency, fetch=fetch, nothing_twice=nothing_twice
         )
-        self._settings = CaptionSettings(concurrency=self._concurrency, options=options, seed=seed)
+        self._settings = CaptionSettings(concurrency=self._concurrency, options=options, seed=sampling_seed)
         self._templates = ThreadPoolExecutor(1, thread_name_prefix="caption-prompt")  # outlives its process
 
     async def close(self) -> None:
@@ -286,6 +290,17 @@ class VLMProcessor(RowActor):
             return read_item(self._media.open(address, modality).read)
 
         return with_addresses(messages, read)
+
+
+def _is_in_actor() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
+
+def _end_with_main_thread() -> None:
+    """End the process once Ray has it end. Python would wait for the engine's thread, which nobody ends there."""
+    threading.main_thread().join()
+    os._exit(0)
 
 
 def _rows(batch: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
