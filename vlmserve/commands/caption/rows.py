@@ -43,19 +43,21 @@ logger = logging.getLogger(__name__)
 
 _MOST_MEDIA_PROCESSES, _READERS = 8, 16
 _READING_CPUS = 1.0  # of a node, for Ray's own tasks: they read files
-_COUNTS = ("prompt_tokens", "completion_tokens")
+_COUNTS = {"prompt_tokens": 0, "completion_tokens": 0}
 _T = TypeVar("_T")
 
 
 class RowActor(ABC):
-    """The engine of an actor, and what it does with each row. A row that fails gets its reason in the column `error`.
+    """The engine of an actor, and what it does with each row. A row that fails has its reason in the column `error`,
+    which is empty in all others.
 
     model, settings: as of `LLM`. options: fields of all chat requests, such as max_tokens. concurrency: rows at a time;
     None takes max_running_requests. fetch: what URLs may reach; paths are read, so rows must not be written by
     strangers. Raises CheckpointError, EngineError, SettingsError or BadRequestError.
     """
 
-    columns: ClassVar[Sequence[str]]
+    columns: ClassVar[Mapping[str, Any]]
+    """The columns of answers, with their values in rows that have none: a column has one type in all blocks."""
 
     def __init__(
         self,
@@ -92,7 +94,10 @@ class RowActor(ABC):
     async def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """Return a batch with the columns of answers beside its own. Batches may be under way together."""
         answers = await asyncio.gather(*map(self._answered, _rows(batch)))
-        return {**self._kept(batch), **{name: _column([one.get(name) for one in answers]) for name in self.columns}}
+        return {
+            **self._kept(batch),
+            **{name: _column([one.get(name, empty) for one in answers]) for name, empty in self.columns.items()},
+        }
 
     async def close(self) -> None:
         """End the engine and its processes. Ray just ends the actor's process, which does the same."""
@@ -177,7 +182,7 @@ class Captioner(RowActor):
     the result. The rest: see `RowActor`.
     """
 
-    columns = ("caption", "captions", "finish_reason", *_COUNTS, "error")
+    columns: ClassVar[Mapping[str, Any]] = {"caption": "", "captions": [], "finish_reason": "", **_COUNTS, "error": ""}
 
     def __init__(
         self,
@@ -249,7 +254,7 @@ class VLMProcessor(RowActor):
     `answer`, and `response`: the whole chat.completion in JSON, with all answers and calls. The rest: see `RowActor`.
     """
 
-    columns = ("answer", "response", "finish_reason", *_COUNTS, "error")
+    columns: ClassVar[Mapping[str, Any]] = {"answer": "", "response": "", "finish_reason": "", **_COUNTS, "error": ""}
 
     def __init__(
         self,
@@ -282,7 +287,7 @@ class VLMProcessor(RowActor):
             "answer": answer["choices"][0]["message"].get("content") or "",
             "response": json.dumps(answer, ensure_ascii=False),
             "finish_reason": _finish(answer),
-            **{name: usage.get(name) for name in _COUNTS},
+            **{name: usage.get(name, 0) for name in _COUNTS},
         }
 
     def _with_files(self, messages: list[Any]) -> list[Mapping[str, Any]]:

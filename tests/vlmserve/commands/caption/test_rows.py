@@ -64,7 +64,7 @@ def test_a_picture_may_be_bytes_a_path_a_url_or_a_dict(actor, tmp_path):
         *({"bytes": PNG, "path": None}, {"bytes": None, "path": str(path)}),
     ]
     answered = ask(actor(), image=given)
-    assert list(answered["error"]) == [None] * len(given)
+    assert list(answered["error"]) == [""] * len(given)
     expected = [caption_of(ends_with_zeros if one is ends_with_zeros else PNG) for one in given]
     assert list(answered["caption"]) == expected
     assert list(answered["image"]) == given, "columns stay"
@@ -76,7 +76,7 @@ def test_pixels_are_kept_as_they_are(actor):
     engine = actor()
     pixels = np.asarray(picture(1, 40, 30))
     answered = ask(engine, image=[pixels, pixels[:, :, :1], np.dstack([pixels, pixels[:, :, :1]])])
-    assert list(answered["error"]) == [None] * 3
+    assert list(answered["error"]) == [""] * 3
     sent = [Image.open(io.BytesIO(data)) for data in engine._engine.asked]
     back = {image.mode: np.asarray(image) for image in sent}
     assert set(back) == {"RGB", "L", "RGBA"}
@@ -88,9 +88,12 @@ def test_a_bad_row_is_an_error_row(actor, tmp_path):
     gone = str(tmp_path / "gone.png")
     given = [PNG, b"no picture", gone, None, 7, np.zeros((2, 2), np.float32), np.zeros((3, 4, 5), np.uint8)]
     answered = ask(actor(), image=given)
-    assert [caption is None for caption in answered["caption"]] == [False, True, True, True, True, True, True]
+    assert list(answered["caption"]) == [caption_of(PNG), *[""] * 6]
+    assert [list(map(type, values)) for name, values in answered.items() if name in ("captions", "prompt_tokens")] == [
+        *([list] * 7, [int] * 7)
+    ], "columns have one type, whatever fails"
     told = list(answered["error"])
-    assert told[0] is None
+    assert told[0] == ""
     assert "neither a picture nor a video" in told[1]
     assert "gone.png" in told[2]
     assert "no picture or video" in told[3]
@@ -111,7 +114,7 @@ def test_what_the_engine_refuses_or_breaks_on_is_told_in_the_row(actor, monkeypa
     monkeypatch.setattr(FakeEngine, "hook", staticmethod(hook), raising=False)
     answered = ask(actor(), image=[content(n) for n in range(4)])
     assert list(answered["error"]) == [
-        *(None, "the picture has 9 pixels, the limit is 4", "the encoder failed", "ZeroDivisionError: oh")
+        *("", "the picture has 9 pixels, the limit is 4", "the encoder failed", "ZeroDivisionError: oh")
     ]
 
 
@@ -168,7 +171,7 @@ def test_prompts_are_templates_of_the_columns(actor):
     )
     asked = [request.messages[-1]["content"][1]["text"] for request in engine._engine.requests]
     assert sorted(asked) == ["Is it a cat?", "What is it?"]
-    assert [caption and caption.partition(":")[0] for caption in answered["caption"]] == ["3", "0.5", None]
+    assert [caption.partition(":")[0] for caption in answered["caption"]] == ["3", "0.5", ""]
     assert "nothing" in answered["error"][2]
     with pytest.raises(SettingsError, match="--prompt: the template"):
         Captioner(prompt="{{ oh")
@@ -218,12 +221,12 @@ def test_a_chat_request_is_a_list_or_json_and_its_files_are_read(actor, tmp_path
     engine = actor(VLMProcessor, options={"max_tokens": 8}, options_column="options")
     own = [None, json.dumps({"max_tokens": 4}), {"seed": 5, "top_p": None}, None, None, None]
     answered = ask(engine, messages=given, options=own)
-    assert list(answered["answer"]) == [*[caption_of(content(1))] * 2, caption_of(PNG), None, None, None]
+    assert list(answered["answer"]) == [*[caption_of(content(1))] * 2, caption_of(PNG), "", "", ""]
     asked = [request.options for request in engine._engine.requests]  # in any order
     assert all(one in asked for one in ({"max_tokens": 8}, {"max_tokens": 4}, {"max_tokens": 8, "seed": 5}))
     assert json.loads(answered["response"][0])["choices"][0]["finish_reason"] == "stop"
     told = list(answered["error"])
-    assert told[:3] == [None] * 3
+    assert told[:3] == [""] * 3
     assert "gone" in told[3]
     assert told[4] == "messages is int; it must be a list of messages"
     assert told[5].startswith("messages is no JSON")
