@@ -32,7 +32,7 @@ from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import EngineError
 
 _RATIO, _FLAT = 0.9, 1.1
-_STARTING = 5  # the part of an actor's captions that it starts with is one in so many
+_WARM_UP = 16
 
 
 def main(argv: Sequence[str]) -> int:
@@ -90,15 +90,22 @@ def _captions(folder: Path, args: argparse.Namespace) -> Iterator[Measure]:
 
 
 class _TimedCaptioner(Captioner):
-    """Tells when each batch was done."""
+    """Captions noise before anything else, and tells when it was ready and when each batch was done."""
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        noise = np.random.default_rng(0).integers(0, 256, (_WARM_UP, 224, 224, 3), dtype=np.uint8)
+        asyncio.run(super().__call__({"image": noise}))
+        self._ready = time.time()
 
     async def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, Any]:
         answered = await super().__call__(batch)
-        return {**answered, "done": np.full(len(answered["caption"]), time.time())}
+        count = len(answered["caption"])
+        return {**answered, "ready": np.full(count, self._ready), "done": np.full(count, time.time())}
 
 
 def _map_batches(command: CaptionCommand, folder: Path) -> float:
-    """Return the seconds in which a new actor captions a folder, at the pace that it has after its first captions."""
+    """Return the seconds in which an actor that is ready captions a folder."""
     import ray.data
 
     rows = [{"path": str(path)} for path in sorted(folder.iterdir())]
@@ -106,16 +113,14 @@ def _map_batches(command: CaptionCommand, folder: Path) -> float:
     answered = _TimedCaptioner.over(
         ray.data.from_items(rows), engine.model, options=options, cpus=0.5, num_threads=engine.num_threads
     )
-    done: list[float] = []
+    ready, done, count = 0.0, 0.0, 0
     for batch in answered.iter_batches(batch_size=None):
-        done += batch["done"].tolist()
+        ready, done, count = max(batch["ready"]), max(done, *batch["done"]), count + len(batch["done"])
         if any(batch["error"]):
             raise EngineError(f"not everything has a caption: {next(filter(None, batch['error']))}")
-    if len(done) != len(rows):
-        raise EngineError(f"{len(done)} captions of {len(rows)} pictures")
-    done.sort()
-    first = len(done) // _STARTING
-    return (done[-1] - done[first]) * len(done) / (len(done) - 1 - first)
+    if count != len(rows):
+        raise EngineError(f"{count} captions of {len(rows)} pictures")
+    return done - ready
 
 
 def _memory(folder: Path, args: argparse.Namespace) -> Iterator[Measure]:
