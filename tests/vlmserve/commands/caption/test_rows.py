@@ -136,21 +136,21 @@ def test_an_engine_that_is_gone_ends_the_process(actor, monkeypatch):
 
 def test_rows_of_several_batches_are_under_way_together(actor, monkeypatch):
     engine = actor(concurrency=6)
-    waiting, most = asyncio.Event(), 0
-    asked = engine._engine.ask
-    under_way = 0
+    six, under_way, most = asyncio.Event(), 0, 0
+    answer = engine._answer
 
-    async def gate(request):
+    async def gate(row):
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
         if under_way == 6:
-            waiting.set()
-        await waiting.wait()  # for ever, unless six are here
+            six.set()
+        await six.wait()  # for ever, unless rows of both batches are here
+        answered = await answer(row)
         under_way -= 1
-        return await asked(request)
+        return answered
 
-    monkeypatch.setattr(engine._engine, "ask", gate)
+    monkeypatch.setattr(engine, "_answer", gate)
 
     async def two_batches():
         return await asyncio.gather(*(engine(table(image=[content(n) for n in range(k, k + 4)])) for k in (0, 4)))

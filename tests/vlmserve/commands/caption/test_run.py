@@ -128,6 +128,20 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
     assert "folder" not in [line["id"] for line in lines(errors)], "it can be read again"
 
 
+def test_each_engine_has_its_own_items_at_a_time(out):
+    three = asyncio.Barrier(3)
+
+    class OnThreeEngines(FakeCaptioner):
+        engines = 3
+
+        async def ask(self, request):
+            await asyncio.wait_for(three.wait(), 30.0)  # fails if fewer come
+            return await super().ask(request)
+
+    found = [item(f"p/{number}", content(number)) for number in range(6)]
+    assert run_once(found, out, captioner=OnThreeEngines(), settings=CaptionSettings(concurrency=1)).done == 6
+
+
 def test_failures_are_tried_again_when_asked_for(out, errors):
     broken = True
 
