@@ -21,6 +21,7 @@ _BENCHES = {
     "serve": ("throughput and latency of a served model", "vlmserve.commands.bench.serve"),
     "peers": ("servers of any make side by side", "vlmserve.commands.bench.peers"),
     "caption": ("captions from files beside the engine alone", "vlmserve.commands.bench.caption"),
+    "cluster": ("what a Ray cluster costs", "vlmserve.commands.bench.cluster"),
     "processors": ("throughput of picture and video files", "vlmserve.commands.bench.processors"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.commands.bench.vision"),
     "parallel": ("two processes that share a model beside one", "vlmserve.commands.bench.parallel"),

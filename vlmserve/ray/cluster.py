@@ -149,7 +149,8 @@ def _connect(address: str, setting: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **more)
     except Exception as error:  # of many types
         told = " ".join(str(error).split()) or type(error).__name__
-        where = "this machine is in no Ray cluster" if address == HERE else "no Ray cluster can be used there"
+        where = "no Ray cluster can be used there, without RAY_AUTH_MODE=token perhaps"  # `ray start` asks for it
+        where = "this machine is in no Ray cluster" if address == HERE else where
         raise EngineError(f"{setting} {address}: {where}: {told}") from None
 
 

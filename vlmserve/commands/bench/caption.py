@@ -27,6 +27,7 @@ from PIL import Image, ImageDraw
 from vlmserve.commands.bench.figures import bench_parser, ratios, write_json
 from vlmserve.commands.caption.command import CaptionCommand, read_command
 from vlmserve.commands.caption.local import LocalCaptioner
+from vlmserve.commands.caption.run import Captioner
 from vlmserve.commands.caption.session import Ended, caption
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput
 from vlmserve.ipc.messages import SamplingParams
@@ -67,10 +68,10 @@ def _throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     whole: list[tuple[float, int]] = []
     try:
         for number in range(args.rounds + 1):
-            pictures = _draw(folder / f"engine-{number}", args.items, shade=2 * number)
+            pictures = draw_pictures(folder / f"engine-{number}", args.items, shade=2 * number)
             alone.append(_engine(captioner, command, pictures))
-            pictures = _draw(folder / f"caption-{number}", args.items, shade=2 * number + 1)
-            whole.append(_caption(captioner, args, pictures))
+            pictures = draw_pictures(folder / f"caption-{number}", args.items, shade=2 * number + 1)
+            whole.append(caption_files(captioner, args.caption_flags, pictures))
     finally:
         asyncio.run(captioner.close())
     del alone[0], whole[0]  # to warm up
@@ -106,36 +107,40 @@ def _engine(captioner: LocalCaptioner, command: CaptionCommand, folder: Path) ->
     return time.perf_counter() - started, tokens
 
 
-def _caption(captioner: LocalCaptioner, args: argparse.Namespace, folder: Path) -> tuple[float, int]:
+def caption_files(captioner: Captioner, flags: Sequence[str], folder: Path) -> tuple[float, int]:
+    """Caption a folder of pictures with a captioner that is ready. Returns the seconds, and the tokens of captions."""
     output = folder.with_suffix(".jsonl")
-    command = read_command([*args.caption_flags, str(folder), "--output", str(output)])
+    command = read_command([*flags, str(folder), "--output", str(output)])
     started = time.perf_counter()
     outcome = caption(command, io.BytesIO(), sys.stderr, captioner=captioner)
     seconds = time.perf_counter() - started
-    if outcome.how is not Ended.FINISHED or outcome.tally.done != args.items:
+    if outcome.how is not Ended.FINISHED or outcome.tally.done != sum(1 for _ in folder.iterdir()):
         raise EngineError(f"the run did not caption everything: {outcome.summary}")
     return seconds, outcome.tally.completion_tokens
 
 
 def _memory(folder: Path, args: argparse.Namespace) -> dict[str, int]:
-    """Return the peak memory of the command without its media processes, in bytes, by the number of items."""
-    found = {}
-    for count in args.memory_items:
-        pictures = _draw(folder / f"memory-{count}", count, shade=0, side=64)
-        output = pictures.with_suffix(".jsonl")
-        words = [*args.caption_flags, str(pictures), "--output", str(output), "--max-tokens", "1"]
-        command = [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        if status:
-            raise EngineError(f"vlmserve caption {' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
-        process.returncode = 0  # it has been waited for
-        found[str(count)] = usage.ru_maxrss * 1024
-        print(f"{count} items: peak memory {usage.ru_maxrss / 1024:.0f} MiB")
-    return found
+    """Return the peak memory of the command, by the number of items."""
+    return {str(count): peak_memory(folder, count, args.caption_flags) for count in args.memory_items}
 
 
-def _draw(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
+def peak_memory(folder: Path, count: int, flags: Sequence[str]) -> int:
+    """Caption small pictures with a token each; return the peak memory of the command without its other processes, in
+    bytes."""
+    pictures = draw_pictures(folder / f"memory-{count}", count, shade=0, side=64)
+    output = pictures.with_suffix(".jsonl")
+    words = [*flags, str(pictures), "--output", str(output), "--max-tokens", "1"]
+    command = [sys.executable, "-m", "vlmserve.cli", "caption", *words, "--log-level", "warning"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise EngineError(f"vlmserve caption {' '.join(words)} ended with {os.waitstatus_to_exitcode(status)}")
+    process.returncode = 0  # it has been waited for
+    print(f"{count} items: peak memory {usage.ru_maxrss / 1024:.0f} MiB")
+    return usage.ru_maxrss * 1024
+
+
+def draw_pictures(folder: Path, count: int, *, shade: int, side: int = _SIDE) -> Path:
     """Draw pictures of shapes into a new folder, no two alike. shade: distance of the background from white."""
     folder.mkdir()
     for number in range(count):

@@ -16,7 +16,8 @@ from typing import Any, get_args
 from vlmserve.commands.batch.command_line import INTERRUPTED, add_media_settings, input_parser, run_checked, take_model
 from vlmserve.commands.batch.inputs import Columns, InputFormat
 from vlmserve.commands.caption.feed import ItemShard
-from vlmserve.commands.caption.run import CaptionSettings
+from vlmserve.commands.caption.opening import CaptionSettings
+from vlmserve.commands.caption.prompts import DEFAULT_PROMPT
 from vlmserve.commands.client.conversation import OPTIONS
 from vlmserve.commands.client.media import PICTURES, VIDEOS, scheme_of
 from vlmserve.config.checks import SettingsError
@@ -24,10 +25,10 @@ from vlmserve.config.engine_args import AUTO, CHECKPOINT
 from vlmserve.config.flags import GIVEN_AS, CommandParser
 from vlmserve.config.settings import ServerSettings, load_settings
 from vlmserve.frontend.structured_output import make_spec, verify_grammar
+from vlmserve.ray.cluster import HERE, OWN, check_address
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
 
-DEFAULT_PROMPT = "Describe the picture."
 _NEED_OUTPUT = (".tar", ".tgz", ".gz", ".parquet", ".pq", ".jsonl", ".ndjson")
 _MOST_MEDIA_PROCESSES = 8
 _PER_SERVER = 16
@@ -53,6 +54,7 @@ examples:
   vlmserve caption Qwen/Qwen3-VL-2B-Instruct 'shards/*.tar' --output out-%05d.tar --prompt-file prompt.txt
   vlmserve caption data.parquet --output out.parquet --prompt 'Describe this {{ category }} in one sentence.'
   vlmserve caption requests.jsonl --output answers.jsonl --base-url http://a:8000/v1 --base-url http://b:8000/v1
+  vlmserve caption pictures/ --output captions.jsonl --ray head:6379
 
 The exit status is 0 if everything is captioned, 3 if some items failed (the others are captioned), 1 if the run had to
 stop, 2 for a wrong command line, 130 if interrupted.
@@ -106,9 +108,30 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         ),
         "api_key": ("KEY", "API key of these servers [env: VLMSERVE_API_KEY]"),
         "request_timeout_s": ("X", "seconds to wait for an answer", {"default": 600.0}),
-        "server_timeout_s": ("X", "seconds without any working server until the run stops", {"default": 300.0}),
-        "concurrency": ("N", f"items at a time; default: --max-running-requests, or {_PER_SERVER} for each server"),
+        "server_timeout_s": (
+            "X",
+            "seconds without a working server or actor until the run stops",
+            {"default": 300.0},
+        ),
+        "concurrency": (
+            "N",
+            f"items at a time, with --ray for each actor; default: --max-running-requests, or {_PER_SERVER} for each "
+            "server",
+        ),
         "memory_gib": ("X", "memory for files of current items, in GiB", {"default": 1.0}),
+    },
+    "a Ray cluster": {
+        "ray": (
+            "ADDRESS",
+            f"caption on the cluster whose head is at host:port; without ADDRESS, or {HERE}: the one that this machine "
+            f"is part of; {OWN}: one on this machine alone",
+            {"nargs": "?", "const": HERE},
+        ),
+        "ray_actors": ("N", "actors with an engine each; default: as many as the cluster has room for"),
+        "ray_cpus": (
+            "X",
+            "CPUs that each actor reserves, which may be a fraction; default: 1 beside GPUs, otherwise a whole node",
+        ),
     },
     "": {"json": (None, "print the summary as JSON", _SWITCH)},
 }
@@ -146,6 +169,9 @@ class CaptionCommand:
     base_urls: Sequence[str]
     request_timeout_s: float
     server_timeout_s: float
+    ray: str | None
+    ray_actors: int | None
+    ray_cpus: float | None
     json: bool
 
 
@@ -162,6 +188,8 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     defaults: dict[str, Any] = {"media_processes": min(_MOST_MEDIA_PROCESSES, available_cpus())}
     if nothing_twice:  # caches would not help
         defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
+    if given["ray"] is not None:
+        check_address(given["ray"], "--ray")  # which takes the word behind it, perhaps an INPUT
     settings = load_settings(flags, config=args["config"], defaults=defaults)
     if given["max_pixels"] is not None and settings.engine.max_pixels == AUTO:  # this machine's speed does not decide
         settings = dataclasses.replace(settings, engine=dataclasses.replace(settings.engine, max_pixels=CHECKPOINT))
@@ -200,7 +228,7 @@ def _parser() -> CommandParser:
     add_media_settings(
         parser,
         groups=("memory", "scheduling"),
-        more={"attention_backend", "sampling_defaults", "chat_template"},
+        more={"attention_backend", "sampling_defaults", "chat_template", "tp_size", "pp_size"},
         left_out={"max_queued_requests", "max_pixels", "video_fps"},  # the last two are this command's own flags
     )
     return parser
@@ -218,7 +246,7 @@ def _problems(given: dict[str, Any], urls: Sequence[str]) -> Iterator[str]:
     for name in ("num_captions", "max_tokens", "items_per_file"):
         if given[name] < 1:
             yield refuse(name, "1 or more")
-    for name in ("concurrency", "limit", "min_pixels", "max_pixels", "max_frames"):
+    for name in ("concurrency", "limit", "min_pixels", "max_pixels", "max_frames", "ray_actors"):
         if given[name] is not None and given[name] < 1:
             yield refuse(name, "1 or more, or left out")
     for name in ("request_timeout_s", "server_timeout_s", "memory_gib"):
@@ -230,6 +258,12 @@ def _problems(given: dict[str, Any], urls: Sequence[str]) -> Iterator[str]:
         yield "--prompt and --prompt-file: give one"
     if not 0 <= given["seed"] < 2**63:
         yield refuse("seed", "between 0 and 2**63 - 1")
+    if given["ray_cpus"] is not None and not 0 < given["ray_cpus"] < float("inf"):
+        yield refuse("ray_cpus", "above 0, or left out")
+    if given["ray"] is None and (given["ray_actors"] is not None or given["ray_cpus"] is not None):
+        yield "--ray-actors and --ray-cpus go with --ray"
+    if given["ray"] is not None and urls:
+        yield "--ray and --base-url: give one"
     if given["api_key"] is not None and not urls:
         yield "--api-key goes with --base-url"
     for url in urls:
@@ -327,7 +361,8 @@ def _run(command: CaptionCommand) -> int:
     configure_logging(command.settings.log_level, "caption")
     stdin = StandardInput(0)
     try:
-        ended = caption(command, io.BufferedReader(stdin), sys.stderr)
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints what nodes say
+            ended = caption(command, io.BufferedReader(stdin), sys.stderr)
     finally:
         stdin.stop()
     print(ended.summary)

@@ -39,6 +39,8 @@ class LocalCaptioner:
     nothing_twice: see `CaptionCommand`. Raises CheckpointError, EngineError or SettingsError.
     """
 
+    engines = 1
+
     def __init__(self, settings: ServerSettings, *, concurrency: int, nothing_twice: bool = False) -> None:
         weights = _weights_digest(resolve_model(settings.engine.model, settings.engine.revision))
         self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME

@@ -14,6 +14,7 @@ from vlmserve.commands.caption.templates import TemplateProcess
 from vlmserve.config.checks import SettingsError
 from vlmserve_common.errors import BadRequestError
 
+DEFAULT_PROMPT = "Describe the picture."
 PROMPT_FILE = "prompt.txt"
 _MOST_PROMPT_BYTES = 1 << 20
 

@@ -52,6 +52,8 @@ class RemoteCaptioner:
     SettingsError.
     """
 
+    engines = 1
+
     def __init__(
         self,
         urls: Sequence[str],

@@ -11,17 +11,12 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import blake3
-
-from processors.inputs import Modality
-from vlmserve.commands.batch.item import ChatRequest, Failed, RequestItem, digest_of
+from vlmserve.commands.batch.item import ChatRequest, Failed
 from vlmserve.commands.caption.feed import Feed, Shared
-from vlmserve.commands.caption.result import Captioned, CaptionTask, Result, Touched, like_another, make_record
-from vlmserve.commands.client.media import told_modality
-from vlmserve.config.plain_problems import shortened
+from vlmserve.commands.caption.opening import CaptionSettings, OpenedItem, open_item, record_of
+from vlmserve.commands.caption.result import Captioned, CaptionTask, Result, Touched, like_another
 from vlmserve_common.errors import BadRequestError, EngineError, VlmserveError
 
 logger = logging.getLogger(__name__)
@@ -42,10 +37,12 @@ class Captioner(Protocol):
     """The engine in this process, or servers, that answer requests. model: the name in answers.
 
     identity: text that differs when the same request may have another answer: weights and dtype, or a server's model.
+    engines: how many take `CaptionSettings.concurrency` items each; servers together count as one.
     """
 
     model: str
     identity: str
+    engines: int
 
     async def start(self) -> None:
         """Get ready, and set `model` and `identity`. Raises CaptionStopped."""
@@ -92,34 +89,6 @@ class ByteBudget:
             self._freed.set()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CaptionSettings:
-    """Settings of a run. concurrency: items at a time. bytes_in_memory: limit of their files together.
-
-    options: default fields of requests. picture_knobs, video_knobs: default fields of the part with a medium.
-    fingerprint: digest of everything that influences captions. seed: of sampling.
-    """
-
-    concurrency: int
-    bytes_in_memory: int = 1 << 30
-    options: Mapping[str, Any] = field(default_factory=dict)
-    picture_knobs: Mapping[str, Any] = field(default_factory=dict)
-    video_knobs: Mapping[str, Any] = field(default_factory=dict)
-    fingerprint: bytes = b""
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OpenedItem:
-    """An item after reading. digest: of the medium, in hex."""
-
-    fingerprint: bytes
-    request: ChatRequest
-    data: bytes | None
-    modality: Modality | None
-    digest: str | None
-
-
 class CaptionRun:
     """Captions the items of a feed."""
 
@@ -129,7 +98,8 @@ class CaptionRun:
         self._settings = settings
         self._shared = shared
         self._budget = ByteBudget(settings.bytes_in_memory)
-        self._turns = asyncio.Semaphore(settings.concurrency)  # of items without a result
+        self._concurrency = settings.concurrency * captioner.engines
+        self._turns = asyncio.Semaphore(self._concurrency)  # of items without a result
         # Each with an event that is set once the result is on disk. None comes last.
         self._results: asyncio.Queue[tuple[Result, asyncio.Event] | None] = asyncio.Queue()
         # By fingerprint, until the record is in the journal.
@@ -147,7 +117,7 @@ class CaptionRun:
         """
         writing = asyncio.create_task(self._write_results())
         # half of them may wait for the disk, and the captioner still has as many requests as it can take
-        workers = [asyncio.create_task(self._work()) for _ in range(2 * self._settings.concurrency)]
+        workers = [asyncio.create_task(self._work()) for _ in range(2 * self._concurrency)]
         working: asyncio.Future[Any] = asyncio.gather(*workers)
         try:
             done, _ = await asyncio.wait([working, writing], return_when=asyncio.FIRST_COMPLETED)
@@ -213,57 +183,23 @@ class CaptionRun:
             finally:
                 del self._answering[fingerprint]
 
-    async def _answer(self, task: CaptionTask, opened: _OpenedItem) -> _Answer:
+    async def _answer(self, task: CaptionTask, opened: OpenedItem) -> _Answer:
         """Return the record of an equal item in the journal, or of the captioner's answer with its usage."""
         known = await self._in(self._readers, self._shared.journal.record_like, opened.fingerprint)
         if known is not None:
             return like_another(known, task.item), None
         answer = await self._captioner.ask(opened.request)
-        asked = task.asked
-        said = [choice["message"]["content"] or "" for choice in answer["choices"]]
-        record = make_record(
-            task.item,
-            answer,
-            said if asked is None else [asked.whole(text) for text in said],
-            digest=opened.digest,
-            prompt=None if asked is None else asked.prompt,
-        )
-        return record, answer.get("usage") or {}
+        return record_of(task.item, task.asked, opened, answer), answer.get("usage") or {}
 
-    def _open(self, task: CaptionTask) -> _OpenedItem | Touched:
+    def _open(self, task: CaptionTask) -> OpenedItem | Touched:
         """Read an item. Runs in a thread."""
-        item, settings = task.item, self._settings
-        options = {**settings.options}
-        data = modality = digest = None
-        if isinstance(item, RequestItem):
-            request = _read(item.read)
-            model = self._captioner.model
-            if request.model and request.model != model:
-                what = f"there is no model {shortened(request.model)!r} here, only {model}"
-                raise BadRequestError(what, param="model", code="model_not_found", status=404)
-            options |= request.options
-            request = replace(request, options=options)
-            content = digest_of(request.messages)
-        else:
-            assert task.asked is not None
-            data = _read(item.read)
-            modality = told_modality(data)
-            digest = blake3.blake3(data).hexdigest()
-            content = bytes.fromhex(digest)
-            options |= item.options
-            own = options.get("mm_processor_kwargs") or {}
-            knobs = settings.video_knobs if modality is Modality.VIDEO else settings.picture_knobs
-            knobs = {name: value for name, value in knobs.items() if name not in own}
-            request = self._shared.prompts.request(task.asked.prompt, data, modality, knobs=knobs, options=options)
-        around = [] if task.asked is None else task.asked.texts
-        fingerprint = blake3.blake3(settings.fingerprint + content + digest_of([options, around])).digest()
-        before = self._shared.journal.done_as(item.id)
-        if before is not None and before[1] == fingerprint:
-            return Touched(task=task, trouble=self._shared.output.check(item))
-        if "seed" not in options:  # equal items have equal seeds
-            seed = (int.from_bytes(fingerprint[:7], "little") + settings.seed) % 2**63
-            request = replace(request, options={**options, "seed": seed})
-        return _OpenedItem(fingerprint=fingerprint, request=request, data=data, modality=modality, digest=digest)
+        opened = open_item(
+            task.item, task.asked, self._settings, prompts=self._shared.prompts, model=self._captioner.model
+        )
+        before = self._shared.journal.done_as(task.item.id)
+        if before is not None and before[1] == opened.fingerprint:
+            return Touched(task=task, trouble=self._shared.output.check(task.item))
+        return opened
 
     # ---------------------------------------------------------------- results
 
@@ -314,7 +250,7 @@ class CaptionRun:
         return await asyncio.get_running_loop().run_in_executor(executor, function, *args)
 
 
-def _captioned(task: CaptionTask, opened: _OpenedItem, answer: _Answer) -> Captioned:
+def _captioned(task: CaptionTask, opened: OpenedItem, answer: _Answer) -> Captioned:
     record, usage = answer
     return Captioned(
         task=task,
@@ -328,11 +264,3 @@ def _captioned(task: CaptionTask, opened: _OpenedItem, answer: _Answer) -> Capti
 
 def _no_place(touched: Sequence[Touched]) -> list[Failed]:
     return [each.task.failed(each.trouble, "no_place") for each in touched if each.trouble]
-
-
-def _read(read: Callable[[], _T]) -> _T:
-    """Read, and turn an OSError into the item's own error."""
-    try:
-        return read()
-    except OSError as error:
-        raise BadRequestError(f"cannot read it: {error.strerror or error}", code="unreadable") from None

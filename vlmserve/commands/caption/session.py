@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import blake3
 
@@ -82,7 +82,7 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         how, columns = command.input_format, command.columns
         inputs = open_inputs(words, fetcher=fetcher, stdin=stdin, columns=columns, input_format=how)
         prompts.check(inputs.prompt_fields)
-        if captioner is None and not command.base_urls:
+        if captioner is None and not command.base_urls and command.ray is None:
             engine = command.settings.engine
             resolve_model(engine.model, engine.revision)  # before any file is made
         journal_path = command.journal or choose_journal(command.output, list(map(named_folder, words)), command.shard)
@@ -220,11 +220,20 @@ class _CaptionSession:
                 request_timeout_s=command.request_timeout_s,
                 server_timeout_s=command.server_timeout_s,
             )
+        how: dict[str, Any] = {"concurrency": command.run.concurrency, "nothing_twice": command.nothing_twice}
+        if command.ray is not None:
+            from vlmserve.commands.caption.on_ray import RayCaptioner, RaySettings
+
+            ray = RaySettings(
+                address=command.ray,
+                actors=command.ray_actors,
+                cpus=command.ray_cpus,
+                patience_s=command.server_timeout_s,
+            )
+            return RayCaptioner(ray, command.settings, **how)
         from vlmserve.commands.caption.local import LocalCaptioner
 
-        return LocalCaptioner(
-            command.settings, concurrency=command.run.concurrency, nothing_twice=command.nothing_twice
-        )
+        return LocalCaptioner(command.settings, **how)
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
         """Return everything that influences captions, under the names of flags."""

@@ -15,10 +15,11 @@ from tests.vlmserve.commands.warmup.media import lines, png
 from vlmserve.commands.batch.item import ChatRequest, Found, MediumItem
 from vlmserve.commands.caption.feed import Feed, ItemShard, Shared
 from vlmserve.commands.caption.journal import CaptionJournal, ErrorsFile
+from vlmserve.commands.caption.opening import CaptionSettings
 from vlmserve.commands.caption.outputs.base import Output
 from vlmserve.commands.caption.prompts import Prompts
 from vlmserve.commands.caption.result import CaptionTally
-from vlmserve.commands.caption.run import CaptionRun, CaptionSettings, CaptionStopped
+from vlmserve.commands.caption.run import CaptionRun, CaptionStopped
 from vlmserve.commands.caption.session import choose_journal, choose_output
 from vlmserve_common.errors import BadRequestError
 
@@ -67,6 +68,7 @@ class FakeCaptioner:
 
     model = "fake"
     identity = "fake 1"
+    engines = 1
 
     def __init__(self, hook: Callable[[ChatRequest], None] | None = None, *, most: int | None = None) -> None:
         self.asked: list[bytes] = []

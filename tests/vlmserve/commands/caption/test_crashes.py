@@ -27,7 +27,7 @@ from tests.vlmserve.commands.caption.runs import (
 )
 from vlmserve.commands.batch.item import MediumItem
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.run import CaptionSettings
+from vlmserve.commands.caption.opening import CaptionSettings
 
 CONCURRENCY = 3
 # The formats with a file that grows and with parts. The others write from the same journal.

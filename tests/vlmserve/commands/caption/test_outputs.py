@@ -26,7 +26,7 @@ from tests.vlmserve.commands.caption.runs import (
 from vlmserve.commands.batch.item import ChatRequest, MediumItem, RequestItem
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
-from vlmserve.commands.caption.run import CaptionSettings
+from vlmserve.commands.caption.opening import CaptionSettings
 from vlmserve.commands.caption.session import choose_journal, choose_output
 from vlmserve.config.checks import SettingsError
 

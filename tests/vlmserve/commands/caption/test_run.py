@@ -31,8 +31,9 @@ from vlmserve.commands.caption import templates
 from vlmserve.commands.caption.command import read_command
 from vlmserve.commands.caption.feed import ItemShard
 from vlmserve.commands.caption.journal import CaptionJournal
+from vlmserve.commands.caption.opening import CaptionSettings
 from vlmserve.commands.caption.prompts import Prompts
-from vlmserve.commands.caption.run import ByteBudget, CaptionSettings, CaptionStopped
+from vlmserve.commands.caption.run import ByteBudget, CaptionStopped
 from vlmserve.commands.caption.session import Ended, caption
 from vlmserve.commands.caption.templates import TemplateProcess, render
 from vlmserve.config.checks import SettingsError
@@ -125,6 +126,20 @@ def test_one_unreadable_item_costs_one_line(tmp_path, out, errors):
     assert (tally.done, tally.failed) == (2, 5)
     run_once(found[:1], out, errors=errors)
     assert "folder" not in [line["id"] for line in lines(errors)], "it can be read again"
+
+
+def test_each_engine_has_its_own_items_at_a_time(out):
+    three = asyncio.Barrier(3)
+
+    class OnThreeEngines(FakeCaptioner):
+        engines = 3
+
+        async def ask(self, request):
+            await asyncio.wait_for(three.wait(), 30.0)  # fails if fewer come
+            return await super().ask(request)
+
+    found = [item(f"p/{number}", content(number)) for number in range(6)]
+    assert run_once(found, out, captioner=OnThreeEngines(), settings=CaptionSettings(concurrency=1)).done == 6
 
 
 def test_failures_are_tried_again_when_asked_for(out, errors):
