@@ -144,7 +144,7 @@ def test_attention_by_the_words_of_others() -> None:
         ("serve --max-num-seq 1", "did you mean --max-num-seqs?"),
         ("bench processors --rounds x", "--rounds: 'x' must be a whole number of 1 or more"),
         ("", "name a command; vlmserve --help lists them"),
-        ("bench", "name a benchmark: serve, peers, caption, processors"),
+        ("bench", "name a benchmark: serve, peers, caption, cluster"),
         ("serve --xyzzy", "there is no --xyzzy\n"),
         ("serve m n", "[MODEL] [options]\nvlmserve serve: error: there is no place for 'n'"),
         ("cache ls d --nope", "usage: vlmserve cache ls [DIR] [options]\nvlmserve cache ls: error: there is no --nope"),
