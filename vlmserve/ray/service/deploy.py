@@ -18,6 +18,7 @@ from vlmserve.ray.service.plan import Deployment, Plan, lacking, read_plan
 from vlmserve.ray.service.ports import free_port
 from vlmserve_common.errors import EngineError, SettingsError
 from vlmserve_common.process.stop_signals import StopRequested, stop_signals_raise
+from vlmserve_common.transport.addresses import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ examples:
 """
 # They are no part of a config that is printed.
 _SECRETS = ("api_key", "admin_api_key", "peer_key")
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _NOT_IN_A_CONFIG = (*_SECRETS, "host", "port", "port_file")
 
 
@@ -119,7 +119,7 @@ def run_app(plan: Plan, address: str) -> int:
     from vlmserve.api.api_keys import read_api_keys
 
     name, http = plan.deployment.name, plan.settings
-    if read_api_keys(http) is None and http.host not in _LOOPBACK:
+    if read_api_keys(http) is None and not is_loopback(http.host):
         logger.warning(
             "--host is %s, and there is no API key: everyone who reaches this address may use the app; set "
             "VLMSERVE_API_KEY or --api-key-file",
