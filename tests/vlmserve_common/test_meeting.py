@@ -36,6 +36,21 @@ def both(run):
         return [future.exception() or future.result() for future in futures]
 
 
+def test_a_process_that_connects_to_itself_has_found_nobody(monkeypatch: pytest.MonkeyPatch):
+    """The system may give the end that looks for a listener the very port where it looks."""
+    port = free_port()
+    connect = socket.create_connection
+
+    def to_itself(address, timeout):
+        return connect(address, timeout, source_address=address)
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    with pytest.raises(EngineError, match=r"found nobody there in 0\.2 s"):
+        meet(place(f"127.0.0.1:{port}", seconds=0.2), 1, {})
+    with socket.socket() as later:
+        later.bind(("127.0.0.1", port))  # nothing is left of it
+
+
 @pytest.mark.parametrize("by_address", [False, True])
 def test_two_meet_add_up_hand_on_and_gather(tmp_path: Path, by_address: bool):
     there = place(f"127.0.0.1:{free_port()}" if by_address else tmp_path / "ranks")

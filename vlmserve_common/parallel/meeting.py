@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import json
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -109,8 +110,13 @@ def _await_listener(place: MeetingPlace, rank: int, look: Callable[[], object]) 
     while True:
         try:
             left = max(0.1, place.ready_by - time.monotonic())
-            socket.create_connection(split_address(place.address), timeout=left).close()
-            return
+            with socket.create_connection(split_address(place.address), timeout=left) as found:
+                if found.getsockname() != found.getpeername():
+                    return
+                # The system chose that very port for this end, so this process has found itself. Ended without a
+                # farewell, the connection leaves the port to the first one.
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raise ConnectionRefusedError("nobody listens there")
         except OSError as error:
             look()
             if time.monotonic() > place.ready_by:
