@@ -17,12 +17,14 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from tests.ports import free_port
-from tests.vlmserve.server_process import PATIENCE_S, ROOT
+from tests.vlmserve.server_process import ROOT
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.ray import build_app
 
 NAME = "vlmserve"
 SMALL = {"num-threads": 1, "max-total-tokens": 8192, "media-processes": 1, "log-level": "warning", "cpus": 0.5}
+PATIENT_S = 240.0
+"""How long something of Ray may take on a busy machine of two cores."""
 OURS = ("scheduler", "detokenizer", "encoder", "media-0", "rank-1")
 
 
@@ -31,7 +33,14 @@ class OnRay:
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        os.environ.update(PYTHONPATH=path, RAY_memory_monitor_refresh_ms="0", RAY_USAGE_STATS_ENABLED="0")
+        os.environ.update(
+            PYTHONPATH=path,
+            RAY_memory_monitor_refresh_ms="0",
+            RAY_USAGE_STATS_ENABLED="0",
+            RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=str(PATIENT_S),
+            RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S=str(PATIENT_S),
+        )
+        self._before = children_of(os.getpid())  # a server that other tests share may be among them
         self._cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}, shutdown_at_exit=False
         )
@@ -59,7 +68,7 @@ class OnRay:
 
     def client(self, **options: Any) -> openai.OpenAI:
         """Return a client that tries everything once."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENT_S, **options)
 
     def running(self, deployment: str = "Server") -> int:
         """Return how many replicas of a deployment run."""
@@ -71,7 +80,8 @@ class OnRay:
         """Return the processes of the cluster whose names begin with any of these."""
         while True:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one ended under way: look again
-                return [pid for pid in children_of(os.getpid()) if name_of(pid).startswith(names)]
+                made = [pid for pid in children_of(os.getpid()) if pid not in self._before]
+                return [pid for pid in made if name_of(pid).startswith(names)]
 
 
 def name_of(pid: int) -> str:
@@ -82,7 +92,7 @@ def name_of(pid: int) -> str:
     return ""
 
 
-def await_that(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+def await_that(holds: Callable[[], object], seconds: float = PATIENT_S) -> None:
     """Wait until something holds."""
     until = time.monotonic() + seconds
     while not holds():
