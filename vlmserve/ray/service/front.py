@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UPLOADS = "/v1/files"
-# What is kept at one replica, the oldest: whichever front is asked, it finds it there. Answers of /v1/responses are
-# kept, too, for those that go on from them.
+# Without a store that all share (--database-url), these are kept at one replica, the oldest: whichever front is asked,
+# it finds them there. Answers of /v1/responses are kept, too, for those that go on from them.
 _KEPT = ("/v1/files", "/v1/batches", "/v1/responses")
 _ONCE = ("/v1/files", "/v1/batches")
 _INLINE_BYTES = 256 * 1024
@@ -87,8 +87,10 @@ class FrontApp:
         wish = _no_wish()
         if body and is_post and not uploads:
             wish = await self._wish(body, scope, wish.demand.rids[0])
-        kept = bool(wish.at) or any(path == kept or path.startswith(kept + "/") for kept in _KEPT)
-        order = Order(demand=wish.demand, number=0 if kept else None, scope=_passed_on(scope), body=bytes(body))
+        at_one = self._settings.database_url is None and (
+            bool(wish.at) or any(path == kept or path.startswith(kept + "/") for kept in _KEPT)
+        )
+        order = Order(demand=wish.demand, number=0 if at_one else None, scope=_passed_on(scope), body=bytes(body))
         await self._deliver(order, send, repeatable=not (is_post and path in _ONCE))
 
     async def _figures(self, scope: Scope) -> bytes:

@@ -158,11 +158,13 @@ def _problems(plan: Plan) -> list[str]:
             f"--max-replicas is {deployment.max_replicas}; it must be at least --replicas, which is "
             f"{deployment.replicas}"
         )
-    keeps = settings.max_files or settings.max_batches or settings.max_stored_responses
+    keeps = settings.database_url is None and (
+        settings.max_files or settings.max_batches or settings.max_stored_responses
+    )
     if plan.several and not plan.has_front and keeps:
         problems.append(
             "--front is 'off'; with several replicas it must be on, as files, batches and stored responses are at one "
-            "of them (or set --max-files, --max-batches and --max-stored-responses to 0)"
+            "of them (or set --database-url, or --max-files, --max-batches and --max-stored-responses to 0)"
         )
     return problems
 

@@ -40,7 +40,7 @@ class OnRay:
             RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=str(PATIENT_S),
             RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S=str(PATIENT_S),
         )
-        self._before = children_of(os.getpid())  # a server that other tests share may be among them
+        self._others = children_of(os.getpid())  # a server that other tests share, which may still be starting
         self._cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}, shutdown_at_exit=False
         )
@@ -80,8 +80,13 @@ class OnRay:
         """Return the processes of the cluster whose names begin with any of these."""
         while True:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one ended under way: look again
-                made = [pid for pid in children_of(os.getpid()) if pid not in self._before]
-                return [pid for pid in made if name_of(pid).startswith(names)]
+                others = {
+                    pid
+                    for other in self._others
+                    if os.path.exists(f"/proc/{other}")
+                    for pid in (other, *children_of(other))
+                }
+                return [pid for pid in children_of(os.getpid()) if pid not in others and name_of(pid).startswith(names)]
 
 
 def name_of(pid: int) -> str:

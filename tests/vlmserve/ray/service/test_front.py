@@ -128,9 +128,11 @@ def test_an_order_has_the_request_and_what_to_choose_by(ask) -> None:
     ],
 )
 def test_what_one_replica_has_is_asked_of_that(ask, method: str, path: str, body: Any, home: bool) -> None:
-    replicas = Replicas(["a", answered()])
+    replicas = Replicas(["a", answered()], ["b", answered()])
     ask(replicas, path, method=method, json=body)
-    assert replicas.orders[0].number == (0 if home else None)
+    shared = {"database_url": "postgresql://x/y", "file_store_url": "s3://x"}
+    ask(replicas, path, method=method, json=body, settings=load_settings(shared))
+    assert [order.number for order in replicas.orders] == [0 if home else None, None]
 
 
 def test_a_lost_replica_s_request_goes_to_another_one_once(ask) -> None:

@@ -44,6 +44,8 @@ def test_there_is_a_front_where_there_is_a_choice() -> None:
     assert read_plan({"max_replicas": 2}).has_front
     nothing_kept = {"max_files": 0, "max_batches": 0, "max_stored_responses": 0}
     assert not read_plan({"replicas": 2, "front": "off", **nothing_kept}).has_front
+    shared = {"database_url": "postgresql://x/y", "file_store_url": "s3://x"}
+    assert not read_plan({"replicas": 2, "front": "off", **shared}).has_front
 
 
 def test_a_replica_reserves_a_gpu_for_each_rank_of_a_machine() -> None:
