@@ -232,7 +232,7 @@ def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
     url = kind == "video_url"
     place, value = f"{param}.{kind}", part.get(kind)
     value = _url(value, ("url",), place, "video") if url else _video_source(value, place)
-    if "fps" in part and "sample_fps" in part:
+    if part.get("fps") is not None and part.get("sample_fps") is not None:
         raise BadRequestError(f"{param}: fps and sample_fps exclude each other", param=param, code="invalid_value")
     knobs = {knob: part[name] for name, knob in _VIDEO_FIELDS.items() if part.get(name) is not None}
     return VideoRef(source=value, param=param, knobs=VideoKnobs(**knobs))
@@ -253,8 +253,8 @@ def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
 
 
 def _check_fields(given: Mapping[str, Any], known: Collection[str], param: str) -> None:
-    for name in given:
-        if name not in known:
+    for name, value in given.items():
+        if name not in known and value is not None:  # a table fills in the fields of other parts with nulls
             raise _invalid(f"{param}.{name}", f"is not a known field; known are {', '.join(known)}")
 
 

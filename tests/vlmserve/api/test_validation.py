@@ -307,6 +307,17 @@ def test_a_returned_answer_may_be_sent_back(client):
     assert client.post(CHAT, json=body(messages=[*HI, whole, *HI])).status_code == 200
 
 
+def test_a_row_of_a_table_has_nulls_in_the_place_of_other_parts_fields(client):
+    text = {"type": "text", "text": "Hello.", "image_url": None, "video_url": None}
+    row = {"role": "user", "content": [text], "tool_calls": None, "tool_call_id": None}
+    plain = {"role": "user", "content": [{"type": "text", "text": "Hello."}]}
+    replies = [client.post(CHAT, json=body(messages=[one])) for one in (row, plain)]
+    assert [reply.status_code for reply in replies] == [200, 200]
+    assert replies[0].json()["usage"] == replies[1].json()["usage"]
+    row["content"] = [text | {"image_url": {"url": "x"}}]
+    error_of(client.post(CHAT, json=body(messages=[row])), 400)
+
+
 @pytest.mark.parametrize(
     "raw", [b'{"model": ', b"", b"[1, 2]", b'"x"', b"\xff\xfe", b'{"temperature": NaN}', b"[" * 9999]
 )

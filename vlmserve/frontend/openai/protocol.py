@@ -63,6 +63,17 @@ class StrictModel(BaseModel):
         return {name: one for name, one in value.items() if name in known or name == unknown}
 
 
+class OneOfKinds(StrictModel):
+    """One of several kinds in a list. The fields of other kinds may be there as null: tables fill them in."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_nulls_of_others(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        return {name: one for name, one in value.items() if one is not None or name in cls.__pydantic_fields__}
+
+
 def _first_wrong(*kinds: type) -> BeforeValidator:
     """Return a validator of an object: it leaves nothing but the first value of another type, if there is one, for the
     reason that `StrictModel` has."""
@@ -121,12 +132,12 @@ _CONTENT = by_type("must be text or a list of parts", text=str, parts=list)
 # ---- parts of a message
 
 
-class TextPart(StrictModel):
+class TextPart(OneOfKinds):
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(StrictModel):
+class RefusalPart(OneOfKinds):
     type: Literal["refusal"]
     refusal: str
 
@@ -148,7 +159,7 @@ class ImageUrl(MediaSource):
     detail: Literal["auto", "low", "high"] | None = None
 
 
-class ImageFields(StrictModel):
+class ImageFields(OneOfKinds):
     """The fields of Qwen's own code beside a picture; see `processors.knobs.ImageKnobs`."""
 
     min_pixels: int | None = None
@@ -189,21 +200,21 @@ class Embeds(StrictModel):
 _data_object = _text_as("data", "must be base64 text, or an object with a url, data or a file_id")
 
 
-class ImageEmbedsPart(StrictModel):
+class ImageEmbedsPart(OneOfKinds):
     """image_embeds may also be the base64 text itself."""
 
     type: Literal["image_embeds"]
     image_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
 
 
-class VideoEmbedsPart(StrictModel):
+class VideoEmbedsPart(OneOfKinds):
     """video_embeds may also be the base64 text itself."""
 
     type: Literal["video_embeds"]
     video_embeds: Annotated[Embeds, BeforeValidator(_data_object, json_schema_input_type=str | Embeds)]
 
 
-class VideoFields(StrictModel):
+class VideoFields(OneOfKinds):
     """The fields of Qwen's own code beside a video; see `processors.video.options.VideoKnobs`."""
 
     fps: float | None = None
@@ -244,7 +255,7 @@ class VideoPart(VideoFields):
     video: Annotated[list[Frame], BeforeValidator(_list_of_one, json_schema_input_type=str | list[Frame])]
 
 
-class InputAudioPart(StrictModel):
+class InputAudioPart(OneOfKinds):
     type: Literal["input_audio"]
     input_audio: dict[str, Any]
 
@@ -255,7 +266,7 @@ class File(StrictModel):
     filename: str | None = None
 
 
-class FilePart(StrictModel):
+class FilePart(OneOfKinds):
     type: Literal["file"]
     file: File
 
@@ -296,19 +307,19 @@ class ToolCall(StrictModel):
     index: int | None = None
 
 
-class SystemMessage(StrictModel):
+class SystemMessage(OneOfKinds):
     role: Literal["system", "developer"]
     content: TextContent
     name: str | None = None
 
 
-class UserMessage(StrictModel):
+class UserMessage(OneOfKinds):
     role: Literal["user"]
     content: UserContent
     name: str | None = None
 
 
-class AssistantMessage(StrictModel):
+class AssistantMessage(OneOfKinds):
     """The message of an answer that is sent back, its empty fields included."""
 
     role: Literal["assistant"]
@@ -329,7 +340,7 @@ class AssistantMessage(StrictModel):
         return self
 
 
-class ToolMessage(StrictModel):
+class ToolMessage(OneOfKinds):
     role: Literal["tool"]
     content: TextContent
     tool_call_id: str
