@@ -188,9 +188,9 @@ def test_an_endless_supply_is_pulled_not_listed(tmp_path, out):
     with pytest.raises(CaptionStopped, match="no server answers"):
         run_once(endless(), out, captioner=FakeCaptioner(most=20), settings=CaptionSettings(concurrency=5))
     assert taken <= 20 + 2 * 5
-    assert sorted(captions_in(tmp_path / "out.jsonl")) == sorted(
-        (f"p/{number}", caption_of(content(number))) for number in range(1, 21)
-    ), "what is finished is written"
+    written = captions_in(tmp_path / "out.jsonl")
+    assert len({id_ for id_, _ in written}) == len(written) == 20, "what is finished is written"
+    assert set(written) <= {(f"p/{number}", caption_of(content(number))) for number in range(1, taken + 1)}
 
 
 def test_items_named_twice_are_done_once_and_two_of_one_name_are_told(tmp_path, out, errors):
