@@ -133,7 +133,8 @@ def test_a_stopped_server_is_done_without_and_comes_back(pair):
     assert pair.decode.figures()["remote_prompts_failed_total"] == failed + 1
     known = len("".join(pair.decode.log))
     os.kill(scheduler, signal.SIGCONT)
-    pair.prefill.post("continue_generation")
+    # Until the API process has seen that the scheduler goes on, it answers 503.
+    await_that(lambda: pair.prefill.post("continue_generation")[0] == 200)
     await_that(lambda: "takes orders" in "".join(pair.decode.log)[known:])
     assert pair.text(salt="again") == pair.expected[0]
     assert pair.decode.figures()["remote_prompts_failed_total"] == failed + 1
