@@ -32,6 +32,7 @@ names. The flag wins over the variable, the variable over the file, the file ove
 _OFFLINE = {field.name for field in dataclasses.fields(EngineArgs)} | {
     "max_images_per_request",
     "max_videos_per_request",
+    "max_audios_per_request",
 }
 _NOTHING = "refused: there is nothing like it"
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "on or off"}

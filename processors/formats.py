@@ -15,6 +15,8 @@ INVALID_IMAGE = "invalid_image"
 """The error code of a picture that cannot be read."""
 INVALID_VIDEO = "invalid_video"
 """The error code of a video that cannot be read."""
+INVALID_AUDIO = "invalid_audio"
+"""The error code of a sound that cannot be read."""
 
 _FORMAT_BYTES = 4096
 """Bytes at a file's start that decide its format.
@@ -34,16 +36,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:
-    """A file format. `name`: "PNG", or a description for people. `kind`: None for neither a picture nor a video.
-    `plugin`, `opener`: Pillow's, for a format that is read.
+    """A file format. `name`: "PNG", or a description for people. `kind`: None for a file that is no medium. `plugin`,
+    `opener`: Pillow's, for a format that is read.
 
-    `ffmpeg`: FFmpeg's name of a format that is read as a video. FFmpeg gets the name and does not guess: some of its
-    demuxers are playlists, which open other files and addresses.
+    `ffmpeg`: FFmpeg's name of a format that is read as a video or a sound. FFmpeg gets the name and does not guess:
+    some of its demuxers are playlists, which open other files and addresses.
     """
 
     name: str
     magic: re.Pattern[bytes]
-    kind: Literal["picture", "video"] | None = None
+    kind: Literal["picture", "video", "sound"] | None = None
     plugin: str | None = None
     opener: str = ""
     ffmpeg: str | None = None
@@ -61,6 +63,10 @@ def _picture(name: str, magic: bytes, opener: str, ffmpeg: str | None = None) ->
     return FileFormat(name, re.compile(magic, re.DOTALL), "picture", plugin, opener, ffmpeg)
 
 
+def _sound(name: str, magic: bytes, ffmpeg: str) -> FileFormat:
+    return FileFormat(f"a sound ({name})", re.compile(magic, re.DOTALL), "sound", ffmpeg=ffmpeg)
+
+
 _FORMATS = (
     _picture("PNG", rb"\x89PNG\r\n\x1a\n", "PngImageFile"),
     _picture("JPEG", rb"\xff\xd8\xff", "jpeg_factory"),
@@ -75,6 +81,12 @@ _FORMATS = (
     FileFormat("an SVG picture", re.compile(_SVG, re.DOTALL), "picture"),
     FileFormat("an icon (ICO)", re.compile(rb"\0\0[\1\2]\0"), "picture"),
     FileFormat("a Photoshop file (PSD)", re.compile(rb"8BPS"), "picture"),
+    _sound("WAV", rb"RIFF....WAVE|RF64....WAVE", "wav"),
+    _sound("FLAC", rb"fLaC", "flac"),
+    _sound("Ogg", rb"OggS", "ogg"),
+    _sound("AAC", rb"\xff[\xf0\xf1\xf8\xf9]", "aac"),
+    _sound("MP3", rb"ID3|\xff[\xe2-\xe7\xf2-\xf7\xfa-\xff]", "mp3"),
+    _sound("M4A", rb"....ftypM4[AB] ", "mov"),
     FileFormat(
         "a video (MP4 or MOV)",
         re.compile(rb"....(?:ftyp|moov|mdat|wide|free|skip|pnot)", re.DOTALL),
@@ -96,9 +108,9 @@ def file_format(head: bytes) -> FileFormat | None:
 def modality_of(head: bytes) -> Modality | None:
     """Return the modality of a file that begins with `head`, None if it is not read here. A GIF is a picture."""
     found = file_format(head)
-    if found is None or not (found.plugin or found.kind == "video"):
+    if found is None or not (found.plugin or found.kind in ("video", "sound")):
         return None
-    return Modality.IMAGE if found.plugin else Modality.VIDEO
+    return Modality.IMAGE if found.plugin else Modality.VIDEO if found.kind == "video" else Modality.AUDIO
 
 
 def mime_type(head: bytes) -> str:
@@ -110,6 +122,8 @@ def mime_type(head: bytes) -> str:
         if found.ffmpeg == "mov":
             return "video/quicktime" if head[8:12] == b"qt  " else "video/mp4"
         return "video/webm" if b"webm" in head else "video/x-matroska"
+    if found is not None and found.kind == "sound":
+        return {"mp3": "audio/mpeg", "mov": "audio/mp4"}.get(str(found.ffmpeg), f"audio/{found.ffmpeg}")
     return "application/octet-stream"
 
 

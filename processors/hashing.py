@@ -55,6 +55,27 @@ def media_digest(modality: Modality, grid_thw: tuple[int, int, int], patch_diges
     return digest_fields([*header, *patch_digests])
 
 
+def kept_digest(patch: bytes, kept: bytes) -> bytes:
+    """Return the identity of a temporal patch of which some places are not encoded. `patch`: of the whole. `kept`: as
+    in `TemporalPatch`."""
+    return digest_fields([b"vlmserve kept 1", patch, kept])
+
+
+def fewer_digest(media: bytes, kept: Sequence[bytes], counts: Sequence[int]) -> bytes:
+    """Return the identity of a picture or clip of which tokens are left out. `media`: of all that is encoded. `kept`,
+    `counts`: as in `MultimodalDataItem`; `media` if both are empty."""
+    if not kept and not counts:
+        return media
+    return digest_fields([b"vlmserve fewer 1", media, np.asarray(counts, "<i8").tobytes(), *kept])
+
+
+def sound_digest(features: np.ndarray, tokens: int) -> bytes:
+    """Return the identity of a part of a sound: its log-mel features float32 [frames, mels], and how many tokens it
+    is."""
+    header = [b"vlmserve sound 1", np.asarray((tokens, *features.shape), "<i8").tobytes()]
+    return digest_fields([*header, _contents(features)])
+
+
 def embeds_digest(grid_thw: tuple[int, int, int], rows: np.ndarray) -> bytes:
     """Return the identity of a picture that came as embeddings. No picture that came as pixels has the same one."""
     header = [b"vlmserve embeds 1", np.asarray((*grid_thw, *rows.shape), "<i8").tobytes(), rows.dtype.str.encode()]

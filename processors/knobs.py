@@ -54,18 +54,21 @@ class ImageKnobs:
 
     `min_pixels`, `max_pixels`: area limits. `resized_height`, `resized_width`: a size to aim at (both or neither),
     rounded to whole tokens. With a size only the server's area limit applies (`fetch_image` of qwen_vl_utils).
+    `skip_repeats`: leave exact repeats out; see `processors.pruning`.
     """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     resized_height: int | None = None
     resized_width: int | None = None
+    skip_repeats: bool | None = None
 
 
 def check_image_knobs(knobs: ImageKnobs) -> None:
     """Raise BadRequestError for the first value that no picture can be processed with."""
     for field in fields(knobs):
-        check_count(field.name, getattr(knobs, field.name))
+        check = check_flag if field.name == "skip_repeats" else check_count
+        check(field.name, getattr(knobs, field.name))
     check_consistent(knobs)
 
 
@@ -75,6 +78,12 @@ def check_count(name: str, value: object) -> None:
         raise BadRequestError(f"{name} is {shown(value)}; it must be a positive integer", code=_CODE)
     if type(value) is int and value > LARGEST:
         raise BadRequestError(f"{name} is {shown(value)}; it must be at most 2**53", code=_CODE)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise BadRequestError unless `value` is None, True or False."""
+    if value is not None and not isinstance(value, bool):
+        raise BadRequestError(f"{name} is {shown(value)}; it must be true or false", code=_CODE)
 
 
 def check_number(name: str, value: object, what: str, *, least: float, most: float) -> None:

@@ -2,13 +2,14 @@
 
 Text advances all three together. A block of pad tokens (a picture, a video, or one temporal patch of a Qwen3-VL video)
 starts at the next free position: time runs along its temporal patches, height and width along its merged grid. The
-token after the block starts at the largest position used so far plus one, including time. That is the published rule.
+token after the block starts at the largest position of its grid plus one, including time. That is the published rule.
 transformers 5.23 continues at max(height, width) instead (`time_counts=False`). The two differ only after a Qwen2-VL or
 Qwen2.5-VL video that has more positions in time than in height and width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,18 +20,36 @@ import numpy as np
 class MediaSpan:
     """A contiguous block of pad tokens, [start, start + t*h*w) in the expanded prompt.
 
-    `grid`: (t, h, w) in tokens, after the spatial merge. `time_interval`: positions between temporal patches.
+    `grid`: (t, h, w) in tokens, after the spatial merge. `time_interval`: positions between temporal patches. `mask`:
+    bool [t * h * w], the places of the grid that have a token; None if all have one. `first`: the number of the first
+    temporal patch. `skipped`: positions before the block that nothing has.
     """
 
     start: int
     grid: tuple[int, int, int]
     time_interval: float = 1.0
+    mask: np.ndarray | None = None
+    first: int = 0
+    skipped: int = 0
 
     @property
     def end(self) -> int:
         """One past the last token."""
-        t, h, w = self.grid
-        return self.start + t * h * w
+        return self.start + (math.prod(self.grid) if self.mask is None else int(self.mask.sum()))
+
+
+def grid_positions(grid: tuple[int, int, int], time_interval: float, first: int = 0) -> np.ndarray:
+    """Return the positions int64 [3, t*h*w] of a block of pad tokens, counted from its start. Arguments as in
+    `MediaSpan`."""
+    t, h, w = grid
+    block = np.empty((3, t, h, w), np.int64)
+    # float32, then cut off: the reference's arithmetic, which counts when seconds are not whole.
+    block[0] = (np.arange(first, first + t, dtype=np.float32) * np.float32(time_interval)).astype(np.int64)[
+        :, None, None
+    ]
+    block[1] = np.arange(h)[:, None]
+    block[2] = np.arange(w)
+    return block.reshape(3, -1)
 
 
 def mrope_positions(length: int, spans: Sequence[MediaSpan], *, time_counts: bool = True) -> tuple[np.ndarray, int]:
@@ -47,15 +66,11 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan], *, time_counts: boo
         if not at <= span.start < span.end <= length:
             raise ValueError(f"media span [{span.start}, {span.end}) overlaps, is empty or exceeds {length} tokens")
         positions[:, at : span.start] = np.arange(position, position + span.start - at)
-        position += span.start - at
-        t, h, w = span.grid
-        block = positions[:, span.start : span.end].reshape(3, t, h, w)
-        # float32, then cut off: the reference's arithmetic, which counts when seconds are not whole.
-        times = (np.arange(t, dtype=np.float32) * np.float32(span.time_interval)).astype(np.int64)
-        block[0] = position + times[:, None, None]
-        block[1] = position + np.arange(h)[:, None]
-        block[2] = position + np.arange(w)
-        position += max(int(times[-1]) if time_counts else 0, h - 1, w - 1) + 1
+        position += span.start - at + span.skipped
+        block = grid_positions(span.grid, span.time_interval, span.first)
+        positions[:, span.start : span.end] = position + (block if span.mask is None else block[:, span.mask])
+        position += int(block[0 if time_counts else 1 :].max()) + 1
         at = span.end
     positions[:, at:] = np.arange(position, position + length - at)
-    return positions, int(positions.max(initial=-1)) + 1 - length
+    # the end of a block whose last places have no token counts, too
+    return positions, max(position + length - at, int(positions.max(initial=-1)) + 1) - length

@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 FORMATS = ("awq", "gptq", "gptq_v2", "gptq-8", "compressed-tensors")
-_LINEARS = re.compile(r"layers\.\d+\.(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.weight$")
+_LINEARS = re.compile(r"layers\.\d+\.(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj\.weight$")
+_ELSEWHERE = re.compile(r"visual|audio_tower|mtp\.")
+_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -34,19 +36,23 @@ class Quantized:
 
 
 def make_quantized(
-    plain: Path, folder: Path, form: str, *, group: int = 32, shuffled: bool = False, some: str = ""
+    plain: Path, folder: Path, form: str, *, group: int = 32, shuffled: bool = False, some: str = "", also: str = "$^"
 ) -> tuple[Path, Path]:
     """A checkpoint of one of FORMATS from a plain one, and a plain one with the same weights: folder/a, folder/b.
 
-    shuffled: inputs belong to groups in no order. some: only weights whose names have this.
+    Experts have a name each in folder/a, and lie in folder/b as in the plain one. shuffled: inputs belong to groups in
+    no order. some: only weights whose names have this. also: a pattern of further weights.
     """
     made, same = folder / "a", folder / "b"
     shutil.copytree(plain, made)
     shutil.copytree(plain, same)
-    tensors = load_file(plain / "model.safetensors")
+    whole = load_file(plain / "model.safetensors")
+    inputs_first = any(name.endswith("experts.gate_up_proj") and _inputs_first(one) for name, one in whole.items())
+    tensors = {own: one for name, value in whole.items() for own, one in _each(name, value, inputs_first).items()}
     stored: dict[str, torch.Tensor] = {}
     for name, weight in list(tensors.items()):
-        if not _LINEARS.search(name) or "visual" in name or some not in name:
+        taken = (_LINEARS.search(name) and some in name) or re.search(also, name)
+        if not taken or _ELSEWHERE.search(name):
             stored[name] = weight
             continue
         quantized = _round(weight.float(), 8 if form == "gptq-8" else 4, group, shuffled=shuffled)
@@ -54,11 +60,41 @@ def make_quantized(
         prefix = name.removesuffix("weight")
         stored |= {prefix + leaf: value.contiguous() for leaf, value in _STORE[form](quantized).items()}
     save_file(stored, made / "model.safetensors", metadata={"format": "pt"})
-    save_file(tensors, same / "model.safetensors", metadata={"format": "pt"})
+    back = {name: _together(name, value, tensors, inputs_first) for name, value in whole.items()}
+    save_file(back, same / "model.safetensors", metadata={"format": "pt"})
     config: dict[str, Any] = json.loads((made / "config.json").read_text())
     config["quantization_config"] = _config(form, group, shuffled)
     (made / "config.json").write_text(json.dumps(config))
     return made, same
+
+
+def _inputs_first(gate_up: torch.Tensor) -> bool:
+    """Whether gate_up_proj is [experts, inputs, outputs]; the tiny models' inputs are 64."""
+    assert gate_up.shape[1] != gate_up.shape[2]
+    return gate_up.shape[1] == 64
+
+
+def _each(name: str, value: torch.Tensor, inputs_first: bool) -> dict[str, torch.Tensor]:
+    """Experts one by one."""
+    found = _EXPERTS.fullmatch(name)
+    if not found:
+        return {name: value}
+    parts = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
+    return {
+        f"{found[1]}.{expert}.{part}.weight": piece.contiguous()
+        for expert, weight in enumerate(value.transpose(1, 2) if inputs_first else value)
+        for part, piece in zip(parts, weight.chunk(len(parts)), strict=True)
+    }
+
+
+def _together(name: str, value: torch.Tensor, tensors: dict[str, torch.Tensor], inputs_first: bool) -> torch.Tensor:
+    """What `_each` took apart, of other weights."""
+    if not _EXPERTS.fullmatch(name):
+        return tensors[name]
+    one_by_one = [tensors[own] for own in _each(name, value, inputs_first)]
+    each = len(one_by_one) // len(value)
+    joined = torch.stack([torch.cat(one_by_one[at : at + each]) for at in range(0, len(one_by_one), each)])
+    return (joined.transpose(1, 2) if inputs_first else joined).contiguous()
 
 
 def _round(weight: torch.Tensor, bits: int, group: int, *, shuffled: bool) -> Quantized:

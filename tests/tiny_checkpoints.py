@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 MOE = "qwen3_vl_moe"
 HYBRID, HYBRID_MOE = "qwen3_5", "qwen3_5_moe"
 HYBRIDS = (HYBRID, HYBRID_MOE)
+STREAMED = "qwen4_exp"
 ALL_FAMILIES = (*FAMILIES, MOE)
 """With those that differ from one of `FAMILIES` in the decoder alone; `HYBRIDS` differ in what they cache, too."""
 
+STREAMED_MIXERS = ("linear_attention", "full_attention") * 2
 MIXERS = ("linear_attention", "full_attention", "linear_attention")
 VOCAB_SIZE = 448
 BPE_SIZE = 400
@@ -82,20 +85,23 @@ def make_checkpoint(
     experts: ExpertLayout = "inputs_first",
     mixers: Sequence[str] = MIXERS,
     mtp: bool = False,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Path:
-    """Write a checkpoint of `family` (one of ALL_FAMILIES and HYBRIDS) into `out_dir` and return it.
+    """Write a checkpoint of `family` (one of ALL_FAMILIES, HYBRIDS and STREAMED) into `out_dir` and return it.
 
     tied: whether lm_head is the embedding; default as in the family's small published models.
     deepstack: tower layers whose rows Qwen3-VL adds to the decoder's first layers.
     nested_names: `model.language_model.*`/`model.visual.*` rather than `model.*`/`visual.*`; default as published.
     experts: how the weights of experts are stored. mixers: what the layers of `HYBRIDS` are. mtp: with the head of
-    `HYBRIDS` that guesses further tokens; its experts are stored one by one.
+    `HYBRIDS` that guesses further tokens; its experts are stored one by one. sizes: other ones of the decoder.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
-    tied = family not in ("qwen2_5_vl", MOE, HYBRID_MOE) if tied is None else tied
-    nested_names = family.startswith("qwen3") if nested_names is None else nested_names
+    tied = family not in ("qwen2_5_vl", MOE, HYBRID_MOE, STREAMED) if tied is None else tied
+    nested_names = not family.startswith("qwen2") if nested_names is None else nested_names
+    mixers = STREAMED_MIXERS if family == STREAMED and mixers is MIXERS else mixers
     tokenizer = make_tokenizer()
     config = make_config(family, tokenizer, dtype=dtype, tied=tied, deepstack=deepstack, mixers=mixers)
+    config.get("text_config", config).update(sizes)
     _write_json(out_dir / "config.json", config)
     _write_tokenizer(out_dir, tokenizer, _SYSTEM.get(family, ""))
     text = config.get("text_config", config)
@@ -104,7 +110,7 @@ def make_checkpoint(
         {
             "bos_token_id": text["bos_token_id"],
             "pad_token_id": text["bos_token_id"],
-            "eos_token_id": [text["eos_token_id"], text["bos_token_id"]],
+            "eos_token_id": [tokenizer.token_to_id("<|im_end|>"), text["bos_token_id"]],
             "do_sample": True,
             "temperature": 0.7,
             "top_p": 0.8,
@@ -115,7 +121,8 @@ def make_checkpoint(
     _write_processor_configs(out_dir, family)
     tensors = _random_tensors(out_dir, tokenizer, tied, seed)
     head = _mtp_head(tensors, mixers.index("full_attention"), seed) if mtp else {}
-    tensors = _store_experts(tensors, "outputs_first" if family == HYBRID_MOE else experts)
+    tensors = _store_experts(tensors, "outputs_first" if family in (HYBRID_MOE, STREAMED) else experts)
+    tensors = _cut_tables(tensors, config.get("text_config", {}).get("split_ngram_parts", 1))
     tensors |= _store_experts(head, "each")
     if not nested_names:
         tensors = {_flat_name(name): value for name, value in tensors.items()}
@@ -172,7 +179,7 @@ def make_config(
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
     }
     vision: dict[str, Any] = {"depth": 4, "num_heads": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
-    if family.startswith("qwen3"):
+    if not family.startswith("qwen2"):
         text |= {
             "model_type": f"{family}_text",
             "attention_bias": False,
@@ -193,7 +200,7 @@ def make_config(
             "deepstack_visual_indexes": list(deepstack),
             "initializer_range": 0.02,
         }
-        if family in HYBRIDS:
+        if family in (*HYBRIDS, STREAMED):
             vision["deepstack_visual_indexes"] = []
             text |= {
                 "layer_types": list(mixers),
@@ -214,11 +221,31 @@ def make_config(
                 },
             }
             del text["rope_scaling"]
-        if family in (MOE, HYBRID_MOE):
+        if family in (MOE, HYBRID_MOE, STREAMED):
             text |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
-        if family == HYBRID_MOE:
+        if family in (HYBRID_MOE, STREAMED):
             del text["intermediate_size"]
             text["shared_expert_intermediate_size"] = 24
+        if family == STREAMED:
+            del text["attn_output_gate"]
+            text |= {
+                "eos_token_id": text["bos_token_id"],
+                "output_gate_type": "sigmoid",
+                "hc_count": 4,
+                "hc_lowrank": 16,
+                "indexer_n_heads": 4,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 16,
+                "indexer_budget": 32,
+                "indexer_compress_ratio": 4,
+                "ple_layer_ids": [1, 3],
+                "ple_embed_dim": 6 * 8,
+                "ngram_size": 3,
+                "heads_per_ngram": 3,
+                "ngram_vocab_size_base": 100,
+                "make_ngram_vocab_size_divisible_by": 64,
+                "split_ngram_parts": 5,
+            }
         if family == MOE:
             text |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": [1]}
         return top | {"text_config": text, "vision_config": vision}
@@ -299,7 +326,7 @@ def _write_tokenizer(out_dir: Path, tokenizer: Tokenizer, system: str) -> None:
 
 def _write_processor_configs(out_dir: Path, family: str) -> None:
     """4 to 64 merged tokens a picture."""
-    old = not family.startswith("qwen3")
+    old = family.startswith("qwen2")
     patch = 14 if old else 16
     smallest, largest = 4 * (2 * patch) ** 2, 64 * (2 * patch) ** 2
     image: dict[str, Any] = {
@@ -349,7 +376,8 @@ def _random_tensors(out_dir: Path, tokenizer: Tokenizer, tied: bool, seed: int) 
 
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(out_dir))
-    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    # hashes, whole numbers, follow from the configuration
+    shapes = {name: value.shape for name, value in model.state_dict().items() if value.is_floating_point()}
     if tied:
         shapes.pop("lm_head.weight", None)
     generator = torch.Generator().manual_seed(seed)
@@ -358,7 +386,7 @@ def _random_tensors(out_dir: Path, tokenizer: Tokenizer, tied: bool, seed: int) 
     for name in sorted(shapes):
         value = torch.randn(shapes[name], generator=generator)
         tensors[name] = _scaled(name, value, tied, unlikely, generator)
-        if model.config.model_type in HYBRIDS and _is_zero_centred(name):
+        if model.config.model_type in (*HYBRIDS, STREAMED) and _is_zero_centred(name):
             tensors[name] -= 1
     return tensors
 
@@ -379,8 +407,9 @@ def _mtp_head(tensors: dict[str, torch.Tensor], like: int, seed: int) -> dict[st
 
 
 def _is_zero_centred(name: str) -> bool:
-    """Whether a norm of a hybrid model multiplies by 1 more than this."""
-    return "language_model" in name and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    """Whether a norm of a hybrid model multiplies by 1 more than this. Gates halve the streams behind `hc_norm`."""
+    is_norm = name.endswith("norm.weight") or ".ple.norm_" in name
+    return "language_model" in name and is_norm and not name.endswith(("linear_attn.norm.weight", "hc_norm.weight"))
 
 
 def _scaled(
@@ -415,7 +444,16 @@ def _scaled(
         is_norm = any(part.endswith("norm") or part.startswith(("norm", "ln_q")) for part in name.split("."))
         return (1.0 if is_norm and name.endswith("weight") else 0.0) + 0.1 * noise
     gain = next(gain for fragment, gain in _GAINS if fragment in name)
-    return noise * (gain / math.sqrt(noise.shape[-1]))
+    value = noise * (gain / math.sqrt(noise.shape[-1]))
+    return without_ties(value) if name.endswith("index_qk_proj.weight") else value
+
+
+def without_ties(index_qk_proj: torch.Tensor) -> torch.Tensor:
+    """Make index heads nearly opposite in pairs. So hardly a score is exactly zero, and no block is chosen by how ties
+    are broken."""
+    heads = index_qk_proj.unflatten(0, (5, -1)).clone()
+    heads[1], heads[3] = 0.3 * heads[1] - heads[0], 0.3 * heads[3] - heads[2]
+    return heads.flatten(0, 1)
 
 
 def _unlikely_tokens(tokenizer: Tokenizer) -> torch.Tensor:
@@ -442,6 +480,18 @@ def _store_experts(tensors: dict[str, torch.Tensor], layout: ExpertLayout) -> di
             for expert, weight in enumerate(value):
                 pieces = zip(parts, weight.chunk(len(parts)), strict=True)
                 stored |= {f"{prefix}.{expert}.{part}.weight": piece for part, piece in pieces}
+    return stored
+
+
+def _cut_tables(tensors: dict[str, torch.Tensor], parts: int) -> dict[str, torch.Tensor]:
+    """Store tables of n-grams as published ones are: `shard_0` and so on."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in tensors.items():
+        prefix, _, leaf = name.rpartition(".")
+        if prefix.endswith("ngram_embedding"):
+            stored |= {f"{prefix}.shard_{number}.{leaf}": part for number, part in enumerate(value.chunk(parts))}
+        else:
+            stored[name] = value
     return stored
 
 

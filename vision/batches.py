@@ -118,6 +118,8 @@ class Batches:
         batch = [waiting.pop(0)]
         patches = batch[0].patch.num_patches
         while waiting and not batch[0].attempts and not waiting[0].attempts:
+            if waiting[0].patch.adapter != batch[0].patch.adapter:
+                break
             patches += waiting[0].patch.num_patches
             if patches > target:
                 break

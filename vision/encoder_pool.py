@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from processors.hashing import digest_fields
 from vision.batches import UNDER_WAY, Batches, EncodeEntry, EntryState, Order
 from vision.cache.disk_tier import DiskTier, Loaded, Saved
 from vision.cache.embedding_cache import EmbeddingCache
@@ -34,6 +35,7 @@ from vision.cache.stats import LinkStats, PoolStats
 from vision.cache.store import EmbeddingStore
 from vision.towers.temporal_patch import TemporalPatch, embedding_key
 from vision.workers.backend import EncoderBackend, EncodeResult
+from vlmserve_common.checkpoint.weight_source import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -53,16 +55,24 @@ class PoolLimits:
 @dataclass(frozen=True, kw_only=True)
 class EmbedShape:
     """The shape of a tower's embeddings. `merge`: patches a side that become one. `width`: elements of one, including
-    DeepStack's."""
+    DeepStack's. `main_width`: of these, the ones that stand for the token itself; they come first. 0: all of them."""
 
     merge: int
     width: int
     dtype: torch.dtype
+    main_width: int = 0
 
     def of(self, patch: TemporalPatch) -> tuple[int, int]:
         """Return the shape [n, width] of a temporal patch's embeddings."""
+        return patch.rows(self.merge), self.width
+
+    def suits(self, patch: TemporalPatch) -> bool:
+        """Return whether the tower can encode a grid, and what is kept of it."""
         h, w = patch.grid
-        return h * w // self.merge**2, self.width
+        whole = min(h, w) >= 1 and not h % self.merge and not w % self.merge
+        if not whole or not patch.kept:
+            return whole
+        return len(patch.kept) == h * w // self.merge**2 and set(patch.kept) in ({1}, {0, 1})
 
     def nbytes(self, patch: TemporalPatch) -> int:
         """Return the bytes of a temporal patch's embeddings."""
@@ -116,6 +126,7 @@ class EncoderPool:
             if entry is not None:
                 self._join(entry, (order, number))
                 continue
+            patch = patch.with_pixels()
             entry = EncodeEntry(key=key, patch=patch, nbytes=self.embed_shape.nbytes(patch), holders=[(order, number)])
             self._entries[key] = entry
             self._enqueue(entry)
@@ -233,6 +244,20 @@ class EncoderPool:
         changed |= self._admit(urgent)
         changed |= self._start(urgent)
         return self._take_all() or changed
+
+    def take_results(self) -> bool:
+        """Take results, and start nothing; return True if there were any."""
+        return self._take_all()
+
+    def write_tower(self, source: WeightSource) -> None:
+        """See `EncoderBackend.write_tower`."""
+        self._backend.write_tower(source)
+
+    def change_tower(self, salt: bytes) -> None:
+        """Give embeddings other keys from now on, when nothing is under way. Holders must give up their keys, and
+        submit their patches again."""
+        assert not self.working
+        self.fingerprint = digest_fields([self.fingerprint, salt])
 
     def flush(self, timeout_s: float) -> int:
         """See `DiskTier.flush`. Without a disk, nothing waits."""

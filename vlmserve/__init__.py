@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vlmserve.commands.offline.async_llm import AsyncLLM as AsyncLLM
     from vlmserve.commands.offline.llm import LLM as LLM
     from vlmserve.commands.offline.llm import Completion as Completion
+    from vlmserve.commands.offline.llm import RankedDocument as RankedDocument
+    from vlmserve.commands.offline.session import Session as Session
     from vlmserve.config.checks import SettingsError as SettingsError
     from vlmserve.config.engine_args import EngineArgs as EngineArgs
     from vlmserve.frontend.chat_messages import EmbedsRef as EmbedsRef
@@ -53,7 +55,8 @@ _EXPORTS = {
     "processors.fetch.limits": "FetchSettings",
     "vlmserve.commands.client.boxes": "Box Marks Point parse_boxes",
     "vlmserve.commands.offline.async_llm": "AsyncLLM",
-    "vlmserve.commands.offline.llm": "Completion LLM",
+    "vlmserve.commands.offline.llm": "Completion LLM RankedDocument",
+    "vlmserve.commands.offline.session": "Session",
     "vlmserve.config.checks": "SettingsError",
     "vlmserve.config.engine_args": "EngineArgs",
     "vlmserve.frontend.chat_messages": "EmbedsRef ImageRef MediaCounts VideoRef",

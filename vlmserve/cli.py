@@ -23,13 +23,18 @@ _BENCHES = {
     "caption": ("captions from files beside the engine alone", "vlmserve.commands.bench.caption"),
     "cluster": ("what a Ray cluster costs", "vlmserve.commands.bench.cluster"),
     "processors": ("throughput of picture and video files", "vlmserve.commands.bench.processors"),
+    "audio": ("sounds to embeddings, beside transformers", "vlmserve.commands.bench.audio"),
     "vision": ("the vision encoder and its embedding cache", "vlmserve.commands.bench.vision"),
     "parallel": ("two processes that share a model beside one", "vlmserve.commands.bench.parallel"),
     "disaggregation": ("prompts on one server, answers on another one", "vlmserve.commands.bench.disaggregation"),
     "sched": ("what the scheduler itself costs", "vlmserve.commands.bench.sched"),
     "grammar": ("what a JSON schema costs", "vlmserve.commands.bench.grammar"),
+    "lora": ("LoRA adapters beside none", "vlmserve.commands.bench.lora"),
+    "pruning": ("pages without their exact repeats beside whole ones", "vlmserve.commands.bench.pruning"),
     "speculation": ("guessed tokens beside none", "vlmserve.commands.bench.speculation"),
+    "live": ("live video: the cost of a second, of a question, of cameras", "vlmserve.commands.bench.live"),
     "api": ("what HTTP, template, tokenizer and detokenizer cost", "vlmserve.commands.bench.api"),
+    "embeddings": ("embeddings beside transformers, and over HTTP", "vlmserve.commands.bench.embeddings"),
     "router": ("what a router adds to a request and to a token", "vlmserve.commands.bench.router"),
     "soak": ("does anything grow in a server over thousands of requests", "vlmserve.commands.bench.soak"),
     "gpu": ("the engine on one GPU, beside transformers", "vlmserve.commands.bench.gpu.command"),
@@ -44,8 +49,10 @@ _TOOLS = {
     "cache": ("look at the embedding cache on disk, and clear it", "vlmserve.commands.cache"),
     "warmup": ("encode pictures and videos ahead of time", "vlmserve.commands.warmup.command"),
     "caption": ("caption pictures and videos by the million", "vlmserve.commands.caption.command"),
+    "embed": ("vectors of pictures and videos by the million", "vlmserve.commands.caption.embed"),
     "demo": ("a page to chat with a model", "vlmserve.commands.demo.command"),
     "chat": ("chat with a model in the terminal", "vlmserve.commands.chat.command"),
+    "watch": ("ask about a camera or a video as it plays", "vlmserve.commands.watch.command"),
     "doctor": ("what this machine and installation have, and lack", "vlmserve.commands.doctor.command"),
 }
 
@@ -63,6 +70,7 @@ examples:
   vlmserve serve Qwen/Qwen3-VL-2B-Instruct           a model of the Hugging Face hub
   vlmserve serve ./checkpoint --port 9000 --dtype bfloat16
   vlmserve caption FOLDER --output captions.jsonl    caption pictures and videos
+  vlmserve embed MODEL FOLDER --output OUT.parquet   make vectors of pictures and videos
   vlmserve warmup FOLDER --embedding-cache-dir DIR   encode pictures and videos ahead of time
   vlmserve plan                                      which models fit on this machine's CPU, and how fast
   vlmserve plan ./checkpoint --tp 8 --gpu h200       whether it fits, and how fast it can be at the best
@@ -70,6 +78,7 @@ examples:
   vlmserve bench serve --help                        measure it
   vlmserve demo                                      a page to chat with the built-in model
   vlmserve chat --ask "What is this?" picture.png    ask in the terminal; without --ask: chat there
+  vlmserve watch /dev/video0 "Is anybody there?"     ask about a camera, or a file as it plays
   vlmserve doctor                                    what this machine and installation have, and lack
 """
 _SERVE_ABOUT = """\

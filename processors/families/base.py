@@ -1,4 +1,4 @@
-"""The part of a processor that all families share: pictures and videos to patches, and a prompt with placeholders to
+"""The part of a processor that all families share: media to patches, and a prompt with placeholders to
 engine input.
 
 The two halves are separate on purpose. `process_image` and `process_video` are expensive: they run in the media
@@ -15,17 +15,20 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 import numpy as np
 from PIL import Image
 
+from processors.audio.options import AudioLimits
 from processors.embeds import GridLimits, check_embeds, check_times
 from processors.families.config import ProcessorConfig, TokenIds
 from processors.families.processor_kwargs import RequestKnobs, parse_processor_kwargs
-from processors.hashing import embeds_digest, media_digest, original_digest, patch_digest
+from processors.hashing import embeds_digest, fewer_digest, media_digest, original_digest, patch_digest
 from processors.image.decoding import DecodeLimits, normalize_image
 from processors.image.sizes import ImageSizes
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from processors.knobs import ImageKnobs
 from processors.mrope import MediaSpan, mrope_positions
-from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
+from processors.processed import ProcessedAudio, ProcessedImage, ProcessedMedium, ProcessedVideo
+from processors.pruning import NOTHING_LEAVES, Pruning, grid_mask, without_repeats
 from processors.resize import Allocate, PatchConfig, fit_to_resize_later, frames_to_patches, planes, resize_frames
+from processors.video.adaptive import FirstLook
 from processors.video.clips import VideoProcessor
 from processors.video.options import RuleSettings, VideoKnobs, VideoLimits, VideoOptions
 from processors.video.rules import SHARED_RULES, VideoRules
@@ -49,6 +52,7 @@ class ProcessorLimits:
     `tell_max_pixels`: report a `Clamp` for each medium that this limit makes smaller. It is on when the server chose
     the limit itself. `low_detail_tokens`: most tokens of a picture of detail "low". `embeds`: accept media as
     embeddings. `resize_later`: leave resizing and cutting to the tower's device, for originals that are not too large.
+    `pruning`: what leaves media unless a request says.
     """
 
     decode: DecodeLimits = field(default_factory=DecodeLimits)
@@ -57,7 +61,9 @@ class ProcessorLimits:
     low_detail_tokens: int = 64
     embeds: bool = False
     resize_later: bool = False
+    pruning: Pruning = NOTHING_LEAVES
     video: VideoLimits = field(default_factory=VideoLimits)
+    audio: AudioLimits = field(default_factory=AudioLimits)
     video_options: VideoOptions = field(default_factory=VideoOptions)
 
 
@@ -87,9 +93,13 @@ class MultimodalProcessor(ABC):
     it.
 
     `continue_text`: the checkpoint's tokenizer, for families that write the time into a video's tokens. `allocate`:
-    makes the arrays that patches are written to.
+    makes the arrays that patches are written to. `sees`: whether the model takes any. `even_times`: positions take all
+    temporal patches of a clip to be equally far apart in time. `can_slide`: KV goes on without what has left before it.
     """
 
+    sees: ClassVar[bool] = True
+    even_times: ClassVar[bool] = False
+    can_slide: ClassVar[bool] = True
     coordinates: ClassVar[Coordinates]
 
     def __init__(
@@ -114,7 +124,13 @@ class MultimodalProcessor(ABC):
         )
         self._rules = self._make_rules()
         self._video = VideoProcessor(
-            self._rules, config.video_patches, limits.video, allocate, resize_later=limits.resize_later
+            self._rules,
+            config.video_patches,
+            limits.video,
+            allocate,
+            resize_later=limits.resize_later,
+            pruning=limits.pruning,
+            even_times=self.even_times,
         )
 
     @property
@@ -134,9 +150,14 @@ class MultimodalProcessor(ABC):
         """Return the M-RoPE positions between two temporal patches of `item`."""
         return 1.0
 
+    @property
+    def hears(self) -> bool:
+        """Whether the model takes sounds."""
+        return self.config.audio is not None
+
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
         """Parse a request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
-        return parse_processor_kwargs(given, video_counts_clip=self._rules.sizer.counts_clip)
+        return parse_processor_kwargs(given, video_counts_clip=self._rules.sizer.counts_clip, hears=self.hears)
 
     @property
     def token_ids(self) -> TokenIds:
@@ -149,7 +170,11 @@ class MultimodalProcessor(ABC):
         height, width, clamps = self.sizes.fit(rgb.height, rgb.width, knobs)
         patches = self.config.patches
         grid = (1, height // patches.patch_size, width // patches.patch_size)
-        later = self.limits.resize_later and fit_to_resize_later(1, (rgb.height, rgb.width), (height, width))
+        skips = self.limits.pruning.skip_repeats if knobs.skip_repeats is None else knobs.skip_repeats
+        later = (  # repeats are found in resized pixels
+            self.limits.resize_later and not skips and fit_to_resize_later(1, (rgb.height, rgb.width), (height, width))
+        )
+        digests: tuple[bytes, ...]
         if later:
             feature = self._allocate((1, rgb.height, rgb.width, 3), np.uint8)
             feature[0] = rgb
@@ -159,15 +184,20 @@ class MultimodalProcessor(ABC):
             feature = self._allocate((grid[1] * grid[2], patches.row_width(frames=1)), np.uint8)
             frames_to_patches(pixels.transpose(0, 2, 3, 1), patches, feature)
             digests = (patch_digest(grid[1:], pixels, patches),)
+        kept: tuple[bytes, ...] = ()
+        if skips:
+            kept, feature, digests = without_repeats(feature, grid, digests, patches.merge_size, self._allocate)
         feature.flags.writeable = False
         return ProcessedImage(
-            digest=media_digest(Modality.IMAGE, grid, digests),
+            digest=fewer_digest(media_digest(Modality.IMAGE, grid, digests), kept, ()),
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
             normalization=patches.normalization(frames=1),
             resizing=patches.resizing if later else None,
-            num_tokens=self._num_tokens(grid),
+            num_tokens=sum(part.count(1) for part in kept) or self._num_tokens(grid),
+            kept=kept,
+            pruning=Pruning(skip_repeats=skips),
             source_size=rgb.size,
             clamps=clamps,
             ignored=self.sizes.ignored(knobs),
@@ -239,12 +269,24 @@ class MultimodalProcessor(ABC):
             return self._video.process_clip(source, knobs or VideoKnobs())
         return self.process_frames(source, len(source), knobs)
 
+    def look(self, clip: bytes, knobs: VideoKnobs) -> FirstLook:
+        """Return the frames of a video file that are to be compared with a question. Raises BadRequestError."""
+        return self._video.look(clip, knobs)
+
     def process_frames(
         self, frames: Iterable[Image.Image], count: int, knobs: VideoKnobs | None = None
     ) -> ProcessedVideo:
         """Process a list of frames, which can be produced one by one. Raises BadRequestError."""
         arrays = (np.array(normalize_image(frame, self.limits.decode)) for frame in frames)
         return self._video.process_frames(arrays, count, knobs or VideoKnobs())
+
+    def process_units(self, units: Sequence[bytes], knobs: VideoKnobs) -> ProcessedVideo:
+        """Process frames of an H.264 stream, those of `knobs.h264_frames`. Raises BadRequestError."""
+        return self._video.process_units(units, knobs)
+
+    def process_audio(self, data: bytes) -> ProcessedAudio:
+        """Decode a sound file, or the sound track of a clip, and make its features. Raises BadRequestError."""
+        raise BadRequestError("the model takes no sounds", code="unsupported_content")
 
     def expand(self, prompt_ids: Sequence[int] | np.ndarray, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Replace each medium's placeholder by its pad tokens, in prompt order.
@@ -262,6 +304,7 @@ class MultimodalProcessor(ABC):
         done = length = 0  # ids of the prompt used; ids of the result so far
         for place, medium in zip(places.tolist(), media, strict=True):
             before = ids[done:place]
+            assert not isinstance(medium, ProcessedAudio), "no placeholder stands for a sound"
             if isinstance(medium, ProcessedVideo):
                 block = self.place_video(before.tolist(), medium, int(ids[place + 1]) if place + 1 < len(ids) else None)
                 offsets = tuple((length + start, length + end) for start, end in block.offsets)
@@ -309,12 +352,25 @@ class MultimodalProcessor(ABC):
             t, h, w = item.grid_thw
             grid = (t // len(item.offsets), h // merge, w // merge)
             interval = self.time_interval(item)
-            for start, end in item.offsets:
-                span = MediaSpan(start=start, grid=grid, time_interval=interval)
+            mask = grid_mask(grid[1] * grid[2], t, item.kept, item.counts)
+            masks = [None] * len(item.offsets) if mask is None else mask.reshape(len(item.offsets), -1)
+            first, skipped = item.gone if len(item.offsets) == 1 else 0, item.skipped
+            for (start, end), places in zip(item.offsets, masks, strict=True):
+                span = MediaSpan(
+                    start=start, grid=grid, time_interval=interval, mask=places, first=first, skipped=skipped
+                )
+                skipped = 0
                 if span.end != end:
                     raise ValueError(f"range [{start}, {end}) of a media item does not hold a grid of {grid}")
                 spans.append(span)
         return mrope_positions(length, spans, time_counts=self.limits.video_options.reference == "published")
+
+    def positions_of(self, video: ProcessedVideo) -> int:
+        """Return how many positions a video takes in a prompt, with its marks."""
+        tokens = self.token_ids
+        expanded = self.expand([tokens.vision_start, tokens.video_pad, tokens.vision_end], [video])
+        assert expanded.mm_inputs is not None
+        return len(expanded.input_ids) + expanded.mm_inputs.mrope_position_delta
 
     def _make_rules(self) -> VideoRules:
         options = self.limits.video_options
@@ -332,20 +388,25 @@ class MultimodalProcessor(ABC):
 
     def _check_places(self, pads: np.ndarray, media: Sequence[ProcessedMedium]) -> None:
         """Raise BadRequestError unless placeholders and media match. `pads`: the ids of the placeholders, in order."""
-        videos = [isinstance(medium, ProcessedVideo) for medium in media]
-        wanted = (pads == self.token_ids.video_pad).tolist()
-        for kind, name, is_video in (("image", "picture", False), ("video", "video", True)):
-            places, count = wanted.count(is_video), videos.count(is_video)
+        kinds = [modality_of(medium) for medium in media]
+        names = {
+            Modality.IMAGE: (self.token_ids.image_pad, "picture"),
+            Modality.VIDEO: (self.token_ids.video_pad, "video"),
+            Modality.AUDIO: (self.token_ids.audio_pad, "sound"),
+        }
+        wanted = [next(kind for kind, (pad, _) in names.items() if pad == one) for one in pads.tolist()]
+        for kind, (_, name) in names.items():
+            places, count = wanted.count(kind), kinds.count(kind)
             if places != count:
                 raise BadRequestError(
-                    f"the prompt text contains {places} {kind} placeholder{'s' * (places != 1)} but the request "
+                    f"the prompt text contains {places} {kind.value} placeholder{'s' * (places != 1)} but the request "
                     f"has {count} {name}{'s' * (count != 1)}: each {name} needs exactly one, which the chat "
                     "template writes",
                     code="placeholder_mismatch",
                 )
-        if wanted != videos:
+        if wanted != kinds:
             raise BadRequestError(
-                "the prompt text has its image and video placeholders in another order than the request's media",
+                "the prompt text has its placeholders in another order than the request's media",
                 code="placeholder_mismatch",
             )
 
@@ -353,11 +414,57 @@ class MultimodalProcessor(ABC):
         return grid[0] * grid[1] * grid[2] // self.config.patches.merge_size**2
 
 
-def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()) -> MultimodalDataItem:
+def modality_of(medium: ProcessedMedium) -> Modality:
+    """Return what a medium is."""
+    if isinstance(medium, ProcessedAudio):
+        return Modality.AUDIO
+    return Modality.VIDEO if isinstance(medium, ProcessedVideo) else Modality.IMAGE
+
+
+def data_items(medium: ProcessedMedium, merge_size: int) -> list[MultimodalDataItem]:
+    """Convert a medium that is only encoded."""
+    sound = medium.sound if isinstance(medium, ProcessedVideo) else None
+    if isinstance(medium, ProcessedAudio):
+        return sound_items(medium, merge_size)
+    return [data_item(medium), *(sound_items(sound, merge_size) if sound is not None else ())]
+
+
+def sound_items(sound: ProcessedAudio, merge_size: int, places: np.ndarray | None = None) -> list[MultimodalDataItem]:
+    """Convert a sound for the engine: its whole parts, and what is left behind them. `places`: of its tokens in the
+    prompt, ascending."""
+    whole = min(len(sound.feature) // sound.part_frames, sound.num_tokens // sound.part_tokens)
+    frames, tokens = whole * sound.part_frames, whole * sound.part_tokens
+    items = []
+    for parts, feature, digests, first, last in (
+        (whole, sound.feature[:frames], sound.patch_digests[:whole], 0, tokens),
+        (1, sound.feature[frames:], sound.patch_digests[whole:], tokens, sound.num_tokens),
+    ):
+        if last > first:
+            items.append(
+                MultimodalDataItem(
+                    modality=Modality.AUDIO,
+                    digest=sound.digest,
+                    patch_digests=digests,
+                    grid_thw=(parts, merge_size * ((last - first) // parts), merge_size),
+                    offsets=() if places is None else ranges(places[first:last]),
+                    feature=feature,
+                )
+            )
+    return items
+
+
+def ranges(places: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Return ascending numbers as half-open ranges."""
+    starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+    ends = [*starts[1:], len(places)]
+    return tuple((int(places[a]), int(places[b - 1]) + 1) for a, b in zip(starts, ends, strict=True))
+
+
+def data_item(medium: ProcessedImage | ProcessedVideo, offsets: tuple[tuple[int, int], ...] = ()) -> MultimodalDataItem:
     """Convert a medium for the engine. `offsets`: its place in the prompt; empty for a medium that is only encoded."""
     video = medium if isinstance(medium, ProcessedVideo) else None
     return MultimodalDataItem(
-        modality=Modality.IMAGE if video is None else Modality.VIDEO,
+        modality=modality_of(medium),
         digest=medium.digest,
         patch_digests=medium.patch_digests,
         grid_thw=medium.grid_thw,
@@ -366,7 +473,12 @@ def data_item(medium: ProcessedMedium, offsets: tuple[tuple[int, int], ...] = ()
         normalization=medium.normalization,
         resizing=medium.resizing,
         encoded=medium.encoded,
+        kept=medium.kept,
+        counts=medium.counts,
+        parts=medium.parts,
         second_per_grid_t=0.0 if video is None else video.second_per_grid_t,
+        gone=0 if video is None else video.gone,
+        skipped=0 if video is None else video.skipped,
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder's picture and video settings: (video_)preprocessor_config.json and token ids."""
+"""Reads a checkpoint folder's settings for media: (video_)preprocessor_config.json and token ids."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from processors.audio.options import AudioConfig, read_audio_config
 from processors.embeds import EmbedsShape
 from processors.resize import RESAMPLING, PatchConfig
 from processors.video.options import VideoConfig
 from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.checkpoint.hf_config import has_tower
 from vlmserve_common.errors import CheckpointError
 
 # What transformers' Qwen2VLImageProcessor takes where a checkpoint is silent (mean and deviation are CLIP's).
@@ -36,16 +38,26 @@ _IDS = {
     "image_pad": ("image_token_id", 151655),
     "video_pad": ("video_token_id", 151656),
 }
+_AUDIO_IDS = {"audio_pad": "audio_token_id", "audio_start": "audio_start_token_id", "audio_end": "audio_end_token_id"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenIds:
-    """Vocabulary ids of the tokens that stand for media in a prompt."""
+    """Vocabulary ids of the tokens that stand for media in a prompt. Those of sounds are -1 for a model without
+    ears."""
 
     image_pad: int
     video_pad: int
     vision_start: int
     vision_end: int
+    audio_pad: int = -1
+    audio_start: int = -1
+    audio_end: int = -1
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """The placeholders of pictures, videos and, if the model hears, sounds."""
+        return tuple(pad for pad in (self.image_pad, self.video_pad, self.audio_pad) if pad >= 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +66,8 @@ class ProcessorConfig:
 
     `min_pixels`, `max_pixels`: limits of a resized picture's area. `tokens_per_second`: M-RoPE time positions in a
     second of video (Qwen2.5-VL). None where time counts patches. `video`, `video_patches`: the settings for videos.
-    `embeds`: row sizes of the vision tower; None where config.json does not give them.
+    `embeds`: row sizes of the vision tower; None where config.json does not give them. `audio`: None for a model
+    without ears.
     """
 
     patches: PatchConfig
@@ -65,6 +78,7 @@ class ProcessorConfig:
     video: VideoConfig
     video_patches: PatchConfig
     embeds: EmbedsShape | None
+    audio: AudioConfig | None = None
 
 
 def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) -> ProcessorConfig:
@@ -75,13 +89,28 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
     video_preprocessor_config.json before the latter.
     """
     folder = Path(model_path)
+    if not has_tower(hf_config):
+        return _parse_all(folder, {}, folder, {}, hf_config)  # of no effect
     source, raw = _read_settings(folder, "image_processor", "preprocessor_config.json")
     video_source, raw_video = _read_settings(
         folder, "video_processor", "video_preprocessor_config.json", "preprocessor_config.json"
     )
+    return _parse_all(source, raw, video_source, raw_video, hf_config)
+
+
+def _parse_all(
+    source: Path, raw: Mapping[str, Any], video_source: Path, raw_video: Mapping[str, Any], hf_config: Mapping[str, Any]
+) -> ProcessorConfig:
+    try:
+        audio = read_audio_config(raw, hf_config)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: unusable sound settings: {error!r}") from error
     try:
         patches = _parse_patches(raw, hf_config)
-        ids = TokenIds(**{name: int(hf_config.get(key, default)) for name, (key, default) in _IDS.items()})
+        ids = TokenIds(
+            **{name: int(hf_config.get(key, default)) for name, (key, default) in _IDS.items()},
+            **{name: int(hf_config[key]) for name, key in _AUDIO_IDS.items() if audio is not None},
+        )
         min_pixels, max_pixels = _parse_budget(raw)
         embeds = _parse_embeds(hf_config.get("vision_config") or {})
         tokens_per_second = (hf_config.get("vision_config") or {}).get("tokens_per_second")
@@ -101,6 +130,7 @@ def read_processor_config(model_path: str | Path, hf_config: Mapping[str, Any]) 
         video=video,
         video_patches=video_patches,
         embeds=embeds,
+        audio=audio,
     )
 
 

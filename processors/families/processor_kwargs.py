@@ -15,11 +15,14 @@ from vlmserve_common.errors import BadRequestError
 
 _FIELD = "mm_processor_kwargs"
 _SIZE = ("shortest_edge", "longest_edge")
-_IMAGES = ("min_pixels", "max_pixels", "size")
+_AREAS = ("min_pixels", "max_pixels", "size")
+_IMAGES = (*_AREAS, "skip_repeats")
 _SAMPLING = ("fps", "num_frames", "min_frames", "max_frames", "total_pixels", "do_sample_frames")
-_VIDEOS = (*_IMAGES, *_SAMPLING, "cap_pixels_per_frame")
+_PRUNING = ("skip_repeats", "video_pruning_rate")
+_SOUND = "use_audio_in_video"
+_VIDEOS = (*_AREAS, *_SAMPLING, "cap_pixels_per_frame", *_PRUNING, "sampling", _SOUND)
 _NESTED = {"images_kwargs": _IMAGES, "videos_kwargs": _VIDEOS}
-_FLAGS = ("do_sample_frames", "cap_pixels_per_frame")
+_FLAGS = ("do_sample_frames", "cap_pixels_per_frame", _SOUND)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +33,12 @@ class RequestKnobs:
     video: VideoKnobs
 
 
-def parse_processor_kwargs(given: Mapping[str, Any], *, video_counts_clip: bool) -> RequestKnobs:
+def parse_processor_kwargs(given: Mapping[str, Any], *, video_counts_clip: bool, hears: bool = False) -> RequestKnobs:
     """Parse a request's kwargs. Raises BadRequestError for an impossible value, or for an unknown key, with the known
     ones.
 
     `video_counts_clip`: True if `size` means a whole clip's area to the family's video processor (Qwen3-VL). Such a
-    processor has neither min_pixels nor max_pixels.
+    processor has neither min_pixels nor max_pixels. `hears`: whether the model takes sounds.
     """
     flat = {**dict.fromkeys(_VIDEOS), **_known(given, (*_VIDEOS, *_NESTED), "")}
     images, videos = ({name: flat[name] for name in names} for names in _NESTED.values())
@@ -49,6 +52,8 @@ def parse_processor_kwargs(given: Mapping[str, Any], *, video_counts_clip: bool)
             if value is not None and values[name] is not None:
                 raise _refuse(f"{nested}.{name}", f"is given in {_FIELD}.{name}, too")
             values[name] = value if value is not None else values[name]
+    if videos[_SOUND] and not hears:
+        raise _refuse(_SOUND, "is true; the model takes no sounds")
     try:
         return RequestKnobs(image=_image_knobs(images), video=_video_knobs(videos, counts_clip=video_counts_clip))
     except BadRequestError as error:
@@ -60,7 +65,11 @@ def parse_processor_kwargs(given: Mapping[str, Any], *, video_counts_clip: bool)
 def _image_knobs(values: Mapping[str, Any]) -> ImageKnobs:
     shortest, longest = _size(values["size"])
     low, high = values["min_pixels"], values["max_pixels"]
-    knobs = ImageKnobs(min_pixels=shortest if low is None else low, max_pixels=longest if high is None else high)
+    knobs = ImageKnobs(
+        min_pixels=shortest if low is None else low,
+        max_pixels=longest if high is None else high,
+        skip_repeats=values["skip_repeats"],
+    )
     check_image_knobs(knobs)
     return knobs
 
@@ -86,7 +95,8 @@ def _video_knobs(values: Mapping[str, Any], *, counts_clip: bool) -> VideoKnobs:
     )
     check_consistent(defaults)
     word = None if values["num_frames"] is None else "num_frames"
-    knobs = VideoKnobs(**{name: values[name] for name in _SAMPLING}, count_word=word, defaults=defaults)
+    own = {name: values[name] for name in (*_SAMPLING, *_PRUNING, "sampling")}
+    knobs = VideoKnobs(**own, count_word=word, use_audio_in_video=values[_SOUND] or None, defaults=defaults)
     check_knobs(knobs)
     return knobs
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from processors.families.base import ContinueText, MultimodalProcessor, ProcessorLimits, VideoBlock
+import numpy as np
+
+from processors.families.base import ContinueText, ExpandedPrompt, MultimodalProcessor, ProcessorLimits, VideoBlock
 from processors.families.config import ProcessorConfig, read_processor_config
+from processors.families.omni import Qwen2_5OmniProcessor, Qwen3OmniProcessor
 from processors.inputs import Modality, MultimodalDataItem
+from processors.processed import ProcessedMedium
 from processors.video.clips import ProcessedVideo
 from processors.video.rules import qwen2_rules, qwen3_rules
+from vlmserve_common.checkpoint.hf_config import TEXT_ARCHITECTURES
 from vlmserve_common.errors import CheckpointError
 
 
@@ -25,6 +30,7 @@ class Qwen2_5VLProcessor(MultimodalProcessor):
     """Processor of model_type qwen2_5_vl (arXiv:2502.13923). "Absolute time encoding": positions follow the clock."""
 
     video_rules = staticmethod(qwen2_rules)
+    even_times = True
     coordinates = "absolute"
 
     def __init__(self, config: ProcessorConfig, *args: Any, **options: Any) -> None:
@@ -62,18 +68,37 @@ class Qwen3VLProcessor(MultimodalProcessor):
         published = self.limits.video_options.reference == "published"
         marked = bool(before) and before[-1] == tokens.vision_start and after == tokens.vision_end
         replaced = published and marked
-        pads = [tokens.video_pad] * (video.num_tokens // video.grid_thw[0])
+        counts = video.patch_tokens
         stamps = [f"<{time:.1f} seconds>" for time in video.patch_times]
         # The first one may stand behind text, which it is tokenized together with.
         ids = self._continue_text(before[:-1] if replaced else before, stamps[0])
         offsets: list[tuple[int, int]] = []
-        for stamp in stamps:
+        for stamp, count in zip(stamps, counts, strict=True):
             if offsets:
                 ids += self._continue_text((), stamp)
             ids.append(tokens.vision_start)
-            offsets.append((len(ids), len(ids) + len(pads)))
-            ids += [*pads, tokens.vision_end]
+            offsets.append((len(ids), len(ids) + count))
+            ids += [*[tokens.video_pad] * count, tokens.vision_end]
         return VideoBlock(ids=ids, offsets=offsets, skip=int(replaced))
+
+
+class HybridProcessor(Qwen3VLProcessor):
+    """Processor of models that have recurrent layers: their state is of all that came before."""
+
+    can_slide = False
+
+
+class TextProcessor(MultimodalProcessor):
+    """Processor of models that read text only."""
+
+    sees = False
+    video_rules = staticmethod(qwen3_rules)
+    coordinates = "0-1000"
+
+    def expand(self, prompt_ids: Sequence[int] | np.ndarray, media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
+        """Return the prompt as it is: no token stands for media."""
+        assert not media
+        return ExpandedPrompt(np.asarray(prompt_ids, np.int64), None)
 
 
 _PROCESSORS: Mapping[str, type[MultimodalProcessor]] = {
@@ -81,8 +106,12 @@ _PROCESSORS: Mapping[str, type[MultimodalProcessor]] = {
     "qwen2_5_vl": Qwen2_5VLProcessor,
     "qwen3_vl": Qwen3VLProcessor,
     "qwen3_vl_moe": Qwen3VLProcessor,
-    "qwen3_5": Qwen3VLProcessor,
-    "qwen3_5_moe": Qwen3VLProcessor,
+    "qwen3_5": HybridProcessor,
+    "qwen3_5_moe": HybridProcessor,
+    "qwen4_exp": HybridProcessor,
+    "qwen2_5_omni": Qwen2_5OmniProcessor,
+    "qwen3_omni_moe": Qwen3OmniProcessor,
+    **dict.fromkeys(TEXT_ARCHITECTURES, TextProcessor),
 }
 
 

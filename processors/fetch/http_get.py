@@ -20,7 +20,7 @@ import httpcore2
 import httpx2
 
 from processors.fetch.addresses import NameLookup, Resolver, is_public_address
-from processors.fetch.limits import FREE_BYTES, ByteLimit, Claim, FetchSettings
+from processors.fetch.limits import FREE_BYTES, ByteLimit, Claim, FetchSettings, within
 
 _MakeRoom: TypeAlias = Callable[[int], Awaitable[None]]
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -86,7 +86,7 @@ class HttpGetter:
         if parsed.userinfo:
             raise GetError(f"{where}a URL with a user name or password, which is not supported")
         domains = self._settings.allowed_media_domains
-        if domains is not None and not any(_within(parsed.host, domain) for domain in domains):
+        if domains is not None and not any(within(parsed.host, domain) for domain in domains):
             raise GetError(f"{where}host {parsed.host!r}, which is not in the setting --allowed-media-domains")
         return parsed
 
@@ -149,12 +149,6 @@ async def _make_room(claim: Claim | None, turn: AsyncExitStack, deadline: asynci
     deadline.reschedule(None)
     await claim.take(size)
     deadline.reschedule(clock() + left)
-
-
-def _within(host: str, domain: str) -> bool:
-    """Return True if `host` is `domain`, or lies below a domain that is written with a leading dot."""
-    host, domain = host.lower().rstrip("."), domain.lower().rstrip(".")
-    return host.endswith(domain) if domain.startswith(".") else host == domain
 
 
 def _reason(error: BaseException) -> str:

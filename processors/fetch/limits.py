@@ -27,9 +27,10 @@ class FetchSettings:
 
     `allow_private_media`: let http(s) URLs reach loopback, private, link-local and other non-public addresses.
     `allowed_local_media_path`: the folder below which file: URLs may read; None refuses them all. `max_bytes`,
-    `max_video_bytes`: the largest picture and video file. `timeout_s`: seconds for one URL, including name lookup,
-    connecting, redirects and body. `max_redirects`: redirects followed. `allowed_media_domains`: the only hosts that
-    http(s) URLs and redirects may name; None for any host. ".example.com" stands for everything below example.com.
+    `max_video_bytes`, `max_audio_bytes`: the largest picture, video and sound file. `timeout_s`: seconds for one URL,
+    including name lookup, connecting, redirects and body. `max_redirects`: redirects followed.
+    `allowed_media_domains`: the only hosts that http(s) URLs and redirects may name; None for any host. ".example.com"
+    stands for everything below example.com.
     `max_per_host`: downloads from one host at a time. `memory_mib`: for fetched files that are not processed yet.
     """
 
@@ -37,6 +38,7 @@ class FetchSettings:
     allowed_local_media_path: str | None = None
     max_bytes: int = 64 * 2**20
     max_video_bytes: int = 256 * 2**20
+    max_audio_bytes: int = 128 * 2**20
     timeout_s: float = 15.0
     max_redirects: int = 5
     allowed_media_domains: tuple[str, ...] | None = None
@@ -47,6 +49,8 @@ class FetchSettings:
     def limit(self, modality: Modality) -> ByteLimit:
         if modality is Modality.VIDEO:
             return ByteLimit(bytes=self.max_video_bytes, setting="--max-video-bytes")
+        if modality is Modality.AUDIO:
+            return ByteLimit(bytes=self.max_audio_bytes, setting="--max-audio-bytes")
         return ByteLimit(bytes=self.max_bytes, setting="--media-max-bytes")
 
 
@@ -114,3 +118,9 @@ class Claim:
         self._memory.free += self._taken
         self._memory.freed.set()
         self._taken = 0
+
+
+def within(host: str, domain: str) -> bool:
+    """Return True if `host` is `domain`, or lies below a domain that is written with a leading dot."""
+    host, domain = host.lower().rstrip("."), domain.lower().rstrip(".")
+    return host != "" and (host.endswith(domain) if domain.startswith(".") else host == domain)

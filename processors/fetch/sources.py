@@ -22,9 +22,13 @@ _AtHand = TypeVar("_AtHand")
 _JPEG_FRAMES = re.compile(r"data:video/jpeg;base64,", re.IGNORECASE)
 
 
-async def file_from(source: str | bytes | MediaFile | _AtHand, fetcher: MediaFetcher, claim: Claim) -> bytes | _AtHand:
-    """Return the bytes of a picture's URL or file, and anything else unchanged. Raises BadRequestError."""
-    return await fetcher.fetch(source, claim=claim) if isinstance(source, str | MediaFile) else source
+async def file_from(
+    source: str | bytes | MediaFile | _AtHand, fetcher: MediaFetcher, claim: Claim, modality: Modality = Modality.IMAGE
+) -> bytes | _AtHand:
+    """Return the bytes of a URL or file, and anything else unchanged. Raises BadRequestError."""
+    return (
+        await fetcher.fetch(source, modality=modality, claim=claim) if isinstance(source, str | MediaFile) else source
+    )
 
 
 class VideoSources:
@@ -36,9 +40,10 @@ class VideoSources:
         self._at_a_time = at_a_time
 
     async def fetch(
-        self, source: str | bytes | MediaFile | Sequence[Frame], claim: Claim
+        self, source: str | bytes | MediaFile | Sequence[Frame], claim: Claim, *, limited: bool = True
     ) -> bytes | tuple[FetchedFrame, ...]:
-        """Return a clip's bytes, or the frames of a list. Raises BadRequestError."""
+        """Return a clip's bytes, or the frames of a list. limited: these are frames, and not an H.264 stream of which a
+        few are used. Raises BadRequestError."""
         if isinstance(source, bytes):
             return source
         if isinstance(source, str) and (match := _JPEG_FRAMES.match(source)):
@@ -47,7 +52,7 @@ class VideoSources:
             source = tuple(f"data:image/jpeg;base64,{part}" for part in parts)
         if isinstance(source, str | MediaFile):
             return await self._fetcher.fetch(source, modality=Modality.VIDEO, claim=claim)
-        if len(source) > self._max_frames:
+        if limited and len(source) > self._max_frames:
             what = f"the list of frames has {len(source)} frames; the limit is {self._max_frames}"
             raise BadRequestError(f"{what} (setting --max-video-frames)", code="too_many_frames")
         return await self._fetch_list(source, claim)

@@ -10,16 +10,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeAlias, TypeVar
 
 from PIL import Image
 
+from processors.audio.options import AudioKnobs
 from processors.families.base import MultimodalProcessor, ProcessedMedium
 from processors.image.decoding import decode_image
 from processors.knobs import ImageKnobs
 from processors.pool.turns import BYTES_PER_S, Turns
+from processors.video.adaptive import FirstLook
 from processors.video.options import VideoKnobs
 from vlmserve_common.errors import BadRequestError
+
+Made: TypeAlias = ProcessedMedium | FirstLook
+"""What is made of a medium."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -31,19 +36,20 @@ class FatalMediumError(BadRequestError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaWork:
-    """A medium to process. The type of the knobs says what it is: a picture, or a video.
+    """A medium to process. The type of the knobs says what it is: a picture, a video, or a sound.
 
     `files`: the file's bytes; with `listed`, the video's frames, each a picture file. Pillow pictures can replace
     picture files in a `ThreadMaker`.
     """
 
     files: Sequence[bytes | Image.Image]
-    knobs: ImageKnobs | VideoKnobs
+    knobs: ImageKnobs | VideoKnobs | AudioKnobs
     listed: bool = False
 
     @property
-    def is_video(self) -> bool:
-        return isinstance(self.knobs, VideoKnobs)
+    def is_clip(self) -> bool:
+        """Whether it may take long: a video or a sound."""
+        return not isinstance(self.knobs, ImageKnobs)
 
     @property
     def cost(self) -> float:
@@ -60,6 +66,9 @@ class MediaMaker(Protocol):
         `client`: whose work it is; clients take turns.
         """
 
+    async def look(self, work: MediaWork, *, client: str = "") -> FirstLook:
+        """Return the frames of a clip that are to be compared with a question, likewise."""
+
     async def close(self) -> None:
         """Free all resources. Calls under way, and later ones, fail with status 503."""
 
@@ -74,11 +83,23 @@ class DirectMaker:
     def make(self, work: MediaWork) -> ProcessedMedium:
         if isinstance(work.knobs, ImageKnobs):
             return self._processor.process_image(self._decoded(work.files[0]), work.knobs)
+        if isinstance(work.knobs, AudioKnobs):
+            [sound] = work.files
+            assert isinstance(sound, bytes)
+            return self._processor.process_audio(sound)
+        if work.listed and work.knobs.h264_frames is not None:
+            return self._processor.process_units([file for file in work.files if isinstance(file, bytes)], work.knobs)
         if work.listed:
             return self._processor.process_frames(self._frames(work.files), len(work.files), work.knobs)
         [clip] = work.files
         assert isinstance(clip, bytes)
         return self._processor.process_video(clip, work.knobs)
+
+    def look(self, work: MediaWork) -> FirstLook:
+        [clip] = work.files
+        assert isinstance(clip, bytes)
+        assert isinstance(work.knobs, VideoKnobs)
+        return self._processor.look(clip, work.knobs)
 
     def _frames(self, frames: Sequence[bytes | Image.Image]) -> Iterator[Image.Image]:
         """Decode the frames one at a time, so that memory never holds them all at full size."""
@@ -107,8 +128,14 @@ class ThreadMaker:
         self._turns = Turns(max_workers, cost_per_s=BYTES_PER_S)
 
     async def make(self, work: MediaWork, *, client: str = "") -> ProcessedMedium:
-        async with self._turns.turn(cost=work.cost, clip=work.is_video, client=client):
-            under_way = asyncio.ensure_future(self.call(self._direct.make, work))
+        return await self._in_turn(self._direct.make, work, client)
+
+    async def look(self, work: MediaWork, *, client: str = "") -> FirstLook:
+        return await self._in_turn(self._direct.look, work, client)
+
+    async def _in_turn(self, function: Callable[[MediaWork], _T], work: MediaWork, client: str) -> _T:
+        async with self._turns.turn(cost=work.cost, clip=work.is_clip, client=client):
+            under_way = asyncio.ensure_future(self.call(function, work))
             try:
                 return await asyncio.shield(under_way)
             finally:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
-from processors.families.base import ProcessedMedium
-from processors.pool.maker import FatalMediumError
+from processors.pool.maker import FatalMediumError, Made
 from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, WorkBegun, WorkFailed, WorkOrder, WorkRefused
 from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.child import ChildProcess, is_stopped_by_a_signal
@@ -34,7 +33,7 @@ class MediaJob:
     order: WorkOrder
     seconds: float
     grace_s: float = 0.0
-    made: Future[ProcessedMedium] = field(default_factory=Future)
+    made: Future[Made] = field(default_factory=Future)
 
 
 class WorkerBugError(Exception):
@@ -74,7 +73,7 @@ class MediaProcess:
         """Whether the worker cannot be started. Jobs then fail with the reason."""
         return bool(self._trouble)
 
-    async def make(self, job: MediaJob) -> ProcessedMedium:
+    async def make(self, job: MediaJob) -> Made:
         """Return the result of a job. Cancelling it ends it at once, and kills the process that works on it."""
         with self._lock:
             if self._trouble:
@@ -159,7 +158,7 @@ class MediaProcess:
             with self._lock:
                 self._job = None
 
-    def _do(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> ProcessedMedium:
+    def _do(self, job: MediaJob, child: ChildProcess, channel: MessageChannel) -> Made:
         frames, begun = channel.encode(job.order), False
         deadline = time.monotonic() + job.seconds + job.grace_s
         try:
@@ -211,7 +210,7 @@ def _death(job: MediaJob, child: ChildProcess) -> BadRequestError:
 
 
 def _too_slow(job: MediaJob) -> FatalMediumError:
-    setting = "--max-image-decode-s" if job.order.video_knobs is None else "--max-video-decode-s"
+    setting = f"--max-{job.order.modality.value}-decode-s"
     return FatalMediumError(
         f"the {job.order.what} took longer than {job.seconds:g} s, the limit (setting {setting}): the process that "
         "decoded it was ended",

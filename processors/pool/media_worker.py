@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty
 
-from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits
+from processors.families.base import MultimodalProcessor, ProcessorLimits
 from processors.families.config import ProcessorConfig
-from processors.pool.maker import DirectMaker
+from processors.inputs import Modality
+from processors.pool.maker import DirectMaker, Made
 from processors.pool.messages import ANSWER_MESSAGES, WORK_MESSAGES, WorkBegun, WorkFailed, WorkOrder, WorkRefused
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.child import Parent
@@ -27,6 +28,7 @@ _GIB = 2**30
 _IDLE_S = 1.0  # without work, then freed memory goes back
 _FIXED_BYTES = 2 * _GIB  # the file and copies of it, patches and their spare blocks, stacks of threads
 _BYTES_PER_PIXEL = 32  # of a picture: WebP with transparency takes 20
+_BYTES_PER_SAMPLE = 20  # of a sound as it is heard: itself twice, once more with its ends mirrored, and its features
 _BYTES_PER_FRAME_PIXEL = 128  # of a clip: 17 frames of 10 bits without subsampling take 113
 
 
@@ -35,7 +37,8 @@ class MediaWorkerSettings:
     """Settings that a worker gets when it starts.
 
     `processor`, `config`, `limits`: the checkpoint's. `shared_dir`: an existing private directory for `SharedArrays`,
-    on tmpfs. `picture_cpu_s`, `video_cpu_s`: CPU seconds for one medium, after which the kernel ends the worker.
+    on tmpfs. `picture_cpu_s`, `video_cpu_s`, `audio_cpu_s`: CPU seconds for one medium, after which the kernel ends the
+    worker.
     """
 
     processor: type[MultimodalProcessor]
@@ -44,12 +47,25 @@ class MediaWorkerSettings:
     shared_dir: Path
     picture_cpu_s: float
     video_cpu_s: float
+    audio_cpu_s: float
+
+    def cpu_s(self, modality: Modality) -> float:
+        """Return the CPU seconds for one medium."""
+        limits = {
+            Modality.IMAGE: self.picture_cpu_s,
+            Modality.VIDEO: self.video_cpu_s,
+            Modality.AUDIO: self.audio_cpu_s,
+        }
+        return limits[modality]
 
     @property
     def memory_bytes(self) -> int:
         """The memory that the largest allowed media can take."""
         pixels, frame_pixels = self.limits.decode.max_image_pixels, self.limits.video.max_frame_pixels
-        return _FIXED_BYTES + max(_BYTES_PER_PIXEL * pixels, _BYTES_PER_FRAME_PIXEL * frame_pixels)
+        sound = 0
+        if self.config.audio is not None:
+            sound = int(self.limits.audio.max_duration_s * self.config.audio.rate * _BYTES_PER_SAMPLE)
+        return _FIXED_BYTES + max(_BYTES_PER_PIXEL * pixels, _BYTES_PER_FRAME_PIXEL * frame_pixels) + sound
 
 
 def run_worker(
@@ -78,7 +94,7 @@ def run_worker(
     parent.ready({})
     while True:
         order: WorkOrder = channel.receive()
-        allow_cpu_time(settings.picture_cpu_s if order.video_knobs is None else settings.video_cpu_s)
+        allow_cpu_time(settings.cpu_s(order.modality))
         channel.send(channel.encode(WorkBegun()))
         answer = _answer(maker, order, settings)
         try:
@@ -90,11 +106,9 @@ def run_worker(
         del order, answer, frames
 
 
-def _answer(
-    maker: DirectMaker, order: WorkOrder, settings: MediaWorkerSettings
-) -> ProcessedMedium | WorkRefused | WorkFailed:
+def _answer(maker: DirectMaker, order: WorkOrder, settings: MediaWorkerSettings) -> Made | WorkRefused | WorkFailed:
     try:
-        return maker.make(order.work())
+        return maker.look(order.work()) if order.looks else maker.make(order.work())
     except Exception as error:
         if _is_out_of_memory(error):
             what = _too_much(order, settings)
@@ -115,7 +129,11 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _too_much(order: WorkOrder, settings: MediaWorkerSettings) -> str:
-    setting = "--max-image-pixels" if order.video_knobs is None else "--max-video-frame-pixels"
+    setting = {
+        Modality.IMAGE: "--max-image-pixels",
+        Modality.VIDEO: "--max-video-frame-pixels",
+        Modality.AUDIO: "--max-audio-duration-s",
+    }[order.modality]
     return (
         f"the {order.what} takes more memory than the {settings.memory_bytes / _GIB:.1f} GiB that decoding one may "
         f"(they follow from {setting}): the process that decoded it was ended"

@@ -1,4 +1,4 @@
-"""Fetches, decodes and resizes pictures and videos for one event loop. Equal media are made once at a time.
+"""Fetches, decodes and processes media for one event loop. Equal media are made once at a time.
 
 The maker does the work that costs CPU time, and decides its order. Fetching costs none, and each fetch waits only for
 its own host. Fetched files take part of a bounded memory until they are processed.
@@ -10,12 +10,14 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from traceback import clear_frames
 
+from processors.audio.options import AudioKnobs
 from processors.embeds import parse_embeds
 from processors.families.base import ImageKnobs, MultimodalProcessor, ProcessedMedium
+from processors.fetch.embedder import Embedder, EmbedderError
 from processors.fetch.fetching import MediaFetcher, off_loop
 from processors.fetch.limits import Claim
 from processors.fetch.sources import VideoSources, call_off, file_from
@@ -23,11 +25,13 @@ from processors.hashing import digest_fields
 from processors.inputs import Modality
 from processors.knobs import check_image_knobs
 from processors.pool.maker import FatalMediumError, MediaMaker, MediaWork, ThreadMaker, closing_error
-from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
-from processors.video.options import VideoKnobs, check_knobs
+from processors.pool.requests import AudioRequest, EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
+from processors.processed import nbytes_of
+from processors.video.options import Focus, VideoKnobs, check_knobs
 from vlmserve_common.errors import BadRequestError
 
 _MOST_FATAL = 1024
+_MOST_LOOKING = 8  # clips that are compared with questions at a time; their frames take a few MB each
 
 
 def _ignore() -> None:
@@ -54,6 +58,7 @@ class ProcessorPool:
     maker.
 
     `maker`: makes patches from files; threads by default. Pillow pictures and embeddings always stay with the threads.
+    `embedder`: compares frames of clips with questions.
     """
 
     def __init__(
@@ -62,11 +67,14 @@ class ProcessorPool:
         fetcher: MediaFetcher,
         settings: PoolSettings,
         maker: MediaMaker | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self._processor = processor
         self._threads = ThreadMaker(processor, settings.max_workers)
         self._maker = maker or self._threads
         self._fetcher = fetcher
+        self._embedder = embedder
+        self._looking = asyncio.Semaphore(_MOST_LOOKING)
         self._videos = VideoSources(
             fetcher, max_frames=processor.limits.video.max_frames, at_a_time=settings.max_frame_downloads
         )
@@ -122,13 +130,21 @@ class ProcessorPool:
         try:
             if isinstance(request, VideoRequest):
                 check_knobs(request.knobs or VideoKnobs())
+                self._check_sampling(request.knobs)
             elif isinstance(request, ImageRequest):
                 check_image_knobs(request.knobs or ImageKnobs())
-            else:
+            elif isinstance(request, EmbedsRequest):
                 self._processor.check_embeds_allowed()
         except BadRequestError as error:
             error.param = error.param or request.param
             raise
+
+    def _check_sampling(self, knobs: VideoKnobs | None) -> None:
+        if knobs is not None and knobs.sampling == "question" and self._embedder is None:
+            raise BadRequestError(
+                "sampling question needs a server of embeddings, and this one knows none (setting --embedder-url)",
+                code="invalid_value",
+            )
 
     def _begin(self, request: MediaRequest, client: str, fetched: Callable[[], None]) -> asyncio.Task[ProcessedMedium]:
         task = asyncio.create_task(self._load(request, client, fetched))
@@ -150,7 +166,11 @@ class ProcessorPool:
             raise BadRequestError(error.message, param=param, code=error.code, status=error.status) from error
 
     async def _load_file(
-        self, request: ImageRequest | VideoRequest, claim: Claim, client: str, fetched: Callable[[], None]
+        self,
+        request: ImageRequest | VideoRequest | AudioRequest,
+        claim: Claim,
+        client: str,
+        fetched: Callable[[], None],
     ) -> ProcessedMedium:
         work = await self._fetch(request, claim)
         fetched()
@@ -170,11 +190,16 @@ class ProcessorPool:
 
         return await self._threads.call(process)
 
-    async def _fetch(self, request: ImageRequest | VideoRequest, claim: Claim) -> MediaWork:
+    async def _fetch(self, request: ImageRequest | VideoRequest | AudioRequest, claim: Claim) -> MediaWork:
+        if isinstance(request, AudioRequest):
+            sound = await file_from(request.source, self._fetcher, claim, Modality.AUDIO)
+            return MediaWork(files=[sound], knobs=AudioKnobs())
         if isinstance(request, ImageRequest):
             picture = await file_from(request.source, self._fetcher, claim)
             return MediaWork(files=[picture], knobs=request.knobs or ImageKnobs())
-        video = await self._videos.fetch(request.source, claim)
+        video = await self._videos.fetch(
+            request.source, claim, limited=not (request.knobs and request.knobs.h264_frames)
+        )
         files = [video] if isinstance(video, bytes) else video
         return MediaWork(files=files, knobs=request.knobs or VideoKnobs(), listed=not isinstance(video, bytes))
 
@@ -203,6 +228,7 @@ class ProcessorPool:
 
     async def _make(self, key: bytes, work: MediaWork, client: str) -> ProcessedMedium:
         try:
+            work = await self._focused(work, client)
             made = await self._maker.make(work, client=client)
         except FatalMediumError as error:
             what = f"{error.message}; it is not tried again"
@@ -211,8 +237,29 @@ class ProcessorPool:
             if len(self._fatal) > _MOST_FATAL:
                 del self._fatal[next(iter(self._fatal))]
             raise
-        self._cache.put(key, made)
+        if not (isinstance(work.knobs, VideoKnobs) and work.knobs.focus is not None and work.knobs.focus.may_do):
+            self._cache.put(key, made)
         return made
+
+    async def _focused(self, work: MediaWork, client: str) -> MediaWork:
+        """Return the work with what the embedder says of a clip that is sampled by a question."""
+        knobs = work.knobs
+        if not isinstance(knobs, VideoKnobs) or knobs.sampling != "question" or work.listed:
+            return work
+        focus = knobs.focus or Focus(question="")
+        if not focus.question:
+            focus = replace(focus, failure="there is no text beside the video")
+        else:
+            assert self._embedder is not None
+            async with self._looking:
+                try:
+                    self._embedder.check_asked()
+                    found = await self._maker.look(work, client=client)
+                    near = await self._embedder.nearness(focus.question, found.pictures)
+                    focus = replace(focus, nearness=tuple(zip(found.places, near, strict=True)))
+                except EmbedderError as error:
+                    focus = replace(focus, failure=str(error))
+        return replace(work, knobs=replace(knobs, focus=focus))
 
 
 @dataclass(slots=True)
@@ -226,12 +273,12 @@ class _InWork:
 def _check_room(there: int, more: int, limit: int) -> None:
     if more > limit:
         raise BadRequestError(
-            f"{more} pictures and videos in one request, the limit is {limit} (setting --max-queued-media)",
+            f"{more} media in one request, the limit is {limit} (setting --max-queued-media)",
             code="too_many_media",
         )
     if there + more > limit:
         raise BadRequestError(
-            f"{there} pictures and videos are being processed and {more} more came, the limit is {limit} (setting "
+            f"{there} media are being processed and {more} more came, the limit is {limit} (setting "
             "--max-queued-media); try again later",
             code="server_busy",
             status=429,
@@ -261,13 +308,13 @@ class ProcessorCache:
 
     def put(self, key: bytes, medium: ProcessedMedium) -> None:
         """Keep `medium`, and evict the least recently used for it. A medium larger than the cache is not kept."""
-        if medium.feature.nbytes > self._max_bytes:
+        if nbytes_of(medium) > self._max_bytes:
             return
         old = self._entries.pop(key, None)
         if old is not None:
-            self._bytes -= old.feature.nbytes
+            self._bytes -= nbytes_of(old)
         self._entries[key] = medium
-        self._bytes += medium.feature.nbytes
+        self._bytes += nbytes_of(medium)
         while self._bytes > self._max_bytes:
             _, evicted = self._entries.popitem(last=False)
-            self._bytes -= evicted.feature.nbytes
+            self._bytes -= nbytes_of(evicted)

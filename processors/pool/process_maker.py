@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from processors.families.base import MultimodalProcessor
+from processors.families.base import MultimodalProcessor, modality_of
+from processors.inputs import Modality
 from processors.pool import prepare_processes
-from processors.pool.maker import MediaWork, closing_error
+from processors.pool.maker import Made, MediaWork, closing_error
 from processors.pool.media_process import MediaJob, MediaProcess, NotBegunError, WorkerBugError
 from processors.pool.media_worker import MediaWorkerSettings, run_worker
 from processors.pool.messages import WorkOrder
 from processors.pool.turns import BYTES_PER_S, Turns
-from processors.processed import ProcessedImage, ProcessedMedium, ProcessedVideo
+from processors.processed import ProcessedMedium, features_of
+from processors.video.adaptive import FirstLook
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import Parent
 from vlmserve_common.process.supervisor import ProcessPlan
@@ -37,14 +39,15 @@ class ProcessSettings:
     """Settings of the worker processes.
 
     `count`: worker processes. `shared_dir`: an existing private directory for `SharedArrays`, on tmpfs. `picture_s`,
-    `video_s`: seconds to decode one; a list of frames is a video. `video_grace_s`: see `MediaJob`. `startup_timeout_s`:
-    for a worker's start. `first_pause_s`: see `ProcessPlan`.
+    `video_s`, `audio_s`: seconds to decode one; a list of frames is a video. `video_grace_s`: see `MediaJob`.
+    `startup_timeout_s`: for a worker's start. `first_pause_s`: see `ProcessPlan`.
     """
 
     count: int
     shared_dir: Path
     picture_s: float = 10.0
     video_s: float = 300.0
+    audio_s: float = 60.0
     video_grace_s: float = 30.0
     startup_timeout_s: float = 120.0
     first_pause_s: float = 1.0
@@ -72,6 +75,7 @@ class ProcessMaker:
             shared_dir=settings.shared_dir,
             picture_cpu_s=settings.picture_s,
             video_cpu_s=(settings.video_s + settings.video_grace_s) * processor.limits.video.decode_threads,
+            audio_cpu_s=settings.audio_s + settings.video_grace_s,
         )
         prepare_processes()
         atexit.register(self.close_now)  # or multiprocessing would wait for the workers for ever
@@ -118,26 +122,35 @@ class ProcessMaker:
 
     async def make(self, work: MediaWork, *, client: str = "") -> ProcessedMedium:
         order = WorkOrder.of(work)
+        made = await self._done(order, work, client)
+        if isinstance(made, FirstLook) or modality_of(made) is not order.modality:
+            raise WorkerBugError(f"a worker made a {type(made).__name__} of a {order.what}")
+        for feature in features_of(made):
+            feature.flags.writeable = False
+        return made
+
+    async def look(self, work: MediaWork, *, client: str = "") -> FirstLook:
+        found = await self._done(WorkOrder.of(work, looks=True), work, client)
+        if not isinstance(found, FirstLook):
+            raise WorkerBugError(f"a worker made a {type(found).__name__} of a look at a video")
+        return found
+
+    async def _done(self, order: WorkOrder, work: MediaWork, client: str) -> Made:
         given = self._settings
-        seconds, grace_s = (given.video_s, given.video_grace_s) if work.is_video else (given.picture_s, 0.0)
-        kind = ProcessedVideo if work.is_video else ProcessedImage
-        async with self._turns.turn(cost=work.cost, clip=work.is_video, client=client):
+        limits = {Modality.IMAGE: given.picture_s, Modality.VIDEO: given.video_s, Modality.AUDIO: given.audio_s}
+        seconds, grace_s = limits[order.modality], given.video_grace_s if work.is_clip else 0.0
+        async with self._turns.turn(cost=work.cost, clip=work.is_clip, client=client):
             for _ in range(_MAX_TRIES):
                 worker = await self._take_worker()
                 job = MediaJob(order=order, seconds=seconds, grace_s=grace_s)
                 try:
-                    made = await worker.make(job)
+                    return await worker.make(job)
                 except NotBegunError as error:  # something else was in its way, such as a signal
                     reason = str(error)
                 except Exception:
                     if self._closing:
                         raise closing_error() from None
                     raise
-                else:
-                    if not isinstance(made, kind):
-                        raise WorkerBugError(f"a worker made a {type(made).__name__} of a {order.what}")
-                    made.feature.flags.writeable = False
-                    return made
                 finally:
                     self._idle.append(worker)
                     self._freed.set()

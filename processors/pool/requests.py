@@ -43,6 +43,13 @@ class VideoRequest(_Request):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AudioRequest(_Request):
+    """One sound to load. `source`: a URL, a file or its bytes; of a clip it is the sound track."""
+
+    source: str | bytes | MediaFile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EmbedsRequest(_Request):
     """One medium that comes as embeddings. `source`: a URL, a safetensors file or its bytes, or tensors by name."""
 
@@ -50,4 +57,4 @@ class EmbedsRequest(_Request):
     modality: Modality = Modality.IMAGE
 
 
-MediaRequest: TypeAlias = ImageRequest | VideoRequest | EmbedsRequest
+MediaRequest: TypeAlias = ImageRequest | VideoRequest | AudioRequest | EmbedsRequest

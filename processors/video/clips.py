@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import numpy as np
 
-from processors.hashing import media_digest, original_digest, patch_digest
+from processors.hashing import fewer_digest, media_digest, original_digest, patch_digest
 from processors.inputs import Modality
 from processors.processed import ProcessedVideo
+from processors.pruning import NOTHING_LEAVES, Pruning, kept_counts, without_repeats
 from processors.resize import (
     Allocate,
     PatchConfig,
@@ -30,6 +31,7 @@ from processors.resize import (
     planes,
     resize_frames,
 )
+from processors.video.adaptive import FirstLook, adapt, look
 from processors.video.frame_choice import ClipInfo, FrameChoice
 from processors.video.options import VideoKnobs, VideoLimits, check_knobs
 from processors.video.rules import VideoRules
@@ -39,9 +41,11 @@ if TYPE_CHECKING:
     from processors.video.decoding import Clip
 
 _CODE = "invalid_value"
+# A clip of which exact repeats leave may have so many times the tokens of the context before: it is decoded whole.
+_MOST_REPEATS = 8
 # qwen_vl_utils' rate of frames that come as a list, where nothing is said
 _LIST_FPS = 2.0
-_OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end")
+_OF_FILES = ("num_frames", "min_frames", "max_frames", "do_sample_frames", "video_start", "video_end", "sampling")
 
 
 _T = TypeVar("_T")
@@ -65,7 +69,7 @@ class _Reading:
 class VideoProcessor:
     """Processes the clips of one checkpoint. It has no state, so any number of threads can use it.
 
-    `resize_later`: as in `ProcessorLimits`.
+    `resize_later`, `pruning`: as in `ProcessorLimits`. `even_times`: as in `MultimodalProcessor`.
     """
 
     def __init__(
@@ -76,27 +80,53 @@ class VideoProcessor:
         allocate: Allocate = np.empty,
         *,
         resize_later: bool = False,
+        pruning: Pruning = NOTHING_LEAVES,
+        even_times: bool = False,
     ) -> None:
         self.limits = limits
         self._resize_later = resize_later and not rules.resize_in_float
         self._allocate = allocate
+        self._pruning = pruning
+        self._even_times = even_times
         self._rules = rules
         self._patches = patches
 
     def process_clip(self, data: bytes, knobs: VideoKnobs) -> ProcessedVideo:
         """Process a video file's bytes. Raises BadRequestError."""
-        check_knobs(knobs)
+        self._check(knobs)
         try:
             return self._process_file(data, knobs, later=self._resize_later)
         except OtherSizeError:
             return self._process_file(data, knobs, later=False)
 
-    def _process_file(self, data: bytes, knobs: VideoKnobs, *, later: bool) -> ProcessedVideo:
+    def look(self, data: bytes, knobs: VideoKnobs) -> FirstLook:
+        """Return the frames of a video file that are to be compared with a question. Raises BadRequestError."""
+        self._check(knobs)
+        clip, choice = self._opened(data, knobs)
+        return look(choice, clip.info.times, clip.info.rate, clip.keys, clip.read, knobs)
+
+    def _check(self, knobs: VideoKnobs) -> None:
+        check_knobs(knobs)
+        if knobs.sampling is not None and self._even_times:
+            raise BadRequestError(
+                f"sampling {knobs.sampling} is not for this model: it takes the frames of a video to be evenly spread "
+                "in time",
+                code="invalid_value",
+            )
+
+    def _opened(self, data: bytes, knobs: VideoKnobs) -> tuple[Clip, FrameChoice]:
+        """Return a clip, and the rule's choice of its frames."""
         from processors.video.decoding import Clip  # only who gets a video needs PyAV
 
         clip = Clip(data, self.limits)
         choice = self._rules.choose(clip.info.times, clip.info.rate, knobs)
         self._check_count("the request asks for", len(choice.indices))
+        return clip, choice
+
+    def _process_file(self, data: bytes, knobs: VideoKnobs, *, later: bool) -> ProcessedVideo:
+        clip, choice = self._opened(data, knobs)
+        if knobs.sampling is not None:
+            choice = adapt(choice, clip.info.times, clip.info.rate, clip.keys, clip.read, knobs)
         return self._process(self._reading(clip, choice.indices), choice, clip.info, knobs, later=later)
 
     def process_frames(self, frames: Iterator[np.ndarray], count: int, knobs: VideoKnobs) -> ProcessedVideo:
@@ -120,6 +150,17 @@ class VideoProcessor:
         every = chain([first], frames)
         reading = _Reading(opens=[lambda: nullcontext(every)])
         return self._process(reading, choice, info, knobs, later=self._resize_later)
+
+    def process_units(self, units: Sequence[bytes], knobs: VideoKnobs) -> ProcessedVideo:
+        """Process the frames `knobs.h264_frames` of an H.264 stream's access units. Raises BadRequestError."""
+        from processors.video.access_units import decode_units  # only who gets a stream needs PyAV
+
+        wanted = knobs.h264_frames or ()
+        if not wanted or sorted(wanted) != list(wanted) or not 0 <= wanted[0] <= wanted[-1] < len(units):
+            raise BadRequestError(
+                f"h264_frames is {list(wanted)}; it must name some of {len(units)} access units", code=_CODE
+            )
+        return self.process_frames(decode_units(units, wanted, self.limits), len(wanted), knobs)
 
     def _check_count(self, what: str, count: int) -> None:
         limit = self.limits.max_frames
@@ -147,27 +188,34 @@ class VideoProcessor:
         count = len(choice.indices)
         height, width, clamps = self._rules.fit(count, info.height, info.width, knobs)
         t = math.ceil(count / depth)
-        num_tokens = t * (height // factor) * (width // factor)
-        limit = self.limits.max_tokens
-        if limit is not None and num_tokens >= limit:
-            raise BadRequestError(
-                f"the video takes {num_tokens} tokens ({count} frames of {width}x{height} pixels), the context has "
-                f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels",
-                code="context_length_exceeded",
-            )
+        places = (height // factor) * (width // factor)
+        pruning = self._pruning_of(knobs)
+        counts = kept_counts(t, places, pruning.rate)
+        num_tokens = sum(counts) or t * places
+        self._check_tokens(num_tokens, count, (width, height), _MOST_REPEATS if pruning.skip_repeats else 1)
         source = info.height, info.width
-        later = later and fit_to_resize_later(t * depth, source, (height, width))
+        later = later and not pruning.skip_repeats and fit_to_resize_later(t * depth, source, (height, width))
         grid = (t, height // self._patches.patch_size, width // self._patches.patch_size)
         feature, digests = self._cut(reading, grid, source if later else None)
+        kept: tuple[bytes, ...] = ()
+        if pruning.skip_repeats:
+            kept, feature, digests = without_repeats(feature, grid, digests, self._patches.merge_size, self._allocate)
+            feature.flags.writeable = False
+            num_tokens = sum(part.count(1) for part in kept) or num_tokens
+            self._check_tokens(num_tokens, count, (width, height))
+        overruled = ("skip_repeats",) if knobs.skip_repeats and not pruning.skip_repeats else ()
         times = [*choice.times, *repeat(choice.times[-1], t * depth - count)]
         return ProcessedVideo(
-            digest=media_digest(Modality.VIDEO, grid, digests),
+            digest=fewer_digest(media_digest(Modality.VIDEO, grid, digests), kept, counts),
             patch_digests=digests,
             grid_thw=grid,
             feature=feature,
             normalization=self._patches.normalization(frames=depth),
             resizing=self._patches.resizing if later else None,
             num_tokens=num_tokens,
+            kept=kept,
+            counts=counts,
+            pruning=pruning,
             source_size=(info.width, info.height),
             frame_indices=choice.indices,
             frame_times=choice.times,
@@ -178,9 +226,31 @@ class VideoProcessor:
             source_frames=info.num_frames,
             sampling=choice.rule,
             sample_fps=choice.fps,
+            probes=choice.probes,
+            scene_changes=choice.scene_changes,
+            nearest=choice.nearest,
+            fallback=choice.fallback,
             clamps=choice.clamps + clamps,
-            ignored=tuple(dict.fromkeys(choice.ignored + self._rules.ignored(knobs))),
+            ignored=tuple(dict.fromkeys((*choice.ignored, *self._rules.ignored(knobs), *overruled))),
         )
+
+    def _check_tokens(self, tokens: int, count: int, size: tuple[int, int], times: int = 1) -> None:
+        """Raise BadRequestError for a clip of so many times the context. `count`, `size`: of its frames."""
+        limit = self.limits.max_tokens
+        if limit is not None and tokens >= limit * times:
+            more = f"; before repeats leave, it may be less than {times} times that" if times > 1 else ""
+            raise BadRequestError(
+                f"the video takes {tokens} tokens ({count} frames of {size[0]}x{size[1]} pixels), the context has "
+                f"{limit} (setting --max-model-len): ask for less by fps, max_frames, max_pixels or total_pixels{more}",
+                code="context_length_exceeded",
+            )
+
+    def _pruning_of(self, knobs: VideoKnobs) -> Pruning:
+        """Return what leaves a clip. A rate puts exact repeats aside: there would be no place to compare with."""
+        own = self._pruning
+        rate = own.rate if knobs.video_pruning_rate is None else float(knobs.video_pruning_rate)
+        skips = own.skip_repeats if knobs.skip_repeats is None else knobs.skip_repeats
+        return Pruning(skip_repeats=skips and not rate, rate=rate)
 
     def _cut(
         self, reading: _Reading, grid: tuple[int, int, int], original: tuple[int, int] | None

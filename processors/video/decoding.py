@@ -117,10 +117,14 @@ class Clip:
 
         All but the last hold a multiple of `multiple`.
         """
-        keys = [bisect.bisect_left(self._pts, key) for key in self._keys]
         # Not as many as there are threads: what a damaged clip shows behind the damage depends on where decoding began,
         # and should not depend on the machine.
-        return stretches(indices, keys, multiple=multiple, most=_STRETCHES)
+        return stretches(indices, self.keys, multiple=multiple, most=_STRETCHES)
+
+    @property
+    def keys(self) -> list[int]:
+        """The numbers of the keyframes, ascending."""
+        return [bisect.bisect_left(self._pts, key) for key in self._keys]
 
     @property
     def threads(self) -> int:

@@ -45,7 +45,10 @@ class FrameChoice:
     """The frames to use. `indices`: their numbers in the clip, ascending. `times`: their times in seconds. `fps`:
     frames used per second of the clip.
 
-    `rule`: the rule's name. `clamps`: knobs that limits changed. `ignored`: knobs without effect.
+    `rule`: the rule's name. `clamps`: knobs that limits changed. `ignored`: knobs without effect. `probes`,
+    `scene_changes`: frames that the first pass of adaptive sampling looked at, and the seconds at which it saw a new
+    scene, the largest changes if there are many. `nearest`: the seconds nearest to a question, the nearest first.
+    `fallback`: why frames were not chosen by it.
     """
 
     indices: tuple[int, ...]
@@ -54,6 +57,10 @@ class FrameChoice:
     rule: str
     clamps: tuple[Clamp, ...] = ()
     ignored: tuple[str, ...] = ()
+    probes: int = 0
+    scene_changes: tuple[float, ...] = ()
+    nearest: tuple[float, ...] = ()
+    fallback: str = ""
 
 
 class Sampler(Protocol):

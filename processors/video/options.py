@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from processors.knobs import LARGEST, check_consistent, check_count, check_number, named
+from processors.knobs import LARGEST, check_consistent, check_count, check_flag, check_number, named, shown
+from processors.pruning import MOST_PRUNING
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
 
@@ -86,6 +87,24 @@ class VideoDefaults:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Focus:
+    """What sampling by a question goes by.
+
+    `question`: its text. `nearness`: a frame's number and how near it is to the question, a cosine, for each frame of
+    the first pass; empty before that, and of a clip whose frames are all used. `failure`: why there is none.
+    """
+
+    question: str
+    nearness: tuple[tuple[int, float], ...] = ()
+    failure: str = ""
+
+    @property
+    def may_do(self) -> bool:
+        """Whether another try may succeed where this one has failed."""
+        return bool(self.question and self.failure)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoKnobs:
     """A request's wishes for one video (the fields of Qwen's message parts); None keeps the default.
 
@@ -94,7 +113,12 @@ class VideoKnobs:
     frame. `total_pixels`: area of the whole clip. `resized_height`, `resized_width`: a frame's size, rounded to whole
     tokens; it replaces all areas. `video_start`, `video_end`: the part to use, in seconds. `do_sample_frames`: False
     uses every frame. `defaults`: the request's values for all its videos. A list of frames is always used whole, and
-    fps is the rate at which its frames were taken.
+    fps is the rate at which its frames were taken. `skip_repeats`: leave exact repeats out. `video_pruning_rate`: the
+    share of its tokens that leaves by EVS's measure; see `processors.pruning`. `sampling`: "adaptive" for more frames
+    where more changes, "question" for more of them near to `focus`; see `processors.video.adaptive`. `h264_frames`: the
+    list holds the access units of an H.264 stream in place of pictures, and these are the numbers of those that are
+    used.
+    `use_audio_in_video`: the model hears the clip, too.
     """
 
     fps: int | float | None = None
@@ -109,8 +133,14 @@ class VideoKnobs:
     video_start: int | float | None = None
     video_end: int | float | None = None
     do_sample_frames: bool | None = None
+    skip_repeats: bool | None = None
+    video_pruning_rate: int | float | None = None
+    sampling: str | None = None
     count_word: str | None = None
+    use_audio_in_video: bool | None = None
     defaults: VideoDefaults | None = None
+    h264_frames: tuple[int, ...] | None = None
+    focus: Focus | None = None
 
     def word(self, name: str) -> str:
         """Return the request's name for a field."""
@@ -161,8 +191,15 @@ def check_knobs(knobs: VideoKnobs) -> None:
     for name in ("min_frames", "max_frames", *areas):
         check_count(name, getattr(knobs, name))
     check_number("fps", knobs.fps, "a number", least=_LEAST_FPS, most=_MOST_FPS)
+    check_flag("skip_repeats", knobs.skip_repeats)
+    check_number("video_pruning_rate", knobs.video_pruning_rate, "a share", least=0, most=MOST_PRUNING)
     for name in ("video_start", "video_end"):
         check_number(name, getattr(knobs, name), "a number of seconds", least=0, most=LARGEST)
+    if knobs.sampling not in (None, "adaptive", "question"):
+        what = f'sampling is {shown(knobs.sampling)}; it must be "adaptive" or "question"'
+        raise BadRequestError(what, code="invalid_value")
+    if knobs.sampling and knobs.do_sample_frames is False:
+        raise BadRequestError("sampling and do_sample_frames false exclude each other", code="invalid_value")
     if knobs.fps is not None and knobs.num_frames is not None:
         raise BadRequestError(f"fps and {num_frames} exclude each other", code="invalid_value")
     check_consistent(knobs)

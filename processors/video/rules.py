@@ -29,7 +29,7 @@ from processors.video.frame_sizes import (
 from processors.video.options import RuleSettings, Sampling, VideoConfig, VideoDefaults, VideoKnobs
 
 # Tokens of a frame at least and at most, of all references; of a clip with its temporal patches, of qwen_vl_utils
-_MIN_TOKENS, _MAX_TOKENS, _TOTAL_TOKENS = 128, 768, 115200
+MIN_TOKENS, MAX_TOKENS, _TOTAL_TOKENS = 128, 768, 115200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,8 @@ def qwen_vl_utils_rules(settings: RuleSettings) -> VideoRules:
     sample = partial(qwen_vl_utils_indices, depth=depth)
     sizer = QwenVLUtilsSizes(
         settings=settings,
-        low=_MIN_TOKENS * token,
-        high=_MAX_TOKENS * token,
+        low=MIN_TOKENS * token,
+        high=MAX_TOKENS * token,
         total_pixels=_TOTAL_TOKENS * token,
         setting=f"--video-sampling {rule}",
     )
@@ -120,7 +120,7 @@ def time_grid_rules(settings: RuleSettings) -> VideoRules:
     token = settings.patches.factor**2
     return VideoRules(
         chooser=OnTimeGrid(settings=settings),
-        sizer=FrameSizer(settings=settings, low=4 * token, high=_MAX_TOKENS * token),
+        sizer=FrameSizer(settings=settings, low=4 * token, high=MAX_TOKENS * token),
         unused=("num_frames", "min_frames", "total_pixels", CAP),
     )
 
@@ -135,6 +135,6 @@ SHARED_RULES: Mapping[Sampling, Callable[[RuleSettings], VideoRules]] = {
 def _checkpoint_areas(config: VideoConfig, token: int) -> tuple[int, int]:
     """Return the checkpoint's smallest and largest area, or the family's defaults. `token`: pixels of a token in the
     defaults."""
-    low = _MIN_TOKENS * token if config.min_pixels is None else config.min_pixels
-    high = _MAX_TOKENS * token if config.max_pixels is None else config.max_pixels
+    low = MIN_TOKENS * token if config.min_pixels is None else config.min_pixels
+    high = MAX_TOKENS * token if config.max_pixels is None else config.max_pixels
     return low, max(low, high)

@@ -86,7 +86,7 @@ def _format_of(data: bytes) -> str:
     if not data:
         raise BadRequestError("the video is empty (zero bytes)", code=INVALID_VIDEO)
     found = file_format(data)
-    if found is not None and found.ffmpeg is not None:
+    if found is not None and found.ffmpeg is not None and found.kind != "sound":
         return found.ffmpeg
     if found is not None and found.kind == "picture":
         what = f"the data is {found.called}, not a video: send it in a part of type image_url, or image"

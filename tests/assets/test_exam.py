@@ -296,7 +296,7 @@ def test_the_report_adds_up(level: Level, kind: str, measure: str, mean: float) 
 
 
 def test_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(ask, "asker", lambda base_url, model: lambda messages: "Yes.")
+    monkeypatch.setattr(ask, "asker", lambda base_url, model, body: lambda messages: "Yes.")
     out = tmp_path / "report.json"
     options = ["--count", "12", "--seed", "3", "--show-wrong", "2", "--out", str(out)]
     assert ask.main(options) == 0

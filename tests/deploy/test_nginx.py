@@ -103,6 +103,7 @@ class Proxy:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     words = [sys.executable, "-m", "vlmserve.cli", "serve", "--port", "0", "--num-threads", "1"]
+    words += ["--allowed-hosts", "media.example"]
     server = ServerProcess(words, tmp_path_factory.mktemp("serve") / "run")
     yield server
     server.end()

@@ -83,7 +83,7 @@ def move_engine(llm: LLM, cuda: FakeCuda) -> ModelRunner:
             head_dim=config.head_dim,
             dtype=runner.kv_cache.dtype,
             device=CUDA,
-            further=runner.model.guessing_kv,
+            further=runner.model.further_kv,
         ),
         req_to_token_pool=ReqToTokenPool(pool.size, pool.max_context_len, CUDA),
         attn_backend=GatheringBackend(),

@@ -145,13 +145,13 @@ def test_a_full_pool_refuses(make_pool, processor, monkeypatch):
     async def scenario():
         pool = make_pool(max_workers=1, max_queued=3)
         one = [ImageRequest(source=encoded(picture(30, 30)))]
-        with pytest.raises(BadRequestError, match="4 pictures and videos in one request, the limit is 3") as caught:
+        with pytest.raises(BadRequestError, match="4 media in one request, the limit is 3") as caught:
             await pool.load(one * 4)
         assert caught.value.status == 400
         running = asyncio.create_task(pool.load(one * 2))
         await gate.someone_arrived()
         assert pool.in_pool == 2
-        with pytest.raises(BadRequestError, match=r"2 pictures and videos are .* 2 more came") as caught:
+        with pytest.raises(BadRequestError, match=r"2 media are .* 2 more came") as caught:
             await pool.load(one * 2)
         assert caught.value.status == 429
         last = asyncio.create_task(pool.load(one))

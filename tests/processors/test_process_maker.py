@@ -166,6 +166,16 @@ def test_threads_and_processes_agree_about_everything_also_at_once(real):
         assert facts_of(made) == facts_of(here(CASES[name])), name
 
 
+def test_a_look_at_a_clip_is_the_same_in_threads_and_processes(real):
+    work = MediaWork(files=[CLIP], knobs=VideoKnobs(sampling="question", num_frames=4))
+    found = run(real.maker.look(work))
+    assert found == DirectMaker(real.processor).look(work)
+    assert found.places
+    assert all(file.startswith(b"\xff\xd8") for file in found.pictures)
+    with pytest.raises(BadRequestError, match="video"):
+        run(real.maker.look(dataclasses.replace(work, files=[GOOD])))
+
+
 def test_patches_lie_where_the_worker_wrote_them_and_are_handed_on_as_they_are(real):
     made = run(real.maker.make(picture_work(LARGE)))
     assert made.feature.nbytes >= MAPPED_FROM_BYTES

@@ -196,7 +196,7 @@ def test_a_folder_without_settings(tmp_path):
 @pytest.mark.parametrize("model_type", ["llama", None, ["qwen2_vl"]])
 def test_an_unknown_family(tmp_path, model_type):
     write_checkpoint(tmp_path, "qwen2_vl")
-    known = r"\['qwen2_5_vl', 'qwen2_vl', 'qwen3_5', 'qwen3_5_moe', 'qwen3_vl', 'qwen3_vl_moe'\]"
+    known = r"\['qwen2', 'qwen2_5_omni', 'qwen2_5_vl', 'qwen2_vl', 'qwen3', 'qwen3_5', 'qwen3_5_moe', "
     with pytest.raises(CheckpointError, match=f"not supported, only {known}"):
         make_processor(tmp_path, {"model_type": model_type})
 

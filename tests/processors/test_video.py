@@ -565,7 +565,7 @@ def test_identity_is_content_grid_and_speed(folder):
     frames = [picture(64, 64, seed) for seed in range(4)]
 
     def key(video):
-        return processor.expand(tokenizer.encode(TRIPLE), [video]).mm_inputs.items[0].media_key
+        return processor.expand(tokenizer.encode(TRIPLE), [video]).mm_inputs.items[0].patch_keys
 
     slow = processor.process_video(frames, VideoKnobs(fps=1.0))
     assert key(slow) == key(processor.process_video(list(frames), VideoKnobs(fps=1.0)))

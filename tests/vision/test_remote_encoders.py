@@ -343,10 +343,14 @@ def test_an_impostor_that_does_not_know_the_key_gets_nothing(caplog):
 
 
 def test_another_version_is_named(encoders, caplog, monkeypatch):
-    monkeypatch.setattr(encoder_server, "PROTOCOL", 2)
+    monkeypatch.setattr(encoder_server, "PROTOCOL", protocol.PROTOCOL + 1)
     encoders.append(Encoder())
     with consumer(encoders[0].url):
-        await_that(lambda: "not used: the protocol's version is 2 there and 1 here" in caplog.text)
+        await_that(
+            lambda: (
+                f"the protocol's version is {protocol.PROTOCOL + 1} there and {protocol.PROTOCOL} here" in caplog.text
+            )
+        )
 
 
 @pytest.mark.parametrize(

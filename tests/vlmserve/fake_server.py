@@ -135,7 +135,7 @@ class FakeFrontend:
         self.requests = 0
         self.app = self._answer
 
-    def start(self) -> None:
+    async def start(self) -> None:
         pass
 
     def handle(self, message: Any) -> None:

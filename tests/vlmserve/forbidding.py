@@ -1,5 +1,7 @@
 """Logits processors as an operator would write them."""
 
+import time
+
 import torch
 
 
@@ -28,4 +30,17 @@ class Fails:
     def apply(self, logits, prompt_ids, output_ids, params):
         if len(output_ids) == params.get("at", 0):
             raise RuntimeError("broken on purpose")
+        return logits
+
+
+class Slow:
+    """Makes a step last as long as one of a large model, so that an answer goes on until its client leaves."""
+
+    name = "slow"
+
+    def check(self, params):
+        pass
+
+    def apply(self, logits, prompt_ids, output_ids, params):
+        time.sleep(0.02)
         return logits

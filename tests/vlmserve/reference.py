@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from tests.tiny_checkpoints import make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, make_checkpoint
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,31 @@ def conversations() -> list[list[dict]]:
     ]
 
 
-def over(families: Sequence[str], settings: Sequence[dict], often: Sequence[str]) -> pytest.MarkDecorator:
-    """Parametrize a fixture `family`, and `settings`; all but the first of these are slow, unless a family is often."""
+SHARED = [
+    {"tp_size": 2, "chunked_prefill_size": 48, "page_size": 4},
+    {"pp_size": 2, "chunked_prefill_size": 16, "page_size": 4},
+    {"encoder_dp_size": 1, "chunked_prefill_size": 48, "page_size": 1},
+    {"speculative_algorithm": "ngram", "chunked_prefill_size": 48, "page_size": 4},
+    {"speculative_algorithm": "ngram", "tp_size": 2, "encoder_dp_size": 1, "chunked_prefill_size": 16, "page_size": 16},
+]
+"""How processes share a model, and guess: what each costs is seconds."""
+
+
+def over(
+    families: Sequence[str], settings: Sequence[dict], often: Sequence[str], shared: Sequence[dict] = ()
+) -> pytest.MarkDecorator:
+    """Parametrize a fixture `family`, and `settings`; all but the first of these are slow, unless a family is often.
+    shared: further settings, for `ALL_FAMILIES`, which are always slow."""
     cases = [
         pytest.param(family, one, marks=pytest.mark.slow if one and family not in often else ())
         for family in families
         for one in settings
+    ]
+    cases += [
+        pytest.param(family, one, marks=pytest.mark.slow)
+        for family in families
+        if family in ALL_FAMILIES
+        for one in shared
     ]
     return pytest.mark.parametrize(("family", "settings"), cases, indirect=["family"])
 

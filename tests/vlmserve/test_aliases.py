@@ -36,12 +36,12 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
         '--no-enable-prefix-caching --limit-mm-per-prompt {"image":4,"video":{"count":1}} --mm-processor-cache-gb 0.5 '
         '--mm-processor-kwargs {"max_pixels":50176,"fps":1,"device":"cuda"} --generation-config vllm '
         "--trust-remote-code -tp 1 --dtype half --log-level INFO --enforce-eager --tensor-parallel-size 1 "
-        "--load-format auto --enable-chunked-prefill --disable-log-requests"
+        "--load-format auto --enable-chunked-prefill --disable-log-requests --runner pooling --task embedding"
     )
     sglang = (
         "serve --model-path m --mem-fraction-static 0.5 --max-running-requests 7 --chunked-prefill-size 4096 "
         "--page-size 32 --random-seed 3 --disable-radix-cache --tp 1 --enable-metrics --context-length 512 "
-        "--disable-fast-image-processor"
+        "--disable-fast-image-processor --is-embedding"
     )
     assert cli.main(vllm.split()) == 0
     assert cli.main(sglang.split()) == 0
@@ -50,6 +50,7 @@ def test_what_means_the_same_is_taken(launched: list[ServerSettings]) -> None:
         assert (engine.model, engine.mem_fraction_static, engine.max_running_requests) == ("m", 0.5, 7)
         assert (engine.chunked_prefill_size, engine.page_size, engine.random_seed) == (4096, 32, 3)
         assert engine.disable_radix_cache
+        assert engine.task == "embed"
     assert launched[1].engine.max_model_len == 512
     assert launched[1].engine.resize_device == "cpu"
     first = launched[0]
@@ -86,11 +87,11 @@ def test_switches_either_way(launched: list[ServerSettings]) -> None:
     [
         ("--distributed-executor-backend ray", "is 'ray'; only mp, uni, none is supported"),
         ("-q fp8", "-q (here --quantization) is 'fp8'; it must be 'none', 'int8', 'int4' or 'w8a8'"),
-        ("--enable-lora", "--enable-lora is not supported"),
+        ("--enable-dp-lm-head", "--enable-dp-lm-head is not supported"),
         ("--attention-backend flashmla", "it must be 'auto', 'native', 'torch', 'triton' or 'flashinfer'"),
         ("--decode-attention-backend fa3", "--decode-attention-backend is not supported; use --attention-backend"),
         ("--limit-mm-per-prompt x", "--limit-mm-per-prompt is 'x': it must be a JSON object such as"),
-        ("--limit-mm-per-prompt audio=2", "there is no 'audio' here"),
+        ("--limit-mm-per-prompt smell=2", "there is no 'smell' here"),
         ('--mm-processor-kwargs {"size":1}', "'size' belongs into a request's mm_processor_kwargs"),
         (
             "--gpu-memory-utilization 2",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.tiny_adapters import with_adapter, write_adapter
 from tests.tiny_checkpoints import make_checkpoint
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
@@ -17,7 +20,7 @@ from vlmserve.frontend.live_requests import RequestAbortedError
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, TextPrompt
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.ipc.messages import BatchTokenizedGenerateReqInput
-from vlmserve_common.errors import BadRequestError, EngineError
+from vlmserve_common.errors import BadRequestError, CheckpointError, EngineError
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +134,72 @@ def test_messages_are_checked_as_by_the_server(engine: AsyncLLM) -> None:
                 await anext(outputs)
 
     asyncio.run(scenario())
+
+
+async def ids(engine: AsyncLLM, lora: str | None = None, name: str = "") -> tuple[int, ...]:
+    sampling = replace(GREEDY, max_new_tokens=6)
+    request = GenerateReqInput(
+        request_id=f"{lora} {name}", prompt=TextPrompt(text="Name a colour."), sampling_params=sampling
+    )
+    return tuple([one async for one in engine.generate(request, lora=lora)][-1].output.token_ids)
+
+
+def test_adapters_and_weights_change_between_requests(tmp_path: Path) -> None:
+    folders = [make_checkpoint("qwen3_vl", tmp_path / str(seed), seed=seed) for seed in range(2)]
+    adapter = write_adapter(folders[0], tmp_path / "adapter", seed=3)
+    wanted = []
+    for folder in (*folders, with_adapter(folders[0], adapter, tmp_path / "with")):
+        with LLM(str(folder), num_threads=1) as llm:
+            wanted.append(tuple(llm.generate("Name a colour.", replace(GREEDY, max_new_tokens=6))[0].token_ids))
+    one, two, tuned = wanted
+    assert len(set(wanted)) == 3
+
+    async def scenario() -> None:
+        with pytest.raises(BadRequestError, match="there is no adapter 'tuned'; loaded are: early"):
+            await ids(engine, "tuned")
+        await engine.load_lora_adapter("tuned", adapter)
+        with pytest.raises(BadRequestError, match="as an adapter here is called already"):
+            await engine.load_lora_adapter("tuned", adapter)
+        with pytest.raises(BadRequestError, match="is no folder"):
+            await engine.load_lora_adapter("other", tmp_path / "nowhere")
+        assert await asyncio.gather(*(ids(engine, name) for name in ("tuned", "early", None))) == [tuned, tuned, one]
+        under_way = asyncio.ensure_future(ids(engine, "tuned", "last"))
+        await asyncio.sleep(0)  # it has its adapter
+        await asyncio.gather(engine.unload_lora_adapter("tuned"), engine.unload_lora_adapter("early"))
+        assert await under_way == tuned
+        assert not engine._engine.runner.adapters._adapters
+        with pytest.raises(BadRequestError, match="there is no adapter 'tuned'"):
+            await engine.unload_lora_adapter("tuned")
+
+        with pytest.raises(CheckpointError, match="nowhere"):
+            await engine.weights.update_weights_from_disk(tmp_path / "nowhere")
+        before = asyncio.ensure_future(ids(engine, name="before"))
+        while not engine._manager.door.inside:
+            await asyncio.sleep(0)
+        change = asyncio.ensure_future(engine.weights.update_weights_from_disk(folders[1]))
+        while not engine._manager.door._reasons:  # it is checked first
+            await asyncio.sleep(0)
+        after = asyncio.ensure_future(ids(engine, name="after"))
+        assert [await before, await after] == [one, two]
+        await change
+        await engine.weights.update_weights_from_tensor(load_file(folders[0] / "model.safetensors"))
+        assert await ids(engine) == one
+        await engine.weights.sleep()
+        waits = asyncio.ensure_future(ids(engine))
+        await asyncio.sleep(0.01)
+        assert not waits.done()
+        await engine.weights.wake_up(["weights"])
+        await engine.weights.wake_up()
+        assert await waits == one
+        await engine.weights.sleep(2)
+        with pytest.raises(EngineError, match="tensors of the weights are missing"):
+            await ids(engine)
+        await engine.weights.wake_up()
+        await engine.weights.update_weights_from_disk(folders[1])
+        assert await ids(engine) == two
+
+    engine = AsyncLLM(folders[0], num_threads=1, joined=True, enable_lora=True, lora_paths=f"early={adapter}")
+    try:
+        asyncio.run(asyncio.wait_for(scenario(), 60))
+    finally:
+        engine.close()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.text_checkpoints import make_text_checkpoint
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from tests.vlmserve.known_guesses import (
     DRAFTS,
@@ -35,22 +34,6 @@ from vlmserve_common.errors import CheckpointError
 
 def guessing(folder: Path, **settings) -> dict:
     return {"speculative_algorithm": "draft_model", "speculative_draft_model_path": str(folder)} | settings
-
-
-def text_model(vlm: Path, folder: Path) -> Path:
-    """The decoder of a Qwen3-VL as a model of its own."""
-    config = json.loads((vlm / "config.json").read_text())["text_config"]
-    del config["rope_scaling"]
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (folder / name).write_text((vlm / name).read_text())
-    tensors = load_file(vlm / "model.safetensors")
-    at = "model.language_model."
-    own = {name.replace(at, "model."): tensor for name, tensor in tensors.items() if name.startswith((at, "lm_head"))}
-    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 class TextReference:
@@ -94,7 +77,7 @@ def pair(request, tmp_path_factory):
     draft = make_checkpoint(family, base / "draft", seed=3, deepstack=(0,))
     target = Reference(folder)
     if request.param == "blind":
-        draft = text_model(draft, base / "text")
+        draft = make_text_checkpoint("qwen3", base / "text", seed=3)
         return folder, draft, known(target, TextReference(draft, target))
     return folder, draft, known(target, SeeingReference(draft))
 

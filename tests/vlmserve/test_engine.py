@@ -7,7 +7,7 @@ from functools import reduce
 
 import pytest
 
-from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, HYBRID_MOE, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRID, HYBRID_MOE, STREAMED, make_checkpoint
 from tests.vlmserve.reference import Reference, ask, assert_equal_answers, conversations, known, over, picture
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.ipc.messages import Guesses
@@ -46,7 +46,7 @@ def check(llm, asked, wanted):
     return done
 
 
-@over((*ALL_FAMILIES, HYBRID), SETTINGS, OFTEN)
+@over((*ALL_FAMILIES, HYBRID, STREAMED), SETTINGS, OFTEN)
 def test_equals_transformers(family, settings):
     folder, asked, wanted = family
     with LLM(str(folder), num_threads=1, **settings) as llm:

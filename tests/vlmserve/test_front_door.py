@@ -60,11 +60,13 @@ def test_keywords_are_the_settings() -> None:
     declared, typed = typing.get_type_hints(EngineArgs), typing.get_type_hints(EngineSettings)
     others = typing.get_type_hints(OtherNames)
     fields = {field.name for field in dataclasses.fields(EngineArgs)} - {"model"}
-    assert typed.keys() - others.keys() == fields | {"max_images_per_request", "max_videos_per_request"}
+    counts = {f"max_{media}_per_request" for media in ("images", "videos", "audios")}
+    assert typed.keys() - others.keys() == fields | counts
     for name in fields:
-        wider = str | None if name.endswith(("_dir", "chat_template")) else typed[name]  # paths of any kind
+        is_path = name.endswith(("_dir", "chat_template", "allowed_lora_path"))  # of any kind
+        wider = str | None if is_path else typed[name]
         assert wider == declared[name], name
-    known = fields | {"max_images_per_request", "max_videos_per_request"}
+    known = fields | counts
     aliases = {name for name, alias in ALIASES.items() if alias.sets and known & set(alias.sets)}
     assert others.keys() == {name for name in aliases if name.isidentifier()}
 

@@ -88,7 +88,7 @@ USER = {"role": "user", "content": "x"}
         ("x", {"temperature": "hot"}, TypeError, "temperature is 'hot'; it must be a number or None"),
         (None, {}, TypeError, "a conversation is a text, or a list of messages such as .* this is None"),
         (USER, {}, TypeError, "a conversation is a text"),
-        ([USER], {"images": [SIX]}, TypeError, "images and videos go with a text"),
+        ([USER], {"images": [SIX]}, TypeError, "media go with a text"),
     ],
     ids=str,
 )
@@ -180,7 +180,7 @@ def test_sampling_together() -> None:
         ({"dtype": "fp8"}, "dtype is 'fp8'; it must be one of auto, float32"),
         ({"cpu_offload_gb": 2}, "cpu_offload_gb is 2; only 0 is supported"),
         ({"limit_mm_per_prompt": {"image": "many"}}, "max_images_per_request is 'many'; it must be a whole number"),
-        ({"enable_lora": True}, "enable_lora is not supported"),
+        ({"enable_dp_lm_head": True}, "enable_dp_lm_head is not supported"),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], complaint: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +46,19 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**TEXT, "prompt": ["Hello", "The red"], "prompt_logprobs": 1},
         {**TEXT, "stop": ["e", "o"], "max_tokens": 20, "ignore_eos": True},
     ],
+    "generate": [
+        {"text": "Hello", "sampling_params": {"max_new_tokens": 2}},
+        {"input_ids": [[1, 2], [3]], "return_logprob": True, "sampling_params": {"max_new_tokens": 2, "n": 2}},
+        {
+            "input_ids": [1, 2, 3],
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+            "token_ids_logprob": [5],
+            "return_text_in_logprobs": True,
+        },
+        {"text": "Hello", "stream": True},
+    ],
     "createResponse": [
         INPUT,
         {**INPUT, "max_output_tokens": 60, "top_logprobs": 1, "metadata": {"a": "b"}, "instructions": "Be brief."},
@@ -62,9 +76,26 @@ BODIES: dict[str, list[dict[str, Any]]] = {
         {**MODEL, "query": [{"role": "user", "content": MEDIA}], "label_token_ids": [1, 2]},
         {**MODEL, "query": "Is it?"},
     ],
+    # by servers of other models (test_served_embeddings.py); here they are refused
+    "createEmbedding": [{**MODEL, "input": "a"}],
+    "createCohereEmbedding": [{**MODEL, "texts": ["a"]}],
+    "createRanking": [{**MODEL, "query": "a", "documents": ["b"]}],
+    "createCohereRanking": [{**MODEL, "query": "a", "documents": ["b"]}],
+    "createJinaRanking": [{**MODEL, "query": "a", "documents": ["b"]}],
+    "createPairScores": [{**MODEL, "text_1": "a", "text_2": "b"}],
+    "createSession": [{**MODEL, "system": "Be brief.", "ttl": 60}, {"ttl": 10**6}, {"model": "other"}],
     "createWarmup": [{"messages": [{"role": "user", "content": MEDIA}]}, {"messages": HI["messages"], "pin": True}],
     "tokenize": [{"prompt": "Hello", "return_token_strs": True}, {"messages": HI["messages"]}, {}],
     "detokenize": [{"tokens": [1, 2]}, {"tokens": [-1]}],
+    "updateWeightsFromDisk": [{"model_path": "none"}, {"model_path": 1}],
+    "updateWeightsFromTensor": [{"load_format": "safetensors", "serialized_named_tensors": ["AAAA"]}, {}],
+    "initWeightsUpdateGroup": [
+        {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 2, "world_size": 2, "backend": "gloo"},
+        {},
+    ],
+    "updateWeightsFromDistributed": [{"names": ["a"], "dtypes": ["float32"], "shapes": [[1]]}, {}],
+    "destroyWeightsUpdateGroup": [{"group_name": "none"}],
+    "releaseMemoryOccupation": [{"tags": ["sofa"]}],
     "startProfile": [{"num_steps": 0}, {"num_steps": 10**30}],
     "abortRequest": [{"abort_all": True}, {"rid": "none"}, {}],
 }
@@ -79,15 +110,24 @@ PLAIN = {
     "listModels": [""],
     "getModel": ["tiny", "other"],
     "getHealth": [""],
+    "getHealthOfEngine": [""],
     "getVersion": [""],
     "getMetrics": [""],
     "getServerInfo": [""],
     "flushCache": [""],
+    "flushCacheByGet": [""],
+    "getWeightVersion": [""],
+    "resumeMemoryOccupation": [""],
+    "sleep": [""],
+    "wakeUp": [""],
+    "isSleeping": [""],
     "continueGeneration": [""],
     "stopProfile": [""],
     "getFile": ["none"],
     "getBatch": ["none"],
     "getResponse": ["none"],
+    "getSession": ["none"],
+    "listSessions": [""],
 }
 
 
@@ -101,7 +141,8 @@ def client(shared_server: ServerProcess) -> Iterator[httpx.Client]:
 def test_answers_to_bodies(client: httpx.Client, name: str) -> None:
     for body in BODIES[name]:
         answer = ask(client, name, json=body)
-        assert (answer.get("error") or {}).get("type") != "server_error"
+        told = answer if isinstance(answer, dict) else {}  # several answers may be a list
+        assert (told.get("error") or {}).get("type") != "server_error"
 
 
 @pytest.mark.parametrize(("name", "body"), STREAMED)
@@ -143,6 +184,39 @@ def test_stored_responses(client: httpx.Client) -> None:
     assert ask(client, "deleteResponse", place=own)["error"]["code"] == "response_not_found"
 
 
+def test_sessions(client: httpx.Client) -> None:
+    own = ask(client, "createSession", json={**MODEL, "system": "Be brief."})["id"]
+
+    def to(name: str, **body: Any) -> Any:
+        return ask(client, name, place=own, json=body)
+
+    appended = to("appendToSession", content=MEDIA)
+    assert appended["session"]["media"] == 2
+    assert appended["usage"]["prompt_tokens"] == appended["session"]["tokens"] > 0
+    assert to("appendToSession", content="<|image_pad|>")["error"]["param"] == "content"
+    assert to("askSession", content="What?", max_tokens=3, **REPORTS)["mm_report"]["media"]
+    assert to("askSession", content="What?", max_tokens=3, keep=False, **LOGPROBS)["choices"][1]
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    assert to("askSession", content="What?", max_tokens=3, **usage)[-1]["usage"]
+    assert to("askSession", content="What?", temperature=9, stream=True)["error"]["param"] == "temperature"
+    assert ask(client, "getSession", place=own)["messages"] == 5
+    assert own in [one["id"] for one in ask(client, "listSessions")["data"]]
+    assert ask(client, "deleteSession", place=own)["deleted"]
+    for name in ("appendToSession", "askSession", "deleteSession"):
+        body = {} if name == "deleteSession" else {"json": {"content": "a"}}
+        assert ask(client, name, place=own, **body)["error"]["code"] == "session_not_found"
+
+
+def test_sessions_of_live_video(client: httpx.Client) -> None:
+    own = ask(client, "createSession", json={**MODEL, "live": {"fps": 1}})["id"]
+    standing = {"content": "What?", "every": 0.1, "max_answers": 1, "max_tokens": 2}
+    assert ask(client, "askSessionAgainAndAgain", place=own, json=standing | {"every": 0})["error"]["param"] == "every"
+    url = {"url": "rtsp://camera/stream"}
+    assert ask(client, "pullSessionFrames", place=own, json=url)["error"]["code"] == "host_not_allowed"
+    assert ask(client, "stopSessionPull", place=own)["error"]["code"]
+    assert ask(client, "deleteSession", place=own)["deleted"]
+
+
 def test_files_and_batches(client: httpx.Client) -> None:
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": HI}
     form = {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
@@ -164,6 +238,8 @@ def test_files_and_batches(client: httpx.Client) -> None:
     assert len(ask(client, "listBatches", params={"limit": 2})["data"]) == 2
     assert ask(client, "cancelBatch", place=batches[0])["error"]["code"] == "batch_ended"
     assert ask(client, "createFile", data=form)["error"]["code"] == "invalid_form"
+    refused = ask(client, "createTranscription", files={"file": ("a.wav", b"RIFF")})
+    assert refused["error"]["code"] == "unsupported_content", "the built-in model takes no sounds"
     assert ask(client, "listFiles", params={"purpose": "batch"})["data"]
     assert ask(client, "deleteFile", place=file)["deleted"]
     assert ask(client, "deleteFile", place=file)["error"]["code"] == "file_not_found"
@@ -184,6 +260,23 @@ def test_what_operators_ask(client: httpx.Client) -> None:
         assert ask(client, "flushCache")["num_running_reqs"] == 1
         assert ask(client, "abortRequest", json={"rid": name})["aborted"] == [name]
         assert any("request_aborted" in line for line in chunks)
+
+
+def test_adapters(client: httpx.Client) -> None:
+    for load, unload in (
+        ("loadLoraAdapter", "unloadLoraAdapter"),
+        ("loadLoraAdapterToo", "unloadLoraAdapterToo"),
+    ):
+        refused = ask(client, load, json={"lora_name": "a", "lora_path": "/a"})
+        assert "--enable-lora" in refused["error"]["message"]
+        assert ask(client, unload, json={"lora_name": "a"})["error"]["code"] == "model_not_found"
+
+
+def test_what_trainers_ask(client: httpx.Client, default_model: Path) -> None:
+    assert ask(client, "updateWeightsFromDisk", json={"model_path": str(default_model)})["success"]
+    assert ask(client, "releaseMemoryOccupation", json={"tags": ["kv_cache"]})["bytes"] > 0
+    assert ask(client, "isSleeping")["is_sleeping"]
+    assert ask(client, "resumeMemoryOccupation", json={})["success"]
 
 
 def test_every_operation_is_tried_here() -> None:

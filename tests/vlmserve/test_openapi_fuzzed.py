@@ -29,6 +29,7 @@ LENGTHS = {
     "/v1/chat/completions": "max_completion_tokens",
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
+    "/v1/sessions/{session_id}/ask": "max_completion_tokens",
 }
 CHECKS = [
     not_a_server_error,
@@ -38,7 +39,11 @@ CHECKS = [
     response_schema_conformance,
 ]
 # What would hold up the requests that come after.
-UNDONE_BY = {"/pause_generation": "/continue_generation", "/start_profile": "/stop_profile"}
+UNDONE_BY = {
+    "/pause_generation": "/continue_generation",
+    "/start_profile": "/stop_profile",
+    "/release_memory_occupation": "/resume_memory_occupation",
+}
 
 
 def _schema(most: int, *, edges: bool) -> BaseSchema:
@@ -73,6 +78,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{process.port()}"
 
 
+def _a_session(server: str) -> str:
+    """The id of an open session, the only one."""
+    for session in httpx.get(server + "/v1/sessions").json()["data"]:
+        httpx.delete(f"{server}/v1/sessions/{session['id']}")
+    return httpx.post(server + "/v1/sessions", json={}).json()["id"]
+
+
 def _try(case: schemathesis.Case, server: str) -> None:
     body = case.body
     if isinstance(body, dict):
@@ -81,8 +93,15 @@ def _try(case: schemathesis.Case, server: str) -> None:
         name = LENGTHS.get(case.operation.path)
         if name and (body.get(name) is None or (isinstance(body[name], int) and body[name] > MOST_TOKENS)):
             body[name] = MOST_TOKENS
+        if case.operation.path.endswith("/standing"):
+            body["keep"] = True  # refused: without, it goes on until frames come
         if isinstance(body.get("timeout"), int | float):
             body["timeout"] = 60.0  # a short one is a 504, rightly
+        if isinstance(body.get("world_size"), int):
+            body["world_size"] = min(body["world_size"], 65535)
+            body["rank_offset"] = max(1, body["world_size"])  # beyond the last: or else it waits a minute for a trainer
+    if case.path_parameters.get("session_id") and case.method == "POST":
+        case.path_parameters["session_id"] = _a_session(server)
     case.call_and_validate(base_url=server, checks=CHECKS, timeout=60)
     if case.operation.path in UNDONE_BY:
         httpx.post(server + UNDONE_BY[case.operation.path], timeout=60)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.processors.helpers import encoded
-from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, STREAMED, make_checkpoint
 from tests.vlmserve.reference import Reference, conversations
 from tests.vlmserve.server_process import media_part, serving
 from tests.vlmserve.test_video import conversations as video_conversations
@@ -31,7 +31,7 @@ def as_openai(messages: list[dict]) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*ALL_FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", [*ALL_FAMILIES, *HYBRIDS, STREAMED])
 @pytest.mark.parametrize(
     "flags",
     [

@@ -11,6 +11,7 @@ import pytest
 
 from vlmserve.config.checks import SettingsError
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.config.flags import CommandParser, add_settings
 from vlmserve.config.settings import ServerSettings, iter_settings, load_settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -57,6 +58,8 @@ _NEEDED = {
     "nnodes": {"tp_size": "4096", "dist_init_addr": "host:1"},
     "speculative_algorithm": {"speculative_draft_model_path": "head"},
     "speculative_draft_model_path": {"speculative_algorithm": "eagle3"},
+    "lora_paths": {"enable_lora": "true"},
+    "merge_lora": {"lora_paths": "adapter"},
     "role": {"prefill_urls": "tcp://host:1"},
     "prefill_urls": {"role": "decode"},
     "hicache_storage_dir": {"enable_hierarchical_cache": "true"},
@@ -73,9 +76,11 @@ _OTHERS = {
     "prefill_listen": "10.0.0.1:8998",
     "peer_key": "a secret of sixteen",
     "encoder_devices": "cpu",
+    "lora_paths": "captions=/a,receipts=/b",
     "cuda_graph_bs": "1,2,4",
     "encoder_urls": "tcp://10.0.0.2:8997,tcp://[::1]:1",
     "encoder_listen": "[::]:0",
+    "embedder_url": "http://127.0.0.1:8001/v1",
     "chat_template": "{{ messages[0].content }}",
     "metrics_prefixes": "vllm,sglang",
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
@@ -99,6 +104,14 @@ def _another_value(type_: typing.Any, default: object, name: str) -> object:
     if float in (type_, *typing.get_args(type_)):
         return 0.5
     return "something"
+
+
+def test_a_flag_may_have_several_words() -> None:
+    parser = CommandParser()
+    add_settings(parser)
+    given = vars(parser.parse_args(["--enable-lora", "--lora-paths", "a=/a", "b=/b", "--port", "1"]))
+    settings = load_settings({name: value for name, value in given.items() if value is not None})
+    assert settings.engine.adapters_at_start == (("a", "/a"), ("b", "/b"))
 
 
 def test_flag_over_variable_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +171,7 @@ def test_empty_variables_and_files_say_nothing(tmp_path: Path, monkeypatch: pyte
         ({"encoder_listen": "host:65536"}, "--encoder-listen is 'host:65536'; it must be HOST:PORT, with a port of 0"),
         ({"role": "encode", "tp_size": 2}, "--role encode does not go with --tp-size above 1: --encoder-dp-size and"),
         ({"role": "encode", "encoder_urls": "tcp://host:1"}, "--encoder-urls does not go with --role encode"),
+        ({"embedder_url": "10.0.0.2:8001"}, "--embedder-url is '10.0.0.2:8001'; it must be a URL such as http://"),
         ({"encoder_devices": "tpu"}, "--encoder-devices is 'tpu'; it must be cpu, cuda or cuda:N"),
         ({"encoder_devices": "cpu,cpu", "encoder_dp_size": 3}, "it must be one device, or 3 as --encoder-dp-size says"),
         (

@@ -19,6 +19,9 @@ from vision.remote.encoder_server import EncoderServer, Event, Gone
 from vision.remote.protocol import LEASE_S, RENEW_S, SILENT_S, Answer, Ask, Pixels, Pull, Release, Rows, Status
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncoderBackend, EncodeResult
+from vlmserve_common.checkpoint.adapter_ref import AdapterRef, check_place
+from vlmserve_common.checkpoint.weight_source import WeightSource
+from vlmserve_common.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +85,9 @@ class PixelsOnDemand:
     def work(self, budget_s: float) -> bool:
         return self._inner.work(budget_s)
 
+    def write_tower(self, source: WeightSource) -> None:
+        self._inner.write_tower(source)
+
     def wait_handles(self) -> Sequence[int]:
         return self._inner.wait_handles()
 
@@ -120,7 +126,8 @@ class _Debt:
 
 class EncodeService:
     """Answers consumers from an encoder pool over `backend`: call `step` again and again, in one thread. `clock`: in
-    seconds."""
+    seconds. takes_adapters, folder: whether LoRA adapters may change the tower, and where they must lie; None:
+    anywhere."""
 
     def __init__(
         self,
@@ -128,7 +135,11 @@ class EncodeService:
         backend: PixelsOnDemand,
         server: EncoderServer,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        takes_adapters: bool = False,
+        folder: str | None = None,
     ) -> None:
+        self._takes_adapters, self._folder = takes_adapters, folder
         self._pool = pool
         self._backend = backend
         self._server = server
@@ -210,13 +221,27 @@ class EncodeService:
         shape = self._pool.embed_shape
         if ask.number in leases or len(leases) >= _MOST_LEASES or patch.pixels.size or patch.encoded:
             self._server.drop(consumer, "an Ask that cannot be")
-        elif min(patch.grid) < 1 or any(side % shape.merge for side in patch.grid) or shape.of(patch) != ask.shape:
+        elif not shape.suits(patch) or shape.of(patch) != ask.shape:
             allowed = f"a picture of grid {patch.grid} has no rows of shape {ask.shape} here"
             self._answer(consumer, ask.number, Status.INCOMPATIBLE, allowed)
+        elif reason := self._why_not(patch.adapter):
+            self._answer(consumer, ask.number, Status.INCOMPATIBLE, reason)
         else:
             self._asks += 1
             (key,) = self._pool.submit([patch], order=self._asks)
             leases[ask.number] = _Lease(key, patch.digest, self._asks)
+
+    def _why_not(self, adapter: AdapterRef | None) -> str:
+        """Return why an adapter cannot change the tower here; "" if it can, as far as is known."""
+        if adapter is None:
+            return ""
+        if not self._takes_adapters:
+            return "this encoder takes no LoRA adapters (setting --enable-lora)"
+        try:
+            check_place(adapter.path, self._folder)
+        except CheckpointError as error:
+            return f"the adapter is in {error}"
+        return ""
 
     def _tell(self, consumer: int, number: int, lease: _Lease) -> bool:
         if lease.told is Status.OK:

@@ -28,7 +28,7 @@ import torch
 
 from vision.towers.temporal_patch import TemporalPatch
 
-PROTOCOL = 1
+PROTOCOL = 2
 LEASE_S = 30.0
 RENEW_S = 1.0
 SILENT_S = 5.0

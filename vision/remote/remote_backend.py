@@ -21,6 +21,8 @@ from vision.remote.encoder_link import EncoderLink, LinkError
 from vision.remote.protocol import TowerIdentity
 from vision.towers.temporal_patch import EncodeBatch, TemporalPatch
 from vision.workers.backend import EncoderBackend, EncodeResult
+from vlmserve_common.checkpoint.weight_source import WeightSource
+from vlmserve_common.errors import EngineError
 from vlmserve_common.process.loop_thread import LoopThread
 from vlmserve_common.process.wake_up import Mailbox
 
@@ -98,6 +100,10 @@ class RemoteBackend:
             self._at_home.pop(result.number, None)
             results.append(result)
         return results
+
+    def write_tower(self, source: WeightSource) -> None:
+        """Raise EngineError, as encoders on other servers keep their weights."""
+        raise EngineError("encoders on other servers keep their weights")
 
     def wait_handles(self) -> Sequence[int]:
         return () if self._closed else (self._fetched.fd, *self._home.wait_handles())

@@ -24,13 +24,14 @@ def attention_cost(rows: float, length: float, width: int) -> float:
 
 
 def segment_attention(
-    qkv: torch.Tensor, rotary: Rotation, segments: Segments | StaticSegments, limits: PieceLimits
+    qkv: torch.Tensor, rotary: Rotation | None, segments: Segments | StaticSegments, limits: PieceLimits
 ) -> Steps[torch.Tensor]:
     """Let each patch attend to its own segment: unrotated qkv [P, 3, heads, dim] -> [P, heads, dim] in its dtype.
 
-    `rotary`: float32 cos and signed sin [P, 1, dim]. qkv may be overwritten.
+    `rotary`: float32 cos and signed sin [P, 1, dim]; None: nothing turns. qkv may be overwritten.
     """
     if isinstance(segments, StaticSegments):
+        assert rotary is not None
         return segments.attend(qkv, rotary)
     if qkv.is_cuda and gpu_kernels_work(qkv.device, qkv.dtype, qkv.shape[-1]):
         return (yield from by_gpu_kernels(qkv, rotary, segments))
@@ -42,7 +43,7 @@ def segment_attention(
     return out
 
 
-def by_gpu_kernels(qkv: torch.Tensor, rotary: Rotation, segments: Segments) -> Steps[torch.Tensor]:
+def by_gpu_kernels(qkv: torch.Tensor, rotary: Rotation | None, segments: Segments) -> Steps[torch.Tensor]:
     """Attend in two launches, whatever the segments' lengths; qkv is overwritten.
 
     Long segments use these kernels, too. torch's attention would pad heads of 72 or 80 elements to 96 or 128, and needs
@@ -54,15 +55,17 @@ def by_gpu_kernels(qkv: torch.Tensor, rotary: Rotation, segments: Segments) -> S
     _, _, heads, dim = qkv.shape
     rows = tile_rows(qkv.dtype, max(segments.lengths))
     yield Piece(Kind.ATTENTION, sum(attention_cost(length, length, heads * dim) for length in segments.lengths))
-    turn(qkv, *rotary)
+    if rotary is not None:
+        turn(qkv, *rotary)
     return attend_segments(qkv, segments.tiles(rows), rows)
 
 
 def _by_operators(
-    qkv: torch.Tensor, rotary: Rotation, segments: Segments, limits: PieceLimits, out: torch.Tensor
+    qkv: torch.Tensor, rotary: Rotation | None, segments: Segments, limits: PieceLimits, out: torch.Tensor
 ) -> Steps[None]:
     """Attend to some segments at a time, or with some queries of a long one."""
     width = out[0].numel()
+    turning: tuple[torch.Tensor | None, torch.Tensor | None] = rotary or (None, None)
     first = 0
     while first < len(segments.lengths):
         limit = limits(Kind.ATTENTION)
@@ -76,11 +79,11 @@ def _by_operators(
         begin, end = int(bounds[0]), int(bounds[-1])
         if cost <= limit:
             yield Piece(Kind.ATTENTION, cost)
-            attention = SegmentAttention(qkv, *rotary, bounds, out)
+            attention = SegmentAttention(qkv, *turning, bounds, out)
             attention.pack(begin, end)
             attention.attend(0, attention.pieces)
         else:
-            attention = SegmentAttention(qkv, *rotary, bounds, out)
+            attention = SegmentAttention(qkv, *turning, bounds, out)
             yield from _one_by_operators(attention, begin, end - begin, width, limits)
         first = last
 
@@ -98,18 +101,19 @@ def _one_by_operators(
         attention.attend(tile.start, tile.stop)
 
 
-def _by_torch(qkv: torch.Tensor, rotary: Rotation, segments: Segments, out: torch.Tensor) -> Steps[None]:
+def _by_torch(qkv: torch.Tensor, rotary: Rotation | None, segments: Segments, out: torch.Tensor) -> Steps[None]:
     """Attend with torch. On a CPU the tiles never change; see `pieces`."""
     count, _, heads, dim = qkv.shape
     rows = TORCH_ROWS if qkv.is_cpu else count
     # on a CPU torch attends in float32, and is slower from 16 bits
     dtype = torch.float32 if qkv.is_cpu else qkv.dtype
     parts = torch.empty(count, 3 * heads, dim, dtype=dtype, device=qkv.device)
-    cos, sin = rotary
     for tile in even_tiles(count, rows):
         yield Piece(Kind.ELEMENTS, 3.0 * heads * dim * (tile.stop - tile.start))
-        parts[tile, : 2 * heads] = rotate(qkv[tile, :2].flatten(1, 2).float(), cos[tile], sin[tile])
-        parts[tile, 2 * heads :] = qkv[tile, 2]
+        parts[tile] = qkv[tile].flatten(1, 2)
+        if rotary is not None:
+            turned = parts[tile, : 2 * heads]
+            turned.copy_(rotate(turned.float(), *(part[tile] for part in rotary)))
     for length, chosen in _chosen(segments, rows):
         several = parts[chosen].unflatten(0, (-1, length)).transpose(1, 2)
         keys, values = several[:, heads : 2 * heads], several[:, 2 * heads :]

@@ -33,11 +33,13 @@ from vision.towers.pieces import (
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.compute.activations import Activation, activation
 from vlmserve_common.compute.linear import Linear, PatchProjection
+from vlmserve_common.compute.lora import ActiveAdapters
 from vlmserve_common.compute.rotary import Rotation, inverse_frequencies, rotation
 from vlmserve_common.compute.transfers import to_device
 from vlmserve_common.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from vision.towers.audio import AudioTower
     from vision.towers.tower_graphs import CapturedTower
 
 NORM_EPS = 1e-6
@@ -94,13 +96,19 @@ class VisionTower(nn.Module):
     `spatial_merge_size`: patches merged per side. `out_hidden_size`: width of the main embeddings.
     `num_deepstack_layers`: embeddings of that width behind the main one, one for each tapped layer. `full_attention`:
     layers that attend to a whole temporal patch instead of windows; None for all. `window_patches`: in a whole window.
-    `rotary`: positions.
+    `rotary`: positions. `adapters`: those that may change it. `is_there`: whether the model has one. `ears`: the tower
+    for sounds, whose embeddings have `out_hidden_size` elements, too.
     """
 
+    is_there: bool = True
+    spatial_merge_size: int
+    out_hidden_size: int
     num_deepstack_layers: int = 0
     full_attention: frozenset[int] | None = None
     window_patches: int = 0
     _graphs: CapturedTower | None = None
+    adapters: ActiveAdapters | None = None
+    ears: AudioTower | None
 
     def __init__(
         self,
@@ -112,6 +120,7 @@ class VisionTower(nn.Module):
         embed_bias: bool = False,
     ) -> None:
         super().__init__()
+        self.ears = None
         self.spatial_merge_size = config.merge_size
         self.out_hidden_size = config.out_size
         self.patch_embed = PatchEmbed(config.kernel, config.size, bias=embed_bias)
@@ -119,20 +128,31 @@ class VisionTower(nn.Module):
         self.merger = merger
         self.rotary = AxialRotary(config.head_dim, config.rope_theta)
 
-    def forward(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid]) -> torch.Tensor:
+    def forward(
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Encode a packed batch. Every embedding depends on its own temporal patch only.
 
         `pixel_values`: float32 [P, channels * frames * patch**2], all items' patches in the processor's order.
-        `grid_thw`: every item's patches in time, height and width. Returns embeddings [P / merge**2, out_hidden_size *
-        (1 + num_deepstack_layers)] in the tower's dtype. Raises ValueError when grids and pixels do not fit.
+        `grid_thw`: every item's patches in time, height and width. `kept`: which of them are there, see
+        `grids.kept_patches`; they keep their positions, and attend to each other. Returns embeddings [P / merge**2,
+        out_hidden_size * (1 + num_deepstack_layers)] in the tower's dtype. Raises ValueError when grids and pixels do
+        not fit.
         """
-        return finish(self.steps(pixel_values, grid_thw, UNLIMITED))
+        return finish(self.steps(pixel_values, grid_thw, UNLIMITED, kept))
 
-    def steps(self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits) -> Steps[torch.Tensor]:
+    def steps(
+        self,
+        pixel_values: torch.Tensor,
+        grid_thw: Sequence[Grid],
+        limits: PieceLimits,
+        kept: torch.Tensor | None = None,
+    ) -> Steps[torch.Tensor]:
         """Run `forward` in pieces. The bits do not depend on the limits."""
-        check_grids(grid_thw, len(pixel_values), self.spatial_merge_size)
-        inputs = yield from self.input_steps(pixel_values, grid_thw, limits)
-        if self._graphs is not None and self._graphs.fits(inputs):
+        check_grids(grid_thw, len(pixel_values), self.spatial_merge_size, kept)
+        inputs = yield from self.input_steps(pixel_values, grid_thw, limits, kept)
+        changed = self.adapters is not None and self.adapters.adapters
+        if self._graphs is not None and not changed and self._graphs.fits(inputs):
             yield Piece(Kind.PRODUCT, len(inputs.x) * sum(block.flops for block in self.layers()))
             embeds = self._graphs.run(inputs)
         else:
@@ -144,15 +164,15 @@ class VisionTower(nn.Module):
         self._graphs = graphs
 
     def input_steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits, kept: torch.Tensor | None
     ) -> Steps[LayerInputs]:
         """Prepare the inputs of the layers: data that depend on the grids, and the embedded patches."""
-        x = yield from self.token_steps(pixel_values, grid_thw, limits)
-        rotary = self.rotary(patch_coordinates(grid_thw, self.spatial_merge_size), x.device)
-        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw), x.device),))
+        x = yield from self.token_steps(pixel_values, grid_thw, limits, kept)
+        rotary = self.rotary(patch_coordinates(grid_thw, self.spatial_merge_size, kept), x.device)
+        return LayerInputs(x=x, rotary=rotary, segments=(Segments(frame_lengths(grid_thw, kept), x.device),))
 
     def token_steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits, kept: torch.Tensor | None
     ) -> Steps[torch.Tensor]:
         """Embed the patches: [P, size]."""
         return (yield from self.patch_embed.steps(pixel_values, limits))
@@ -169,6 +189,11 @@ class VisionTower(nn.Module):
         out = x.new_empty(len(x) // self.spatial_merge_size**2, self.out_hidden_size)
         yield from self.merger.steps(x, limits, out)
         return out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that it computes in."""
+        return self.patch_embed.proj.dtype
 
     @property
     def row_width(self) -> int:

@@ -19,32 +19,51 @@ from vlmserve_common.compute.transfers import to_device
 Grid = tuple[int, int, int]
 
 
-def check_grids(grids: Sequence[Grid], num_patches: int, merge: int) -> None:
-    """Raise ValueError unless the grids (t, h, w) are mergeable and have `num_patches` patches together."""
+def check_grids(grids: Sequence[Grid], num_patches: int, merge: int, kept: torch.Tensor | None = None) -> None:
+    """Raise ValueError unless the grids (t, h, w) are mergeable and have `num_patches` patches together. `kept`: as of
+    `kept_patches`."""
     for t, h, w in grids:
         if t < 1 or h < merge or w < merge or h % merge or w % merge:
             raise ValueError(f"grid {(t, h, w)}: t must be 1 or more, h and w positive multiples of {merge}")
     total = sum(t * h * w for t, h, w in grids)
+    if kept is not None:
+        if total != len(kept):
+            raise ValueError(f"the grids have {total} patches, and {len(kept)} were chosen from")
+        total = int(kept.sum())
     if total != num_patches:
         raise ValueError(f"the grids have {total} patches, and there are {num_patches} rows of pixels")
 
 
-def patch_coordinates(grids: Iterable[Grid], merge: int) -> torch.Tensor:
-    """Return int64 [2, P]: row and column of every patch in its frame."""
+def kept_patches(parts: Sequence[tuple[bytes, int]], merge: int) -> torch.Tensor | None:
+    """Return which patches of a packed batch are there: bool, in the order of its grids; None if all are.
+
+    `parts`: of each temporal patch, a byte for each token, or b"" for all, and the number of tokens.
+    """
+    if not any(kept for kept, _ in parts):
+        return None
+    tokens = b"".join(kept or b"\1" * count for kept, count in parts)
+    return torch.frombuffer(bytearray(tokens), dtype=torch.bool).repeat_interleave(merge**2)
+
+
+def patch_coordinates(grids: Iterable[Grid], merge: int, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """Return int64 [2, P]: row and column of every patch in its frame. `kept`: as of `kept_patches`."""
     parts = []
     for t, h, w in grids:
         rows = torch.arange(h)[:, None].expand(h, w)
         columns = torch.arange(w).expand(h, w)
         blocks = torch.stack((rows, columns)).view(2, h // merge, merge, w // merge, merge)
         parts.append(blocks.transpose(2, 3).reshape(2, h * w).repeat(1, t))
-    return torch.cat(parts, dim=1)
+    coordinates = torch.cat(parts, dim=1)
+    return coordinates if kept is None else coordinates[:, kept]
 
 
-def interpolation(grids: Iterable[Grid], merge: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+def interpolation(
+    grids: Iterable[Grid], merge: int, side: int, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Resample a [side * side] table of positions to every grid, bilinear, corners aligned.
 
     Returns table rows int64 [P, 4] and their weights float32 [P, 4] for the four neighbours, as transformers'
-    `get_vision_interpolation_indices_and_weights` does.
+    `get_vision_interpolation_indices_and_weights` does. `kept`: as of `kept_patches`.
     """
     rows, weights = [], []
     for t, h, w in grids:
@@ -55,6 +74,8 @@ def interpolation(grids: Iterable[Grid], merge: int, side: int) -> tuple[torch.T
         products = y_weights[y][:, :, None] * x_weights[x][:, None, :]
         rows.append(table_rows.reshape(-1, 4).repeat(t, 1))
         weights.append(products.reshape(-1, 4).repeat(t, 1))
+    if kept is not None:
+        return torch.cat(rows)[kept], torch.cat(weights)[kept]
     return torch.cat(rows), torch.cat(weights)
 
 
@@ -67,11 +88,14 @@ def _axis_taps(size: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
     return taps.long().clamp_(0, side - 1), weights
 
 
-def window_order(grids: Iterable[Grid], merge: int, window: int) -> tuple[torch.Tensor, list[int]]:
+def window_order(
+    grids: Iterable[Grid], merge: int, window: int, kept: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[int]]:
     """Return the order that makes attention windows contiguous (Qwen2.5-VL).
 
     `window`: its side in merged patches. Returns int64 [P / merge**2], the merged patch for each place, and the
-    windows' lengths in patches. Windows at the right and lower edge are smaller.
+    windows' lengths in patches. Windows at the right and lower edge are smaller. `kept`: as of `kept_patches`; the
+    patches that are not there are in no window, and a window without patches has no length.
     """
     order: list[torch.Tensor] = []
     lengths: list[int] = []
@@ -84,12 +108,25 @@ def window_order(grids: Iterable[Grid], merge: int, window: int) -> tuple[torch.
         order.extend(shuffled + (first + index * rows * columns) for index in range(t))
         lengths += [tile.numel() * merge**2 for tile in tiles] * t
         first += t * rows * columns
-    return torch.cat(order), lengths
+    places = torch.cat(order)
+    if kept is None:
+        return places, lengths
+    there = kept[:: merge**2]
+    numbers = there.cumsum(0) - 1
+    chosen = there[places]
+    counts = _counts(lengths, chosen.repeat_interleave(merge**2))
+    return numbers[places[chosen]], counts
 
 
-def frame_lengths(grids: Iterable[Grid]) -> list[int]:
-    """Return the number of patches of every frame."""
-    return [h * w for t, h, w in grids for _ in range(t)]
+def frame_lengths(grids: Iterable[Grid], kept: torch.Tensor | None = None) -> list[int]:
+    """Return the number of patches of every frame. `kept`: as of `kept_patches`."""
+    lengths = [h * w for t, h, w in grids for _ in range(t)]
+    return lengths if kept is None else _counts(lengths, kept)
+
+
+def _counts(lengths: Sequence[int], kept: torch.Tensor) -> list[int]:
+    """Count what is kept in consecutive parts of these lengths, without empty parts."""
+    return [count for part in kept.split(list(lengths)) if (count := int(part.sum()))]
 
 
 @dataclass(frozen=True)

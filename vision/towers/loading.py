@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,50 @@ import torch
 from torch import nn
 
 from processors.hashing import digest_fields
+from vision.towers.audio import AudioTower, Qwen2_5AudioTower, Qwen3AudioTower
 from vision.towers.blocks import VisionTower
+from vision.towers.omni import Qwen2_5OmniVisionTower, Qwen3OmniVisionTower
 from vision.towers.qwen2 import Qwen2_5VisionTower, Qwen2VisionTower
 from vision.towers.qwen3 import Qwen3VisionTower
-from vlmserve_common.checkpoint.hf_config import declared_dtype, read_hf_config
+from vlmserve_common.checkpoint.hf_config import declared_dtype, has_tower, read_hf_config
 from vlmserve_common.checkpoint.reader import CheckpointReader
-from vlmserve_common.checkpoint.weights import WeightRules, load_weights
+from vlmserve_common.checkpoint.rewrite import Rewriter
+from vlmserve_common.checkpoint.weights import Update, WeightRules, load_weights, match_weights
+from vlmserve_common.compute.adapter_store import AdapterStore
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.linear import share_workspace
+from vlmserve_common.compute.lora import AdapterLayout
 from vlmserve_common.compute.tensors import give_memory
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels.quantized import Mode
 
-TOWERS: Mapping[str, type[Qwen2VisionTower | Qwen2_5VisionTower | Qwen3VisionTower]] = {
+TOWERS: Mapping[str, Callable[[dict[str, Any]], VisionTower]] = {
     "qwen2_vl": Qwen2VisionTower,
     "qwen2_5_vl": Qwen2_5VisionTower,
     "qwen3_vl": Qwen3VisionTower,
     "qwen3_vl_moe": Qwen3VisionTower,
     "qwen3_5": Qwen3VisionTower,
     "qwen3_5_moe": Qwen3VisionTower,
+    "qwen4_exp": Qwen3VisionTower,
+    "qwen2_5_omni": Qwen2_5OmniVisionTower,
+    "qwen3_omni_moe": Qwen3OmniVisionTower,
 }
+EARS: Mapping[str, type[AudioTower]] = {"qwen2_5_omni": Qwen2_5AudioTower, "qwen3_omni_moe": Qwen3AudioTower}
 
 TOWER_WEIGHT_RULES = WeightRules(
-    # `visual.*` (Qwen2-VL, Qwen2.5-VL) or `model.visual.*` (Qwen3-VL, and all families saved anew)
-    prefixes=(("model.visual.", "visual."),),
-    # a constant that old versions of transformers saved along
-    ignored=(r"\brotary_pos_emb\.inv_freq$",),
+    # `visual.*` (Qwen2-VL, Qwen2.5-VL), `model.visual.*` (Qwen3-VL, and all families saved anew) or `thinker.visual.*`
+    # (Omni). Ears are a part of the tower here.
+    prefixes=tuple(
+        (f"{whole}{part}.", ours)
+        for whole in ("thinker.model.", "thinker.", "model.", "")
+        for part, ours in (("visual", "visual."), ("audio_tower", "visual.ears."))
+    ),
+    # a constant that old versions of transformers saved along, and an embedding that is not used
+    ignored=(r"\brotary_pos_emb\.inv_freq$", r"\baudio_tower\.audio_bos_eos_token\.weight$"),
 )
 """Names of a tower's tensors in a whole model's checkpoint."""
-OF_THE_TOWER = r"^(model\.)?visual\."
-_NOT_OF_THE_TOWER = r"^(?!(model\.)?visual\.)"
+OF_THE_TOWER = r"^(thinker\.)?(model\.)?(visual|audio_tower)\."
+_NOT_OF_THE_TOWER = r"^(?!(thinker\.)?(model\.)?(visual|audio_tower)\.)"
 # To be changed with whatever changes the embeddings that our towers make of the same weights.
 _VERSION = b"vlmserve tower 1"
 
@@ -53,15 +67,36 @@ def make_tower(hf_config: Mapping[str, Any], dtype: torch.dtype, device: torch.d
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in TOWERS:
+        if not has_tower(hf_config):
+            raise CheckpointError(f"no vision tower for model_type {model_type!r}, which reads text only")
         raise CheckpointError(f"no vision tower for model_type {model_type!r}; there are {', '.join(TOWERS)}")
     vision_config = hf_config.get("vision_config")
     if not isinstance(vision_config, dict):
         raise CheckpointError("config.json has no vision_config")
     with torch.device("meta"):
-        tower = TOWERS[model_type](vision_config).to(dtype)
+        tower: VisionTower = TOWERS[model_type](vision_config)
+        if model_type in EARS:
+            tower.ears = EARS[model_type](vision_config["audio_config"])
+        tower = tower.to(dtype)
     give_memory(tower.eval(), device)
     share_workspace(tower)
     return tower
+
+
+def tower_adapters(tower: VisionTower, *, max_rank: int, most: int) -> AdapterStore:
+    """Make the store of adapters that may change a tower, which is not packed yet. Modules of the decoder are passed
+    over. most: adapters in memory."""
+    whole = nn.Module()
+    whole.visual = tower
+    store = AdapterStore(
+        whole,
+        AdapterLayout.of(whole, TOWER_WEIGHT_RULES),
+        dtype=next(tower.parameters()).dtype,
+        max_rank=max_rank,
+        most=most,
+    )
+    tower.adapters = store.active
+    return store
 
 
 def outline_tower(folder: Path, *, dtype: torch.dtype | None = None) -> VisionTower:
@@ -90,6 +125,17 @@ def load_tower(folder: Path, *, device: torch.device | str = "cpu", dtype: torch
     # under its name in a whole model: only tensors stored under that name belong to it
     load_weights(nn.ModuleDict({"visual": tower}), reader, rules)
     return tower
+
+
+def rewrite_tower(tower: VisionTower, folder: Path, source: CheckpointReader) -> None:
+    """Write tensors in the place of those of a tower that was loaded from a checkpoint folder, and may be packed. Other
+    tensors of the source are passed over. They are known to fit. CheckpointError for a file that cannot be read."""
+    outline = nn.ModuleDict({"visual": outline_tower(folder, dtype=tower.dtype)})
+    rules = replace(TOWER_WEIGHT_RULES, ignored=(*TOWER_WEIGHT_RULES.ignored, _NOT_OF_THE_TOWER))
+    dtypes = {rules.our_name(name): stored.dtype for name, stored in source.tensors.items()}
+    update = Update(dtypes=dtypes, dtype=tower.dtype, is_part=True)
+    matched = match_weights(outline, source, rules, update=update)
+    Rewriter(nn.ModuleDict({"visual": tower}), outline).write(matched)
 
 
 def joined_fingerprint(fingerprints: Sequence[bytes]) -> bytes:

@@ -65,18 +65,18 @@ class Qwen2_5VisionTower(VisionTower):
         self._window = window
 
     def input_steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits, kept: torch.Tensor | None
     ) -> Steps[LayerInputs]:
         """Prepare the inputs. Between the first and the last layer, patches go window by window."""
         merge = self.spatial_merge_size
-        order, window_lengths = window_order(grid_thw, merge, self._window)
+        order, window_lengths = window_order(grid_thw, merge, self._window, kept)
         patch_order = (order[:, None] * merge**2 + torch.arange(merge**2)).view(-1)
         x = yield from self.patch_embed.steps(pixel_values, limits)
         device = x.device
         return LayerInputs(
             x=x[to_device(patch_order, device)],
-            rotary=self.rotary(patch_coordinates(grid_thw, merge)[:, patch_order], device),
+            rotary=self.rotary(patch_coordinates(grid_thw, merge, kept)[:, patch_order], device),
             # a frame's windows stay inside it, so frames are contiguous in either order
-            segments=(Segments(frame_lengths(grid_thw), device), Segments(window_lengths, device)),
+            segments=(Segments(frame_lengths(grid_thw, kept), device), Segments(window_lengths, device)),
             order=to_device(order, device),
         )

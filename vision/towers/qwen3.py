@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -47,6 +47,9 @@ class Qwen3PatchMerger(PatchMerger):
 class Qwen3VisionTower(VisionTower):
     """Qwen3-VL's tower, with uninitialised weights, from a `vision_config`."""
 
+    merger_list_name: ClassVar[str] = "deepstack_merger_list"
+    make_merger: ClassVar[Callable[..., PatchMerger]] = Qwen3PatchMerger
+
     def __init__(self, vision_config: dict[str, Any]) -> None:
         fields = Fields(vision_config, "vision_config")
         config = TowerConfig.from_fields(fields)
@@ -68,24 +71,26 @@ class Qwen3VisionTower(VisionTower):
         def mlp() -> VisionMLP:
             return VisionMLP(("linear_fc1", "linear_fc2"), (config.size, inner, config.size), act)
 
-        super().__init__(config, norm, mlp, Qwen3PatchMerger(config, norm_joined=False), embed_bias=True)
+        make_merger = type(self).make_merger
+        super().__init__(config, norm, mlp, make_merger(config, norm_joined=False), embed_bias=True)
         self._side, self._taps = side, taps
         self.num_deepstack_layers = len(taps)
         self.pos_embed = Embedding(positions, config.size)
-        self.deepstack_merger_list = nn.ModuleList(Qwen3PatchMerger(config, norm_joined=True) for _ in taps)
+        self.add_module(self.merger_list_name, nn.ModuleList(make_merger(config, norm_joined=True) for _ in taps))
 
     def mergers(self) -> list[PatchMerger]:
         return [self.merger, *self._deepstack_mergers()]
 
-    def _deepstack_mergers(self) -> list[Qwen3PatchMerger]:
-        return [merger for merger in self.deepstack_merger_list if isinstance(merger, Qwen3PatchMerger)]
+    def _deepstack_mergers(self) -> list[PatchMerger]:
+        found = self.get_submodule(self.merger_list_name).children()
+        return [merger for merger in found if isinstance(merger, PatchMerger)]
 
     def token_steps(
-        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits
+        self, pixel_values: torch.Tensor, grid_thw: Sequence[Grid], limits: PieceLimits, kept: torch.Tensor | None
     ) -> Steps[torch.Tensor]:
         """Embed the patches and add their positions."""
         x = yield from self.patch_embed.steps(pixel_values, limits)
-        yield from self._add_positions(x, grid_thw)
+        yield from self._add_positions(x, grid_thw, kept)
         return x
 
     def layer_steps(self, inputs: LayerInputs, limits: PieceLimits) -> Steps[torch.Tensor]:
@@ -100,10 +105,10 @@ class Qwen3VisionTower(VisionTower):
         yield from self.merger.steps(x, limits, out[:, 0])
         return out.flatten(1)
 
-    def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid]) -> Steps[None]:
+    def _add_positions(self, x: torch.Tensor, grids: Sequence[Grid], kept: torch.Tensor | None) -> Steps[None]:
         """Add interpolated position embeddings, summed in float32 and in the dtype of x, to x [P, size]."""
         taps, weights = (
-            to_device(part, x.device) for part in interpolation(grids, self.spatial_merge_size, self._side)
+            to_device(part, x.device) for part in interpolation(grids, self.spatial_merge_size, self._side, kept)
         )
         for rows in even_tiles(len(x), _POSITION_ROWS if x.is_cpu else len(x)):
             yield Piece(Kind.ELEMENTS, 4.0 * x[rows].numel())

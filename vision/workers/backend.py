@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from vision.towers.temporal_patch import EncodeBatch
+from vlmserve_common.checkpoint.weight_source import WeightSource
 
 _T = TypeVar("_T")
 
@@ -60,6 +61,10 @@ class EncoderBackend(Protocol):
 
         Infinity computes everything.
         """
+
+    def write_tower(self, source: WeightSource) -> None:
+        """Write other weights into the towers of other processes, in place, when no batch is under way. Blocks. Raises
+        EngineError if a tower is not as it should be."""
 
     def wait_handles(self) -> Sequence[int]:
         """Return file descriptors that are readable when `collect` has something. None: all batches wait for `work`."""

@@ -14,6 +14,7 @@ from typing import Generic, TypeAlias, TypeVar, get_args
 import numpy as np
 
 from vision.towers.temporal_patch import EncodeBatch
+from vlmserve_common.checkpoint.weight_source import WeightSource
 from vlmserve_common.transport.shm import SharedArrays
 from vlmserve_common.transport.wire import Frame, MessageChannel
 
@@ -76,7 +77,21 @@ class RowsTaken:
     number: int
 
 
-Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTaken
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerChange:
+    """Write other weights into the first tower, in place."""
+
+    source: WeightSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TowerChanged:
+    """The answer to a `TowerChange`. `error`: why the tower is not as it should be."""
+
+    error: str = ""
+
+
+Message: TypeAlias = EncodeBatch | EncodeDone | RowsOffer | RowsAnswer | RowsTaken | TowerChange | TowerChanged
 
 
 def encoder_channel(
@@ -127,9 +142,9 @@ class LentRows(Generic[_Rows]):
         self._kept[number] = rows
         return handle
 
-    def receive_work(self) -> EncodeBatch:
-        """Wait for the next batch and return it. Rows taken meanwhile are let go."""
+    def receive_work(self) -> EncodeBatch | TowerChange:
+        """Wait for the next batch, or other weights, and return it. Rows taken meanwhile are let go."""
         while isinstance(message := self._channel.receive(), RowsTaken):
             del self._kept[message.number]
-        work: EncodeBatch = message
+        work: EncodeBatch | TowerChange = message
         return work

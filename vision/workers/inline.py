@@ -17,6 +17,7 @@ from vision.towers.pieces import Kind, Piece, Steps
 from vision.towers.runner import TowerRunner
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
+from vlmserve_common.checkpoint.weight_source import WeightSource
 from vlmserve_common.compute.lanes import Lane
 from vlmserve_common.compute.transfers import Mark
 
@@ -126,6 +127,9 @@ class InlineBackend:
 
     def collect(self) -> list[EncodeResult]:
         return [self._results.popleft() for _ in range(len(self._results))]
+
+    def write_tower(self, source: WeightSource) -> None:
+        """Do nothing: the tower is in this process, and has other weights already."""
 
     def wait_handles(self) -> Sequence[int]:
         return ()

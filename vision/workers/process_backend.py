@@ -7,17 +7,25 @@ Pixels and rows cross in shared memory of the host. Rows from one GPU to another
 from __future__ import annotations
 
 import atexit
+import os
+import re
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import replace
+from typing import IO
 
+from vision.towers.loading import OF_THE_TOWER
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult
 from vision.workers.cuda_rows import CudaBorrower
 from vision.workers.settings import WorkerSettings
 from vision.workers.start import start_worker
 from vision.workers.worker_keeper import WorkerKeeper, WorkerMain
+from vlmserve_common.checkpoint.given import copied, reader_of
+from vlmserve_common.checkpoint.weight_source import WeightSource
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.wake_up import WakeUp
 
@@ -41,6 +49,8 @@ class ProcessBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = settings.model
+        self._patience_s = settings.startup_timeout_s
+        self._kept: list[tuple[IO[bytes], WeightSource]] = []
         self._results: deque[EncodeResult] = deque()
         self._wake_up = WakeUp()
         self._closed = False
@@ -76,6 +86,22 @@ class ProcessBackend:
     def cancel(self, worker: int, number: int) -> None:
         """Do nothing: a worker finishes every batch."""
 
+    def write_tower(self, source: WeightSource) -> None:
+        """Write other weights into all towers. They are kept in a file, for workers that have to start again."""
+        stored = reader_of(source).tensors
+        names = [name for name in stored if re.search(OF_THE_TOWER, name)]
+        if not names:
+            return
+        file = tempfile.TemporaryFile(prefix="vlmserve-tower-")  # noqa: SIM115 -- it stays as long as this process
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"  # it has no other name, so nothing is left of it
+        places = tuple(replace(place, file=path) for place in copied((stored[name] for name in names), file))
+        kept = replace(source, folder=None, file=None, tensors=places)
+        older = [one for one in self._kept if not {place.name for place in one[1].tensors} <= set(names)]
+        self._kept = [*older, (file, kept)]
+        sources = [one for _, one in self._kept]
+        for change in [keeper.write_tower(kept, sources) for keeper in self._keepers]:
+            change.result(self._patience_s)
+
     has_work = False
 
     def work(self, budget_s: float) -> bool:
@@ -98,6 +124,8 @@ class ProcessBackend:
             keeper.begin_close()
         for keeper in self._keepers:
             keeper.close()
+        for file, _ in self._kept:
+            file.close()
         self._closed = True
         self._wake_up.close()
         atexit.unregister(self.close)

@@ -19,7 +19,8 @@ class WorkerSettings:
     rounds weights and activations on a CPU. `rows_device`: the LLM's device, which needs the rows. `shared_dir`: an
     existing private directory for `SharedArrays`, on tmpfs. `startup_timeout_s`: for loading the tower. `ready_by`: the
     `time.monotonic` at which a first start's time is over, if that is earlier. `batch_timeout_s`: for sending, encoding
-    and sending back a batch.
+    and sending back a batch. `max_lora_rank`: of adapters, which are read from their folders when a batch needs them;
+    0: there are none. `max_loaded_loras`: how many may be in memory.
     """
 
     model: Path
@@ -37,6 +38,8 @@ class WorkerSettings:
     startup_timeout_s: float = 600.0
     ready_by: float = math.inf
     batch_timeout_s: float = 3600.0
+    max_lora_rank: int = 0
+    max_loaded_loras: int = 1
 
     def may_lend(self, device: str) -> bool:
         """Return True if a worker's rows may stay on its device until they are copied to `rows_device` (CUDA IPC)."""

@@ -15,13 +15,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeAlias
 
 from vision.towers.temporal_patch import EncodeBatch
 from vision.workers.backend import EncodeResult, attempt
 from vision.workers.cuda_rows import CudaBorrower, try_out
-from vision.workers.encoder_messages import EncodeDone, RowsAnswer, RowsOffer, RowsTaken, encoder_channel
+from vision.workers.encoder_messages import (
+    EncodeDone,
+    RowsAnswer,
+    RowsOffer,
+    RowsTaken,
+    TowerChange,
+    TowerChanged,
+    encoder_channel,
+)
 from vision.workers.start import WorkerSettings
+from vlmserve_common.checkpoint.weight_source import WeightSource
 from vlmserve_common.compute.tensors import from_array
 from vlmserve_common.errors import EngineError
 from vlmserve_common.process.child import ChildProcess, Parent
@@ -65,6 +75,10 @@ class WorkerKeeper:
         self._unsent: deque[EncodeBatch] = deque()
         self._sent: dict[int, Sequence[Frame]] = {}  # in order: number -> frames, to discard the message
         self._taken: deque[int] = deque()  # batches whose rows the worker need not keep, which it is still to be told
+        self._unwritten: deque[WeightSource] = deque()
+        self._unanswered = 0  # of the weights that were sent
+        self._kept: tuple[WeightSource, ...] = ()
+        self._change: Future[None] | None = None
         self._turn_began_s = 0.0  # when the first of the batches that the worker owes had its turn
         self._overdue = ""
         self._child: ChildProcess | None = None
@@ -99,6 +113,18 @@ class WorkerKeeper:
                 return
         self._deliver(EncodeResult(number=batch.number, embeds=None, error=self._given_up, untried=True))
 
+    def write_tower(self, source: WeightSource, kept: Sequence[WeightSource]) -> Future[None]:
+        """Write other weights into the worker's tower, behind its batches. `kept`: what a worker that starts again has
+        to write, one after the other."""
+        with self._changed:
+            self._kept, self._change = tuple(kept), Future()
+            if self._given_up:
+                self._change.set_exception(EngineError(self._given_up))
+            elif self._child is not None:  # otherwise it will begin with all of them
+                self._unwritten.append(source)
+                self._changed.notify_all()
+            return self._change
+
     def begin_close(self) -> None:
         self._process.begin_close()
 
@@ -114,6 +140,7 @@ class WorkerKeeper:
         self._channel = encoder_channel(child.pipe.send_bytes, child.pipe.recv_bytes, self._shared)
         with self._changed:
             self._child, self._overdue, self._turn_began_s = child, "", self._clock()
+            self._unwritten, self._unanswered = deque(self._kept), 0
 
     def live(self, child: ChildProcess) -> None:
         """Take results until the process ends (see `Life`)."""
@@ -147,6 +174,9 @@ class WorkerKeeper:
             self._unsent.clear()
             if down:
                 self._given_up = reason
+            change, self._change = self._change, None
+        if change is not None:
+            change.set_exception(EngineError(reason))
         for frames in sent.values():
             self._channel.discard(frames)
         first = next(iter(sent), None)
@@ -171,7 +201,10 @@ class WorkerKeeper:
         else:
             logger.info("rows of %s come by CUDA IPC", self._title)
 
-    def _take(self, done: EncodeDone, child: ChildProcess) -> None:
+    def _take(self, done: EncodeDone | TowerChanged, child: ChildProcess) -> None:
+        if isinstance(done, TowerChanged):
+            self._take_change(done)
+            return
         embeds, error, lent, untried = None, done.error, done.lent, False
         if lent is not None:
             embeds, error = attempt(lambda: self._borrower.copy(lent))
@@ -187,6 +220,17 @@ class WorkerKeeper:
             self._turn_began_s = self._clock()
         self.useful |= not untried
         self._deliver(EncodeResult(number=done.number, embeds=embeds, error=error, untried=untried))
+
+    def _take_change(self, done: TowerChanged) -> None:
+        if done.error:
+            raise EngineError(f"{self._title} has no whole tower any more: {done.error}")
+        with self._changed:
+            self._unanswered -= 1
+            if self._unwritten or self._unanswered:
+                return
+            change, self._change = self._change, None
+        if change is not None:
+            change.set_result(None)
 
     def _watch(self, child: ChildProcess) -> None:
         """End a child that does not finish a batch in time: it may hang without dying."""
@@ -209,13 +253,18 @@ class WorkerKeeper:
 
     def _write_next(self, child: ChildProcess, channel: MessageChannel) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._taken or self._unsent or self._child is not child)
+            self._changed.wait_for(lambda: self._taken or self._unwritten or self._unsent or self._child is not child)
             if self._child is not child:
                 return False
-            taken = self._taken.popleft() if self._taken else None
-            if taken is None:
+            change = self._unwritten.popleft() if self._unwritten else None
+            self._unanswered += change is not None
+            taken = self._taken.popleft() if change is None and self._taken else None
+            if change is None and taken is None:
                 batch = self._unsent.popleft()
                 self._sent[batch.number] = ()
+        if change is not None:
+            channel.send(channel.encode(TowerChange(source=change)))
+            return True
         if taken is not None:
             channel.send(channel.encode(RowsTaken(number=taken)))
             return True

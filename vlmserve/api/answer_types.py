@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from processors.families.base import Coordinates
-from processors.families.report import VideoReport
+from processors.families.report import AudioReport, PruningReport, VideoReport
 from processors.knobs import Clamp
 from vlmserve.frontend.request_stats import Timings
 
@@ -64,9 +64,10 @@ class Scale(TypedDict):
 
 
 class MediumInfo(TypedDict):
-    """How a picture or video was prepared. scale: pixels of the source in one pixel of the resized picture."""
+    """How a picture, video or sound was prepared. scale: pixels of the source in one pixel of the resized picture.
+    audio: of a sound, or of a video that is heard, too."""
 
-    kind: Literal["image", "video"]
+    kind: Literal["image", "video", "audio"]
     param: str
     source_size: Size
     final_size: Size
@@ -77,6 +78,8 @@ class MediumInfo(TypedDict):
     clamps: list[Clamp]
     ignored: list[str]
     video: VideoReport | None
+    pruning: PruningReport | None
+    audio: AudioReport | None
 
 
 class MediaReport(TypedDict):
@@ -86,12 +89,15 @@ class MediaReport(TypedDict):
 
 
 class PromptTokensDetails(TypedDict):
-    """The kinds of the prompt's tokens; the last three come with return_usage_details."""
+    """The kinds of the prompt's tokens; all but the first come with return_usage_details. pruned_tokens: those that
+    left media, if a medium was to have fewer."""
 
     cached_tokens: int
     text_tokens: NotRequired[int]
     image_tokens: NotRequired[int]
     video_tokens: NotRequired[int]
+    pruned_tokens: NotRequired[int]
+    audio_tokens: NotRequired[int]
 
 
 class GuessedTokens(TypedDict):

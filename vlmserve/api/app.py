@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NotRequired
 
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from vlmserve.api.adapters import AdapterApi
 from vlmserve.api.api_keys import read_api_keys
 from vlmserve.api.auth import ApiKeyMiddleware, WebPageGuard
 from vlmserve.api.batches.api import BatchesApi
@@ -29,19 +30,29 @@ from vlmserve.api.event_loop import longest_turn_s
 from vlmserve.api.file_store import FileStore
 from vlmserve.api.files import FilesApi
 from vlmserve.api.front_page import add_front_page
+from vlmserve.api.generate import generate
 from vlmserve.api.metrics import CONTENT_TYPE, ServerMetrics
 from vlmserve.api.openapi import ID_ERRORS, Operation, add_operations, add_pages, endpoints_of, operation
 from vlmserve.api.outermost import OutermostMiddleware, access, log_request, requests
+from vlmserve.api.pooling.embeddings import embed, embed_cohere
+from vlmserve.api.pooling.rerank import RERANK_ENDPOINTS
 from vlmserve.api.request_id import HEADER as REQUEST_ID_HEADER
 from vlmserve.api.responses.api import ResponsesApi, ResponseStore
-from vlmserve.api.score import score_labels
+from vlmserve.api.responses.held import HeldMedia
+from vlmserve.api.score import score
 from vlmserve.api.served_model import ServedModel
+from vlmserve.api.sessions.api import SessionsApi
+from vlmserve.api.sessions.held import HeldSessions
+from vlmserve.api.sessions.live_api import FRAMES_PATH, LiveApi
 from vlmserve.api.stores.opening import Stores, open_stores
 from vlmserve.api.tokenization import detokenize, tokenize
 from vlmserve.api.tracing import RequestTracer, otlp_processor
+from vlmserve.api.transcriptions import transcribe
 from vlmserve.api.warmup import warm_up
+from vlmserve.api.weights import WeightsApi
 from vlmserve.config.engine_args import StartSettings
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.adapters import AdapterRegistry, NamedAdapter
 from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.parsers.answer import choose_formats
 from vlmserve.frontend.request_stats import RequestStats
@@ -49,26 +60,34 @@ from vlmserve.frontend.stage import make_tokenizer_stage, stage_limits
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve.ipc.messages import PreparedMessage, SchedulerInput
 from vlmserve_common.checkpoint.fields import read_json
+from vlmserve_common.errors import BadRequestError, EngineError
 from vlmserve_common.process.threads import Threads
 from vlmserve_common.version import __version__
 
+_HEALTH_TIMEOUT_S = 20.0  # for the engine, when it is asked for a sign of life
 _STATS_TIMEOUT_S = 0.5  # how long /metrics waits for the scheduler's figures
 _LEAST_S = 1.0  # what each step of closing gets, however late it is
 _CONVERTING_THREADS = 2  # more share the interpreter
 _BATCH_THREADS = 4  # that read and write the files of batches
 
 
-_MODEL_ENDPOINTS = (complete_chat, complete, score_labels, warm_up, tokenize, detokenize)
+_MODEL_ENDPOINTS = (
+    *(complete_chat, complete, generate, embed, embed_cohere, *RERANK_ENDPOINTS, score),
+    *(transcribe, warm_up, tokenize, detokenize),
+)
 
 
 class ModelObject(TypedDict):
-    """The served model. max_model_len: the context length in tokens."""
+    """The served model, or an adapter. max_model_len: the context length in tokens. parent: the model that an adapter
+    changes. root: its folder."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
     max_model_len: int
+    parent: NotRequired[str]
+    root: NotRequired[str]
 
 
 class ModelList(TypedDict):
@@ -101,14 +120,18 @@ class ServerApi:
 
     @operation("GET", "/v1/models", "listModels", "Models", answer=ModelList)
     async def list_models(self) -> ModelList:
-        """List the model that is served."""
-        return {"object": "list", "data": [self._model]}
+        """List the model that is served, and its LoRA adapters."""
+        return {"object": "list", "data": [self._model, *map(self._of_adapter, self._served.adapters.all())]}
 
     @operation("GET", "/v1/models/{model_id:path}", "getModel", "Models", answer=ModelObject, errors=ID_ERRORS)
     async def get_model(self, model_id: str) -> ModelObject:
         """Describe the model of a name."""
-        self._served.check_name(model_id)
-        return self._model
+        found = self._served.adapter_of(model_id)
+        return self._model if found is None else self._of_adapter(found)
+
+    def _of_adapter(self, adapter: NamedAdapter) -> ModelObject:
+        own: ModelObject = {"id": adapter.name, "created": adapter.created}  # type: ignore[typeddict-item]
+        return self._model | own | {"parent": self._model["id"], "root": adapter.ref.path}
 
     @operation("GET", "/health", "getHealth", "Server", answer=Health, errors=(503,))
     async def health(self) -> Response:
@@ -117,6 +140,13 @@ class ServerApi:
         if unavailable is not None:
             return JSONResponse(error_body(503, unavailable, code="engine_unavailable"), 503)
         return JSONResponse({"status": "paused" if self._operators.paused else "ok"})
+
+    @operation("GET", "/health_generate", "getHealthOfEngine", "Server", answer=Health, errors=(503,))
+    async def health_generate(self) -> Response:
+        """Tell whether the engine answers between two steps, for SGLang's clients."""
+        if await self._operators.scheduler_stats(_HEALTH_TIMEOUT_S) is None:
+            return JSONResponse(error_body(503, "the engine does not answer", code="engine_unavailable"), 503)
+        return await self.health()
 
     @operation("GET", "/version", "getVersion", "Server", answer=Version)
     async def version(self) -> Version:
@@ -132,8 +162,8 @@ class ServerApi:
 
 def all_operations() -> list[Operation]:
     """Return all operations that the API can have."""
-    kinds = (ServerApi, FilesApi, ResponsesApi, BatchesApi, ControlApi)
-    return [endpoint.operation for endpoint in (*_MODEL_ENDPOINTS, *(e for kind in kinds for e in endpoints_of(kind)))]  # type: ignore[attr-defined]
+    kinds = (ServerApi, FilesApi, ResponsesApi, SessionsApi, LiveApi, BatchesApi, ControlApi, AdapterApi, WeightsApi)
+    return [endpoint.operation for endpoint in (*_MODEL_ENDPOINTS, *(e for kind in kinds for e in endpoints_of(kind)))]
 
 
 def _of_model(
@@ -176,8 +206,22 @@ def build_app(
     formats = choose_formats(settings.tool_call_parser, settings.reasoning_parser, manager.builder.template.text)
     converting = Threads("conversions", _CONVERTING_THREADS)
     stack.callback(converting.close)
+    adapters = manager.adapters = AdapterRegistry(
+        operators.ask,
+        base=model_name,
+        most=settings.engine.max_loaded_loras,
+        folder=settings.engine.allowed_lora_path,
+        enabled=settings.engine.enable_lora,
+        clock=time.time,
+    )
     served = ServedModel(
-        name=model_name, manager=manager, files=files, settings=settings, formats=formats, threads=converting
+        name=model_name,
+        adapters=adapters,
+        manager=manager,
+        files=files,
+        settings=settings,
+        formats=formats,
+        threads=converting,
     )
     add_operations(app, (_of_model(endpoint, served) for endpoint in _MODEL_ENDPOINTS))
     add_operations(app, endpoints_of(ServerApi(served, operators, metrics)))
@@ -186,13 +230,24 @@ def build_app(
     stack.callback(store.close)
     journal = BatchJournal(stores)
     stack.callback(journal.close)
-    responses = ResponsesApi(served, store)
+    held = app.state.response_media = HeldMedia(settings.max_response_media_bytes, settings.open_session_timeout_s)
+    responses = ResponsesApi(served, store, held)
     reading = Threads("batch-files", _BATCH_THREADS)
     stack.callback(reading.close)
     app.state.batches = make_runner(served, journal, batch_endpoints(served, responses, reading), reading)
     add_operations(app, endpoints_of(responses))
+    sessions = HeldSessions(settings)
+    metrics.watch("response_media_bytes", "Memory of the media of stored responses", lambda: held.nbytes)
+    metrics.watch("open_sessions", "Open sessions", lambda: sessions.count)
+    metrics.watch("open_session_bytes", "Memory of all open sessions", lambda: sessions.nbytes)
+    sessions_api = SessionsApi(served, sessions)
+    live = app.state.live = LiveApi(served, sessions, sessions_api, BodyBudget(settings, "frames of live video"))
+    add_operations(app, [*endpoints_of(sessions_api), *endpoints_of(live)])
+    app.add_api_websocket_route(FRAMES_PATH, live.frames)
     add_operations(app, endpoints_of(BatchesApi(journal, app.state.batches, files, settings)))
     add_operations(app, endpoints_of(operators))
+    add_operations(app, endpoints_of(AdapterApi(adapters, settings)))
+    add_operations(app, endpoints_of(WeightsApi(manager, operators, settings)))
     keys = add_guards(app, settings, metrics, tracer, files)
     add_pages(app, model=model_name, keys=keys, admin_key=settings.admin_api_key is not None)
     add_front_page(
@@ -258,25 +313,44 @@ class ApiFrontend:
 
     handle: takes a message from the detokenizer. fail_all: answers all pending and later requests, and /health, with
     503 and the message; may be called again. suspend: answers later requests and /health so until it is called with
-    None; pending requests wait.
+    None; pending requests wait. lora_paths: as the setting says.
     """
 
-    def __init__(self, manager: TokenizerManager, media: RequestMedia, app: FastAPI, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        manager: TokenizerManager,
+        media: RequestMedia,
+        app: FastAPI,
+        stack: ExitStack,
+        lora_paths: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self._lora_paths = lora_paths
         self.app = app
         self.manager = manager
         self.handle, self.fail_all, self.suspend = manager.handle, manager.fail, manager.suspend
         self._media = media
         self._stack = stack
 
-    def start(self) -> None:
-        """Go on with batches that nobody works on."""
+    async def start(self) -> None:
+        """Load the adapters of --lora-paths, and go on with batches that nobody works on. Raises EngineError."""
+        for name, path in self._lora_paths:
+            try:
+                assert self.manager.adapters is not None
+                await self.manager.adapters.load(name, path, trusted=True)
+            except BadRequestError as error:
+                raise EngineError(f"--lora-paths {name}={path}: {error.message}") from None
         self.app.state.batches.start()
 
     async def close(self, patience_s: float = 30.0) -> None:
         """Free threads and connections. Whatever waits for a thread when `patience_s` are over is left behind."""
         loop = asyncio.get_running_loop()
         until, last = loop.time() + patience_s, Threads("closing", 1)
-        for step in (self.app.state.batches.stop, self._close_requests, lambda: last.run(self._stack.close)):
+        for step in (
+            self.app.state.batches.stop,
+            self.app.state.live.close,
+            self._close_requests,
+            lambda: last.run(self._stack.close),
+        ):
             task = loop.create_task(step())
             await asyncio.wait((task,), timeout=max(_LEAST_S, until - loop.time()))
             if task.done():
@@ -335,4 +409,4 @@ def make_frontend(
             tracer = RequestTracer(model_name, otlp_processor(settings.otlp_traces_endpoint))
             stack.callback(tracer.close)
         app = build_app(manager, model_name, settings, stores, files, stack, control, tracer)
-        return ApiFrontend(manager, stage.media, app, stack.pop_all())
+        return ApiFrontend(manager, stage.media, app, stack.pop_all(), engine.adapters_at_start)

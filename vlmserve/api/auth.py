@@ -20,9 +20,9 @@ from vlmserve.api.api_keys import ApiKeys
 from vlmserve.api.errors import error_body
 
 _OURS = (".localhost",)
-# Content types that a page may send without asking (the Fetch standard's safelist), and the path that takes no JSON
+# Content types that a page may send without asking (the Fetch standard's safelist), and the paths that take forms
 _SIMPLE = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-_UPLOADS = "/v1/files"
+_FORMS = ("/v1/files", "/v1/audio/transcriptions")
 # Probes of load balancers ask by any name.
 OPEN_PATH = "/health"
 # The page with a chat. It tells no more than the API's description does.
@@ -49,7 +49,7 @@ class WebPageGuard:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != OPEN_PATH:
+        if scope["type"] in ("http", "websocket") and scope["path"] != OPEN_PATH:
             headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
             refusal = self._refusal(headers, scope)
             if refusal is not None:
@@ -72,7 +72,7 @@ class WebPageGuard:
             )
             return 403, message, "origin_not_allowed"
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind in _SIMPLE and scope["path"] != _UPLOADS and _is_there(scope):
+        if scope.get("method") == "POST" and kind in _SIMPLE and scope["path"] not in _FORMS and _is_there(scope):
             return 415, f"the request's Content-Type is {kind!r}; it must be application/json", "unsupported_media_type"
         return None
 
@@ -122,6 +122,18 @@ CONTROL_PATHS = frozenset(
         "/start_profile",
         "/stop_profile",
         "/abort_request",
+        *(f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")),
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+        "/destroy_weights_update_group",
+        "/get_weight_version",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
     )
 )
 # The servers behind a router, which operators change.
@@ -148,7 +160,11 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
-        if scope["type"] != "http" or path in OPEN_PATHS or (path == METRICS_PATH and self._admin_digest is None):
+        if (
+            scope["type"] not in ("http", "websocket")
+            or path in OPEN_PATHS
+            or (path == METRICS_PATH and self._admin_digest is None)
+        ):
             await self._app(scope, receive, send)
             return
         controls = path in CONTROL_PATHS or path == METRICS_PATH or path.startswith(WORKERS_PATH)

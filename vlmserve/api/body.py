@@ -22,7 +22,11 @@ _Model = TypeVar("_Model", bound=BaseModel)
 _INLINE_BYTES = 256 * 1024
 _INLINE_COMMAS = 2000
 # What may have many items, and what these may have many parts in. Lists of token ids are no such lists.
-_LISTS = ("messages", "input", "query", "prompt", "items", "labels", "tools")
+_LISTS = (
+    *("messages", "input", "query", "prompt", "items", "labels", "tools"),
+    *("texts", "images", "inputs", "documents", "text_1", "text_2"),
+    *("text", "input_ids", "image_data"),
+)
 _PARTS = ("content", "output", "tool_calls")
 FREE_BYTES = 64 * 1024
 """The bytes of a body that need no room, so that large, slow bodies keep no small requests out. --max-connections
@@ -35,16 +39,17 @@ class BodyBudget:
     parse_from: the monotonic time at which the next large body may be parsed.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, what: str = "the bodies of requests") -> None:
         self.held = 0
         self.parse_from = 0.0
+        self._what = what
         self._most = int(max(settings.max_bodies_mib, settings.max_body_mib) * 2**20)
 
     def take(self, count: int) -> None:
         """Take room. Raises BadRequestError (503) if there is none."""
         if self.held + count > self._most:
             raise BadRequestError(
-                f"the bodies of requests take {self.held} bytes together, the limit is {self._most} (setting "
+                f"{self._what} take {self.held} bytes together, the limit is {self._most} (setting "
                 "--max-bodies-mib); try again later",
                 code="bodies_too_large_together",
                 status=503,

@@ -52,7 +52,7 @@ async def complete_chat(served: ServedModel, request: Request) -> Response:
 
 async def whole_chat(served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller) -> dict[str, Any]:
     """Return the chat.completion. own_id: an id that no other request has. Raises the errors of `errors`."""
-    wanted, writer = _prepare(served, chat, own_id, caller)
+    wanted, writer = prepare_chat(served, chat, own_id, caller)
     async with aclosing(served.manager.generate(*wanted)) as outputs:
         return await writer.whole(outputs)
 
@@ -61,15 +61,17 @@ def chat_events(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> AsyncGenerator[bytes, None]:
     """Return the events of the stream, as `ServedModel.events` does."""
-    return served.events(partial(_prepare, served, chat, own_id, caller))
+    return served.events(partial(prepare_chat, served, chat, own_id, caller))
 
 
-def _prepare(
+def prepare_chat(
     served: ServedModel, chat: ChatCompletionRequest, own_id: str, caller: Caller
 ) -> tuple[list[GenerateReqInput], AnswerWriter]:
-    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=served.name)
+    """Return the engine's request, and the writer of its answer. Raises BadRequestError."""
+    head = AnswerHead(id=chat.rid or own_id, created=int(time.time()), model=served.name_for(chat))
     find_file = served.files.for_owner(caller.owner)
     wanted = to_generate_request(chat, own_id, caller, formats=served.formats, find_file=find_file)
+    (wanted,) = served.adapted(chat, [wanted])
     writer = AnswerWriter(
         head,
         served.manager.builder.tokenizer,

@@ -108,12 +108,12 @@ def _prepare(
     served: ServedModel, body: CompletionRequest, own_id: str, caller: Caller
 ) -> tuple[list[GenerateReqInput], CompletionWriter]:
     tokenizer = served.manager.builder.tokenizer
-    wanted = to_generate_requests(body, own_id, caller)
+    wanted = served.adapted(body, to_generate_requests(body, own_id, caller))
     echo = None
     if body.echo:
         echo = [p if isinstance(p, str) else tokenizer.decode(p, skip_special_tokens=False) for p in prompts_of(body)]
     writer = CompletionWriter(
-        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=served.name),
+        AnswerHead(id=body.rid or own_id, created=int(time.time()), model=served.name_for(body)),
         tokenizer,
         prompts=len(wanted),
         n=wanted[0].n,

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated, Any, NotRequired, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, TypeVar, cast
 
 from fastapi import Request
 from pydantic import Field, model_validator
@@ -52,21 +52,28 @@ async def no_engine(_: ControlRequest) -> ControlResult:
 # A message is taken between two steps; on a CPU one may take long, and so does writing a profile.
 ANSWER_S = 60.0
 _MOST_STEPS = 10**6  # hours of them
-_SECRETS = frozenset(("api_key", "admin_api_key", "database_url", "file_store_url", "peer_key"))
+_SECRETS = frozenset(("api_key", "admin_api_key", "database_url", "file_store_url", "peer_key", "embedder_api_key"))
 _T = TypeVar("_T")
 
 
 class AbortBody(StrictModel):
-    """The body of POST /abort_request."""
+    """The body of POST /abort_request. An empty rid is none."""
 
     rid: str | None = None
     abort_all: bool | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> AbortBody:
-        if (self.rid is not None) == bool(self.abort_all):
+        if bool(self.rid) == bool(self.abort_all):
             raise PydanticCustomError("abort_what", "needs either a rid or abort_all: true")
         return self
+
+
+class PauseBody(StrictModel):
+    """The body of POST /pause_generation. What becomes of requests under way: they are aborted; or they stay, give
+    their memory back and are computed again (retract) or keep it (in_place)."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class ProfileBody(StrictModel):
@@ -131,10 +138,12 @@ class AbortedRequests(TypedDict):
 
 
 class ControlApi:
-    """The endpoints of operators. paused: the engine begins no step, as far as this process knows."""
+    """The endpoints of operators. paused: the engine begins no step, as far as this process knows. changes: held by
+    whoever pauses the engine or changes its weights."""
 
     def __init__(self, manager: TokenizerManager, ask: AskEngine, settings: ServerSettings, model_name: str) -> None:
         self.paused = False
+        self.changes = asyncio.Lock()
         self._manager = manager
         self._send = ask
         self._settings = settings
@@ -149,9 +158,9 @@ class ControlApi:
     )
     async def flush_cache(self) -> Response:
         """Forget the cached prefixes that no request uses. The answer is 409 while there are requests."""
-        result = await self._ask(FlushCacheReq(), EngineState)
-        there = result.num_running_reqs + result.num_waiting_reqs
-        if not there:
+        result = await self.ask(FlushCacheReq(), EngineState)
+        waiting = 0 if result.paused else result.num_waiting_reqs  # paused, they have nothing
+        if not result.num_running_reqs + waiting:
             return JSONResponse({"flushed_tokens": result.flushed})
         message = (
             f"{result.num_running_reqs} requests are running and {result.num_waiting_reqs} waiting: what they use "
@@ -160,10 +169,20 @@ class ControlApi:
         body = error_body(409, message, code="requests_running")
         return JSONResponse(body | {"tokens": result.flushed} | _counts(result), 409)
 
+    @operation(
+        *("GET", "/flush_cache", "flushCacheByGet", "Operators"),
+        answer=FlushedCache,
+        errors=(409, *ENGINE_ERRORS),
+        conflict=CacheInUse,
+    )
+    async def get_flush_cache(self) -> Response:
+        """Do the same as POST /flush_cache, for clients that ask in this way."""
+        return await self.flush_cache()
+
     @operation(*("GET", "/server_info", "getServerInfo", "Operators"), answer=ServerState, errors=ENGINE_ERRORS)
     async def server_info(self) -> ServerState:
         """Describe the server: version, model, settings, sizes, and current work."""
-        info = await self._ask(GetServerInfoReq(), ServerInfo)
+        info = await self.ask(GetServerInfoReq(), ServerInfo)
         state: ServerState = {
             "version": __version__,
             "model": self._model_name,
@@ -185,11 +204,25 @@ class ControlApi:
         return state
 
     @operation(
-        *("POST", "/pause_generation", "pauseGeneration", "Operators"), answer=PauseState, errors=(409, *ENGINE_ERRORS)
+        *("POST", "/pause_generation", "pauseGeneration", "Operators"),
+        request=PauseBody,
+        example={"mode": "retract"},
+        needs_body=False,
+        answer=PauseState,
+        errors=(*BODY_ERRORS, 409, *ENGINE_ERRORS),
     )
-    async def pause(self) -> PauseState:
-        """Begin no further step. The answer is 409 if the engine is paused already."""
-        return await self._set_paused(PauseReq())
+    async def pause(self, request: Request) -> PauseState:
+        """Begin no further step, and let new requests wait. The answer is 409 if the engine is paused already."""
+        mode, door = (await self._body(request, PauseBody)).mode, self._manager.door
+        async with self.changes:
+            if self.paused:
+                raise BadRequestError("generation is paused already", status=409)
+            with door.shut("pausing"):
+                if mode == "abort":
+                    await self.end_requests(inside=True)
+                state = await self._set_paused(PauseReq(retract=mode == "retract"))
+                door.close("paused")
+            return state
 
     @operation(
         *("POST", "/continue_generation", "continueGeneration", "Operators"),
@@ -198,7 +231,10 @@ class ControlApi:
     )
     async def go_on(self) -> PauseState:
         """End the pause. The answer is 409 if there is none."""
-        return await self._set_paused(ContinueReq())
+        async with self.changes:
+            state = await self._set_paused(ContinueReq())
+            self._manager.door.open("paused")
+            return state
 
     @operation(
         *("POST", "/start_profile", "startProfile", "Operators"),
@@ -218,14 +254,14 @@ class ControlApi:
             steps=body.num_steps,
             activities=tuple(dict.fromkeys(body.activities or ())),
         )
-        return {"path": (await self._ask(question, ProfileResult)).path, "num_steps": body.num_steps}
+        return {"path": (await self.ask(question, ProfileResult)).path, "num_steps": body.num_steps}
 
     @operation(
         *("POST", "/stop_profile", "stopProfile", "Operators"), answer=ProfileTrace, errors=(409, *ENGINE_ERRORS)
     )
     async def stop_profile(self) -> ProfileTrace:
         """End the recording. The answer comes when the trace is written."""
-        result = await self._ask(StopProfileReq(), ProfileResult)
+        result = await self.ask(StopProfileReq(), ProfileResult)
         return {"path": result.path, "num_steps": result.steps}
 
     @operation(
@@ -238,24 +274,30 @@ class ControlApi:
     async def abort(self, request: Request) -> AbortedRequests:
         """End a request, or all. The answer comes when nothing is left of them, and is 404 for an unknown id."""
         body = await self._body(request, AbortBody)
-        ended = self._manager.abort(body.rid)
-        if body.rid is not None and not ended:
+        ended = await self.end_requests(body.rid or None)
+        if body.rid and not ended:
             raise BadRequestError(
                 f"there is no request {body.rid!r}: it has ended, or never came", param="rid", status=404
             )
-        rids = tuple(rid for one in ended for rid in one.rids)
-        await self._ask(AbortRequestsReq(rids=rids), EngineState)
-        return {"aborted": [one.request_id for one in ended]}
+        return {"aborted": ended}
+
+    async def end_requests(self, request_id: str | None = None, *, inside: bool = False) -> list[str]:
+        """End requests (see `TokenizerManager.abort`), and return their ids when nothing is left of them."""
+        ended = self._manager.abort(request_id, inside=inside)
+        if ended or request_id is None:
+            rids = tuple(rid for one in ended for rid in one.rids)
+            await self.ask(AbortRequestsReq(rids=rids), EngineState)
+        return [one.request_id for one in ended]
 
     async def scheduler_stats(self, timeout_s: float) -> SchedulerStats | None:
         """Return the figures of all replicas together, or None if one is gone or too busy to tell in time."""
         try:
-            return (await self._ask(GetServerInfoReq(), ServerInfo, timeout_s)).stats
+            return (await self.ask(GetServerInfoReq(), ServerInfo, timeout_s)).stats
         except (BadRequestError, EngineUnavailableError):
             return None
 
     async def _set_paused(self, question: PauseReq | ContinueReq) -> PauseState:
-        result = await self._ask(question, EngineState)
+        result = await self.ask(question, EngineState)
         self.paused = result.paused
         return cast("PauseState", {"paused": result.paused} | _counts(result))
 
@@ -263,10 +305,10 @@ class ControlApi:
         """Read a small JSON object. An empty body stands for an empty object."""
         return await read_body(request, model, self._settings, if_empty=b"{}")  # type: ignore[type-var]
 
-    async def _ask(self, question: ControlRequest, kind: type[_T], timeout_s: float | None = None) -> _T:
+    async def ask(self, question: ControlRequest, kind: type[_T], timeout_s: float | None = None) -> _T:
         """Return the engine's result. Raises BadRequestError with the engine's reason, or EngineUnavailableError if the
         engine does not answer."""
-        reason, timeout_s = self._manager.unavailable, timeout_s or ANSWER_S
+        reason, timeout_s = self._manager.no_engine, timeout_s or ANSWER_S
         if reason is not None:
             raise EngineUnavailableError(reason)
         try:

@@ -115,7 +115,7 @@ class EncoderFrontend:
         self._api = api
         self._lost = False
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Do nothing: there is nothing to go on with."""
 
     def handle(self, message: TokenizerManagerInput) -> None:

@@ -24,7 +24,7 @@ RETRY_AFTER_S = 1
 CLIENT_CLOSED_REQUEST = 499
 # parts of OpenAI's API that clients know, and that are not here
 _ABSENT = re.compile(
-    r"/v1/(embeddings|audio|images|moderations|rerank|assistants|threads|realtime|fine_tuning|vector_stores)\b"
+    r"/v1/(audio/speech|audio/translations|images|moderations|assistants|threads|realtime|fine_tuning|vector_stores)\b"
 )
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -26,6 +26,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from vlmserve.api.errors import RETRY_AFTER_S, error_body
 from vlmserve.config.settings import ServerSettings
@@ -48,6 +49,7 @@ _SWEEP_TICKS = 5  # of uvicorn's, which are 0.1 s
 _OTHER_FILES = 512
 # What strangers send makes lines of these: "Invalid HTTP request", failures to accept, and too many connections.
 _THROTTLED = ("uvicorn.error", "asyncio", __name__)
+_MOST_MESSAGE_MIB = 32  # of a message of a WebSocket: a raw frame of 3840x2160 takes 24
 SPARE = 32
 """Connections that are taken above the limit, since /health is always answered."""
 
@@ -56,16 +58,28 @@ class HttpServer(uvicorn.Server):
     """Serves an application until `should_exit`, without touching signals.
 
     backlog: connections that wait in the kernel to be accepted. started: called when connections are taken.
+    websockets: the application takes them, too.
     """
 
-    def __init__(self, app: Any, settings: ServerSettings, *, backlog: int, started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: Any,
+        settings: ServerSettings,
+        *,
+        backlog: int,
+        started: Callable[[], None],
+        websockets: bool = False,
+    ) -> None:
         for name in ("uvicorn", "uvicorn.error"):
             logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
         config = uvicorn.Config(
             app,
             interface="asgi3",
             http=partial(GuardedProtocol, server=self),  # type: ignore[arg-type]  # called as a class would be
-            ws="none",
+            ws=GuardedWebSocket if websockets else "none",
+            ws_max_size=int(min(settings.max_body_mib, _MOST_MESSAGE_MIB) * 2**20),
+            ws_ping_timeout=None,  # pongs wait, too, where a connection is not read
+            ws_per_message_deflate=False,  # a small message could become a large one
             log_config=None,
             access_log=False,  # the frontend's own has durations and request ids
             lifespan="off",
@@ -218,6 +232,9 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.max_size = _LARGE_PIECE_BYTES  # type: ignore[attr-defined]
         super().on_headers_complete()
 
+    def _should_upgrade(self) -> bool:
+        return self.app is self.config.loaded_app and super()._should_upgrade()
+
     def on_message_complete(self) -> None:
         """Note that the whole request is there."""
         self._in_body = False
@@ -288,6 +305,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 _REFUSED = "clients are answered 503: %s"
+
+
+class GuardedWebSocket(WebSocketsSansIOProtocol):
+    """One WebSocket. It counts as a connection that works. Pings find out whether its client is there."""
+
+    stuck = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, with larger pieces than those of headers."""
+        transport.max_size = _LARGE_PIECE_BYTES  # type: ignore[attr-defined]
+        super().connection_made(transport)
 
 
 class _Refusal:

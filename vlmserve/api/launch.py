@@ -312,7 +312,13 @@ class _HttpServing:
         loop = asyncio.get_running_loop()
         settings = self.serving.settings
         async with self.serving.frontend(lambda: self.patience_s) as frontend:
-            server = HttpServer(frontend.app, settings, backlog=_BACKLOG, started=self._announce)
+            server = HttpServer(
+                frontend.app,
+                settings,
+                backlog=_BACKLOG,
+                started=self._announce,
+                websockets=settings.engine.role != "encode",
+            )
             self.serving.on_problem = partial(self._on_problem, server, frontend)
             self.serving.on_failure = partial(self._on_failure, server)
             gc.freeze()  # these objects stay: looking through them would stop answers for a tenth of a second

@@ -363,6 +363,7 @@ class ServerMetrics:
         self._generation_tokens = counter("generation_tokens", "Tokens generated")
         self._media = counter("media", "Pictures and videos of requests", "modality")
         self._patches = counter("media_patches", "Vision patches of requests, cached or not")
+        self._pruned = counter("media_tokens_left_out", "Tokens that left pictures and videos of requests, if asked")
         self._ttft = histogram("time_to_first_token_seconds", "Until the first output", _SECONDS)
         self._itl = histogram("inter_token_latency_seconds", "Between tokens", _SECONDS_PER_TOKEN)
         self._tpot = histogram(
@@ -377,8 +378,12 @@ class ServerMetrics:
         )
         self._prompt_lengths = histogram("request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._answer_lengths = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
-        turn = Gauge(PREFIX + LONGEST_TURN, "The event loop's longest turn of late", label, registry=self._registry)
-        turn.labels(**label).set_function(longest_turn_s)
+        self.watch(LONGEST_TURN, "The event loop's longest turn of late", longest_turn_s)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Show a figure, which is read whenever the page is asked for."""
+        gauge = Gauge(PREFIX + name, text, self._label, registry=self._registry)
+        gauge.labels(**self._label).set_function(value)
 
     def observe_request(self, stats: RequestStats) -> None:
         """Count an answer that has ended."""
@@ -434,6 +439,7 @@ class ServerMetrics:
             if count:
                 self._media.labels(**self._label, modality=modality).inc(count)
         self._patches.inc(stats.media.patches)
+        self._pruned.inc(stats.media.pruned_tokens)
 
 
 class _Collected(Collector):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.resources import as_file, files
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
@@ -40,6 +40,7 @@ _REASONS = {499: "The client left, or an operator ended the request"}
 _TAGS = {
     "Answers": "What the model says, and how likely",
     "Responses": "OpenAI's newer form of chats",
+    "Sessions": "Conversations that the server holds",
     "Tokens": "Prompts as the model reads them",
     "Models": "What is served",
     "Files": "Uploads that requests name by their ids",
@@ -54,10 +55,10 @@ class Operation:
     """One operation of the API.
 
     id: the name of its method in generated clients. answer: the type of its JSON with the status 200, or the media type
-    of other content. request, example: the type of its JSON body and an example, which gets the model's name. form: the
-    schema of a multipart body. events: the type of the JSON in the events of `stream: true`. ends_with_done: the last
-    event is [DONE]. query: the schemas of query parameters. errors: the statuses of its own errors. conflict: the type
-    of its 409.
+    of other content or of nothing but events. request, example: the type of its JSON body and an example, which gets
+    the model's name. form: the schema of a multipart body. events: the type of the JSON in the events of `stream:
+    true`. ends_with_done: the last event is [DONE]. query: the schemas of query parameters. errors: the statuses of its
+    own errors. conflict: the type of its 409.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -201,7 +202,8 @@ def _described(
     if operation.form is not None:
         described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
     elif operation.request is not None:
-        named = {"model": model} if "model" in operation.request.model_fields else {}
+        kinds = get_args(operation.request) or (operation.request,)
+        named = {"model": model} if all("model" in kind.model_fields for kind in kinds) else {}
         body = {"schema": schemas[operation.id, "request"], "example": named | (operation.example or {})}
         described["requestBody"] = {"required": operation.needs_body, "content": {"application/json": body}}
     responses = {"200": {"description": operation.summary, "content": _content(operation, schemas)}}
@@ -213,9 +215,11 @@ def _described(
 
 
 def _content(operation: Operation, schemas: dict[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
-    if isinstance(operation.answer, str):
+    if isinstance(operation.answer, str) and operation.events is None:
         return {operation.answer: {"schema": {"type": "string"} if operation.answer.startswith("text/") else {}}}
-    content: dict[str, Any] = {"application/json": {"schema": schemas[operation.id, "answer"]}}
+    content: dict[str, Any] = {}
+    if not isinstance(operation.answer, str):
+        content["application/json"] = {"schema": schemas[operation.id, "answer"]}
     if operation.events is not None:
         # The schema describes one event, as in OpenAPI 3.2.
         schema = schemas[operation.id, "event"]

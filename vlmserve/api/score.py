@@ -1,4 +1,5 @@
-"""POST /v1/score: how likely labels are behind a query and each of some items, as SGLang has it."""
+"""POST /v1/score: how likely labels are behind a query and each of some items, as SGLang has it. A reranker scores
+pairs, as vLLM has it."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from vlmserve.api.answer_types import PromptTokensDetails
 from vlmserve.api.body import read_body
 from vlmserve.api.callers import caller_of
 from vlmserve.api.openapi import MODEL_ERRORS, operation
+from vlmserve.api.pooling.protocol import PairScoreRequest
+from vlmserve.api.pooling.rerank import PairScores, score_pairs
 from vlmserve.api.request_id import name_answer
 from vlmserve.api.served_model import ServedModel, while_connected
 from vlmserve.frontend.chat_messages import FindFile
@@ -51,13 +54,15 @@ _ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0)
 
 @operation(
     *("POST", "/v1/score", "createScore", "Answers"),
-    request=ScoreRequest,
+    request=ScoreRequest | PairScoreRequest,
     example={"query": "Is the sky blue?", "labels": ["yes", "no"]},
-    answer=Scores,
+    answer=Scores | PairScores,
     errors=MODEL_ERRORS,
 )
-async def score_labels(served: ServedModel, request: Request) -> Response:
-    """Score how likely labels are behind a query and each of some items. Raises the errors of `errors`."""
+async def score(served: ServedModel, request: Request) -> Response:
+    """Score how likely labels are behind a query and each of some items, or pairs. Raises the errors of `errors`."""
+    if served.task.name == "rerank":
+        return await score_pairs(served, request)
     body = await read_body(request, ScoreRequest, served.settings)
     served.check_name(body.model)
     name = name_answer(request, "score", body.rid)
@@ -66,7 +71,9 @@ async def score_labels(served: ServedModel, request: Request) -> Response:
 
 async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, caller: Caller) -> Scores:
     """Return the body of the answer. name: an id that no other request has. Raises the errors of `errors`."""
+    model = served.name_for(body)  # now: an adapter's name may be gone at the end
     wanted = await served.threads.run(_requests, served, body, name, caller)  # of thousands of items
+    wanted = served.adapted(body, wanted)
     outputs = await _whole(served, wanted)
     each = wanted[0].num_choices
     rows = [_logprobs(body, outputs[at : at + each]) for at in range(0, len(outputs), each)]
@@ -75,7 +82,7 @@ async def whole_scores(served: ServedModel, body: ScoreRequest, name: str, calle
         "id": body.rid or name,
         "object": "scoring",
         "created": int(time.time()),
-        "model": served.name,
+        "model": model,
         "scores": [softmax(row) if body.apply_softmax else [math.exp(logprob) for logprob in row] for row in rows],
         "logprobs": [[finite(logprob) for logprob in row] for row in rows],
         "usage": {

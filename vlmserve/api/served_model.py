@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -21,17 +22,25 @@ from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
 from vlmserve.config.plain_problems import shortened
 from vlmserve.config.settings import ServerSettings
+from vlmserve.frontend.adapters import AdapterRegistry, NamedAdapter
 from vlmserve.frontend.openai.answers import AnswerWriter
 from vlmserve.frontend.openai.completion_answers import CompletionWriter
 from vlmserve.frontend.openai.json_bodies import sse_event
+from vlmserve.frontend.openai.protocol import NamedRequest
 from vlmserve.frontend.parsers.answer import AnswerFormats
 from vlmserve.frontend.requests import GenerateReqInput
+from vlmserve.frontend.tasks import Task
 from vlmserve.frontend.tokenizer_manager import TokenizerManager
 from vlmserve_common.errors import BadRequestError
 from vlmserve_common.process.threads import Threads
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
+
+
+def parsed_events(events: bytes) -> list[dict[str, Any]]:
+    """Return the JSON of events of `ServedModel.events`."""
+    return [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n") if one and one != DONE.strip()]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -101,21 +110,59 @@ async def _disconnected(receive: Receive) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The served model. name: its name for clients. files: the uploaded files that requests may name. formats: how it
-    writes calls and thoughts. threads: convert large requests, and write large answers."""
+    """The served model. name: its name for clients. adapters: those that requests may name in its place. files: the
+    uploaded files that requests may name. formats: how it writes calls and thoughts. threads: convert large requests,
+    and write large answers."""
 
     name: str
+    adapters: AdapterRegistry
     manager: TokenizerManager
     files: FileStore
     settings: ServerSettings
     formats: AnswerFormats
     threads: Threads
 
+    @property
+    def task(self) -> Task:
+        """What the model is served for."""
+        return self.manager.builder.limits.task
+
     def check_name(self, name: str | None) -> None:
         """Raise BadRequestError (404) for a model that is not served here. A request without a name means this one."""
-        if name and name != self.name:
-            what = f"there is no model {shortened(name)!r} here, only {self.name}"
-            raise BadRequestError(what, param="model", code="model_not_found", status=404)
+        self.adapter_of(name)
+
+    def adapter_of(self, name: str | None, lora_path: str | None = None) -> NamedAdapter | None:
+        """Return the adapter that a request names as its model, or besides it; None if it names none. Raises
+        BadRequestError for unknown names (404), and for two adapters."""
+        named: NamedAdapter | None = None
+        for param, given in (("model", name), ("lora_path", lora_path)):
+            if not given or (param == "model" and given == self.name):
+                continue
+            found = self.adapters.find(given)
+            if found is not None:
+                if named is not None and found is not named:
+                    raise BadRequestError(
+                        f"lora_path is {found.name!r}, and model {named.name!r}: name one", param=param
+                    )
+                named = found
+                continue
+            names = ", ".join([self.name, *(one.name for one in self.adapters.all())][param == "lora_path" :])
+            only = f", only {shortened(names)}" if names else ""
+            what = f"there is no {'model' if param == 'model' else 'adapter'} {shortened(given)!r} here{only}"
+            raise BadRequestError(what, param=param, code="model_not_found", status=404)
+        return named
+
+    def adapted(self, body: NamedRequest, requests: Sequence[GenerateReqInput]) -> list[GenerateReqInput]:
+        """Return requests with the adapter that their body names. Raises BadRequestError (404)."""
+        found = self.adapter_of(getattr(body, "model", None), body.lora_path)
+        if found is None:
+            return list(requests)
+        return [replace(one, adapter=found.ref, warnings=(*one.warnings, *found.warnings)) for one in requests]
+
+    def name_for(self, body: NamedRequest) -> str:
+        """Return the name of what answers a body's request."""
+        found = self.adapter_of(getattr(body, "model", None), body.lora_path)
+        return self.name if found is None else found.name
 
     async def events(
         self, prepare: Callable[[], tuple[Sequence[GenerateReqInput], AnswerWriter | CompletionWriter]]

@@ -107,7 +107,7 @@ class Serving:
             stack.callback(receiver.close)
             watching = loop.create_task(self._watch(frontend))
             stack.callback(watching.cancel)
-            frontend.start()
+            await frontend.start()
             yield frontend
 
     async def _watch(self, frontend: Frontend) -> None:

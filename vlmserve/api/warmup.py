@@ -48,7 +48,7 @@ class Warmup(TypedDict):
 async def warm_up(served: ServedModel, request: Request) -> Response:
     """Encode media ahead of time. The answer comes when everything is encoded. Raises the errors of `errors`."""
     body = await read_body(request, WarmupRequest, served.settings)
-    served.check_name(body.model)
+    adapter = served.adapter_of(body.model)
     if body.pin and served.settings.engine.embedding_cache_dir is None:
         raise BadRequestError(
             "there is nothing to pin: the server keeps no embeddings on disk (setting --embedding-cache-dir)",
@@ -64,6 +64,7 @@ async def warm_up(served: ServedModel, request: Request) -> Response:
         pin=bool(body.pin),
         client=caller.client,
         tenant=caller.tenant,
+        adapter=None if adapter is None else adapter.ref,
     )
     items = await while_connected(request.receive, served.manager.warm_up(wanted))
     answer = {"id": wanted.request_id, "object": "warmup", "items": [_describe(item) for item in items]}

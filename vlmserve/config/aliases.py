@@ -46,14 +46,16 @@ def _mapping(value: Any, example: str) -> Mapping[str, Any]:
 
 
 def _media_counts(value: Any) -> Mapping[str, Any]:
-    ours = {"image": "max_images_per_request", "video": "max_videos_per_request"}
+    kinds = ("image", "video", "audio")
+    ours = {kind: f"max_{kind}s_per_request" for kind in kinds}
     found = {}
     for kind, count in _mapping(value, '{"image": 4, "video": 1}').items():
         count = count.get("count") if isinstance(count, Mapping) else count
         if kind in ours and count is not None:
             found[ours[kind]] = count
         elif str(count) != "0":
-            raise SettingsError(f"it limits image and video (--max-images-per-request, ...); there is no {kind!r} here")
+            what = f"it limits {', '.join(kinds)} (--max-images-per-request, ...)"
+            raise SettingsError(f"{what}; there is no {kind!r} here")
     return found
 
 
@@ -99,6 +101,9 @@ _RENAMED = {
     "max_model_len": "context_length",
     "mem_fraction_static": "gpu_memory_utilization",
     "max_running_requests": "max_num_seqs",
+    "lora_paths": "lora_modules",
+    "max_loras_per_batch": "max_loras",
+    "max_loaded_loras": "max_cpu_loras",
     "chunked_prefill_size": "max_num_batched_tokens",
     "page_size": "block_size",
     "tp_size": "tensor_parallel_size tp",
@@ -115,6 +120,7 @@ _RENAMED = {
     "log_level": "uvicorn_log_level log_level_http",
     "max_images_per_request": "limit_mm_per_prompt.image",
     "max_videos_per_request": "limit_mm_per_prompt.video",
+    "max_audios_per_request": "limit_mm_per_prompt.audio",
 }
 _CONVERTED = {
     "enable_prefix_caching": _switch(lambda on: {"disable_radix_cache": not on}),
@@ -124,9 +130,12 @@ _CONVERTED = {
     "enable_log_requests": _switch(lambda on: {"log_requests": on}),
     "disable_fast_image_processor": _switch(lambda on: {"resize_device": "cpu"} if on else {}),
     "mm_enable_dp_encoder": _switch(lambda on: {"mm_encoder_tp_mode": "data" if on else "one"}),
+    "is_embedding": _switch(lambda on: {"task": "embed"} if on else {}),
     "encoder_only": _switch(lambda on: {"role": "encode" if on else "all"}),
     "cudagraph_capture_sizes": Alias(sets=("cuda_graph_bs",), convert=_capture_sizes),
-    "limit_mm_per_prompt": Alias(sets=("max_images_per_request", "max_videos_per_request"), convert=_media_counts),
+    "limit_mm_per_prompt": Alias(
+        sets=("max_images_per_request", "max_videos_per_request", "max_audios_per_request"), convert=_media_counts
+    ),
     "mm_processor_kwargs": Alias(sets=("max_pixels", "video_fps", "resize_device"), convert=_processor_knobs),
     "mm_processor_cache_gb": Alias(sets=("processor_cache_mib",), convert=_cache_size),
     "generation_config": Alias(sets=("sampling_defaults",), convert=_generation_defaults),
@@ -144,10 +153,10 @@ _VALUES_WITHOUT_EFFECT = {
     "base_gpu_id cpu_offload_gb": "0",
     "distributed_executor_backend": "mp uni none",
     "guided_decoding_backend structured_outputs_config grammar_backend": "auto xgrammar",
-    "task runner": "auto generate",
+    "runner": "auto generate pooling",
     "kv_transfer_config": "null",
 }
-_OFF_ONLY = "enable_dp_lm_head enable_torch_compile disable_cuda_graph_padding enable_lora is_embedding"
+_OFF_ONLY = "enable_dp_lm_head enable_torch_compile disable_cuda_graph_padding"
 _INSTEAD = {
     "kv_cache_memory_bytes num_gpu_blocks_override": "max_total_tokens",
     "max_mamba_cache_size mamba_full_memory_ratio mamba_cache_mode": "mamba_cache_mib",
@@ -180,7 +189,7 @@ _ADVICE = {
 }
 _REFUSED = (
     "download_dir tokenizer tokenizer_path ssl_keyfile ssl_certfile root_path fastapi_root_path "
-    "override_generation_config lora_modules max_loras max_lora_rank lora_paths max_loras_per_batch moe_dense_tp_size "
+    "override_generation_config moe_dense_tp_size "
     "pp_max_micro_batch_size mm_encoder_attn_backend mm_attention_backend"
 )
 _INSTEAD_OF_SWITCHES = {
@@ -226,6 +235,7 @@ _VALUES: Mapping[str, Mapping[str, str]] = {
     "reasoning_parser": {"qwen3-thinking": "qwen3", "deepseek_r1": "qwen3", "deepseek-r1": "qwen3"},
     "mm_encoder_tp_mode": {"weights": "one"},
     "role": {"null": "all"},
+    "task": {"embedding": "embed", "score": "rerank", "classify": "rerank"},
     "log_level": {"warn": "warning", "critical": "error", "trace": "debug"},
 }
 

@@ -72,6 +72,28 @@ def engine_problems(args: EngineArgs) -> list[str]:
     if args.nnodes > 1 and not re.fullmatch(r".+:0*[1-9]\d{0,4}", args.dist_init_addr or ""):
         problems.append(problem(args, "dist_init_addr", "HOST:PORT of machine 0 where --nnodes is above 1"))
     problems.extend(_role_problems(args))
+    if args.enable_lora:
+        problems += [
+            f"--enable-lora does not go with {flag(name)} yet"
+            for name, is_set in (
+                ("enable_dp_attention", args.enable_dp_attention),
+                ("enable_eplb", args.enable_eplb),
+                ("moe_a2a_backend torch", args.moe_a2a_backend == "torch"),
+            )
+            if is_set
+        ]
+        adapters = len((args.lora_paths or "").split(","))
+        if adapters > args.max_loaded_loras:
+            problems.append(problem(args, "max_loaded_loras", f"{adapters} or more, as many as --lora-paths has"))
+    elif args.lora_paths is not None and not args.merge_lora:
+        problems.append(problem(args, "lora_paths", "left out without --enable-lora or --merge-lora"))
+    if args.enable_lora and not all(folder for _, folder in args.adapters_at_start):
+        problems.append(problem(args, "lora_paths", "NAME=FOLDER, with commas between several"))
+    if args.merge_lora:
+        if args.lora_paths is None or "," in args.lora_paths:
+            problems.append(problem(args, "lora_paths", "one folder with --merge-lora"))
+        if args.enable_lora or args.num_encoders or args.encoder_urls is not None or args.role != "all":
+            problems.append("--merge-lora goes with none of --enable-lora, --role and encoders beside the engine yet")
     if args.max_total_tokens is not None and page >= 1 and 1 <= args.max_total_tokens < 2 * page:
         problems.append(problem(args, "max_total_tokens", f"at least two pages (--page-size is {page})"))
     return problems
@@ -91,6 +113,8 @@ def _role_problems(args: EngineArgs) -> list[str]:
     ]
     if args.encoder_urls is not None:
         problems.append("--encoder-urls does not go with --role encode: an encoder asks no other one")
+    if args.adapters_at_start:
+        problems.append("--lora-paths does not go with --role encode: servers name their adapters to encoders")
     if args.load_format == "dummy":
         problems.append("--load-format dummy does not go with --role encode: no other server has the same weights")
     return problems

@@ -28,7 +28,7 @@ class StartSettings:
 
 _model, _pictures, _videos, _encoder = map(settings_of, ("model", "pictures", "videos", "vision encoder"))
 _memory, _scheduling, _other = map(settings_of, ("memory", "scheduling", "other"))
-_parallel = settings_of("several devices")
+_parallel, _adapters = map(settings_of, ("several devices", "adapters"))
 
 _SIZES = r" *0*[1-9]\d* *(, *0*[1-9]\d* *)*"
 AUTO, CHECKPOINT = "auto", "checkpoint"
@@ -48,6 +48,7 @@ _TEMPLATE = Allowed(
 _DEVICES = Allowed(words="cpu, cuda or cuda:N, with commas between them", holds=_are_devices)
 _FRACTION = Allowed(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1)
 _POSITIVE = Allowed(words="above 0", holds=lambda value: value > 0)
+_PRUNING = Allowed(words="at least 0 and at most 0.99", holds=lambda value: 0 <= value <= 0.99)
 _NOT_NEGATIVE = Allowed(words="0 or more", holds=lambda value: value >= 0)
 _SEED = Allowed(words="between 0 and 2**63 - 1", holds=lambda value: 0 <= value < 2**63)
 _PROCESSES = Allowed(words="0 (threads do the work) or more", holds=lambda value: value >= 0)
@@ -75,6 +76,11 @@ _LINKS = Allowed(
     ),
 )
 _SECRET = Allowed(words="a key", holds=bool)
+_URL = Allowed(words="a URL such as http://127.0.0.1:8001/v1", holds=lambda url: re.fullmatch(r"https?://[!-~]+", url))
+_ADAPTERS = Allowed(
+    words="NAME=FOLDER, with commas between several, or one FOLDER with --merge-lora",
+    holds=lambda given: all(one.partition("=")[0] for one in given.split(",")),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +94,15 @@ class EngineArgs:
         "chat template in place of the checkpoint's: a file of Jinja, or the Jinja itself",
         _TEMPLATE,
         common=True,
+    )
+    task: Literal["auto", "generate", "embed", "rerank"] = _model(
+        "auto",
+        "what the model is served for: answers, embeddings, or scores of documents for a query; auto: what the "
+        "checkpoint's modules.json says, else generate",
+        common=True,
+    )
+    pooling: Literal["auto", "last", "mean"] = _model(
+        "auto", "embeddings: the last token's state, or the mean of all; auto: what the checkpoint says, else last"
     )
     device: str = _model("auto", "cpu, cuda, cuda:1 ...; auto takes the first GPU, else the CPU", _DEVICE, common=True)
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _model(
@@ -112,8 +127,9 @@ class EngineArgs:
     )
     gpu_kernels: Literal["auto", "triton", "torch"] = _model(
         "auto",
-        "norms, rotation, KV writes, gates and sampling on a GPU: fused, in Triton, or by torch in many launches; "
-        "auto: Triton where a trial shows that it works",
+        "norms, rotation, KV writes, gates, delta nets and sampling on a GPU: fused, in Triton, or by torch in many "
+        "launches, and products with weights of 4 bits: in Triton, or dequantised; auto: Triton where a trial shows "
+        "that it works",
     )
     quantization: Literal["none", "int8", "int4", "w8a8"] = _model(
         "none",
@@ -223,6 +239,11 @@ class EngineArgs:
         "is not encrypted",
         _LISTEN,
     )
+    skip_repeats: bool = _pictures(
+        False,
+        "leave out parts of pictures and videos that repeat what is beside them or was there before, pixel by pixel, "
+        "unless the request says",
+    )
     max_video_frames: int = _videos(768, "most frames used of one video", AT_LEAST_1, common=True)
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"] = _videos(
         "transformers",
@@ -245,6 +266,26 @@ class EngineArgs:
         "transformers 5.10 and later (Qwen3-VL keeps the outer vision markers; in Qwen2-VL and Qwen2.5-VL, text "
         "after a video ignores its time)",
     )
+    video_pruning_rate: float = _videos(
+        0.0,
+        "share of a video's tokens that leaves, those that change least (EVS), unless the request says: 0 to 0.99",
+        _PRUNING,
+    )
+    embedder_url: str | None = _videos(
+        None,
+        'server of embeddings that compares the frames of long videos with questions ("sampling": "question"): '
+        "http://HOST:PORT/v1; default: none",
+        _URL,
+    )
+    embedder_model: str | None = _videos(None, "model of --embedder-url; default: the first one that it lists")
+    embedder_api_key: str | None = _videos(
+        None, "key for --embedder-url; set it by its variable, which others cannot read", _SECRET
+    )
+    embedder_timeout_s: float = _videos(
+        20.0,
+        "seconds that --embedder-url may take for a video, before its frames are chosen by what changes in it",
+        SECONDS,
+    )
     mem_fraction_static: float = _memory(
         0.8,
         "GPU: fraction of its memory for weights and KV cache together; CPU: fraction of the memory beside the weights "
@@ -264,14 +305,14 @@ class EngineArgs:
     )
     mamba_cache_mib: int = _memory(
         1024,
-        "Qwen3.5: memory in MiB for the prefix cache's states of recurrent layers; running requests have states of "
-        "their own beside it; 0: none, so the prefix cache finds nothing",
+        "Qwen3.5, Qwen4Exp: memory in MiB for the prefix cache's states of recurrent layers; running requests have "
+        "states of their own beside it; 0: none, so the prefix cache finds nothing",
         CACHE_SIZE,
     )
     mamba_track_interval: int = _memory(
         512,
-        "Qwen3.5: keep a state for the prefix cache every so many tokens, rounded up to whole pages and 64 tokens; the "
-        "ends of prompts, pictures and videos have one in any case",
+        "Qwen3.5, Qwen4Exp: keep a state for the prefix cache every so many tokens, rounded up to whole pages and 64 "
+        "tokens; the ends of prompts, pictures and videos have one in any case",
         AT_LEAST_1,
     )
     page_size: int = _memory(16, "KV cache slots in a page", AT_LEAST_1)
@@ -296,6 +337,9 @@ class EngineArgs:
         "restarts; default: none",
     )
     hicache_storage_gib: float = _memory(32.0, "limit of --hicache-storage-dir, in GiB", ABOVE_0)
+    enable_sleep_mode: bool = _memory(
+        False, "CPU: let POST /sleep give the memory of weights and KV cache back to the system until POST /wake_up"
+    )
     tp_size: int = _parallel(
         1,
         "devices that share the model's layers (tensor parallel): a process for each, on GPUs from --device on, or on "
@@ -478,6 +522,42 @@ class EngineArgs:
         "the next larger one; default: 1, 2, 4, then multiples of 8, of 16 and of 32",
         _BATCH_SIZES,
     )
+    enable_lora: bool = _adapters(
+        False, "take LoRA adapters (folders of PEFT), from --lora-paths or at run time", common=True
+    )
+    lora_paths: str | None = _adapters(
+        None,
+        "adapters that are there from the start: NAME=FOLDER, several with spaces or commas between them; requests "
+        "choose one by its name as model",
+        _ADAPTERS,
+        common=True,
+        several=True,
+    )
+    merge_lora: bool = _adapters(
+        False,
+        "add the one adapter of --lora-paths to the weights while loading: answers are all its own, at the model's "
+        "speed",
+    )
+    max_loras_per_batch: int = _adapters(
+        8, "most adapters among the requests computed together; more requests wait", AT_LEAST_1
+    )
+    max_lora_rank: int = _adapters(64, "highest rank of an adapter", AT_LEAST_1)
+    max_loaded_loras: int = _adapters(
+        64,
+        "most adapters in memory; of more, those used longest ago go, and are read again when a request names them; "
+        "pinned ones stay",
+        AT_LEAST_1,
+    )
+    allowed_lora_path: str | None = _adapters(
+        None,
+        "folder below which adapters that are loaded at run time, or named by other servers, must lie; default: "
+        "anywhere, so set it where others have the admin key",
+    )
+    lora_partial: bool = _adapters(
+        False,
+        "take adapters of which only some modules are in the model, and leave the others out; answers say so in their "
+        "warnings",
+    )
     logits_processors: str | None = _other(
         None,
         "classes that requests may call by name to change logits: MODULE:CLASS, with commas between them; they are "
@@ -509,6 +589,19 @@ class EngineArgs:
         if isinstance(self.speculative_num_draft_tokens, int):
             return self.speculative_num_draft_tokens
         return 8 if self.speculative_algorithm == "none" else 4
+
+    @property
+    def adapters_at_start(self) -> tuple[tuple[str, str], ...]:
+        """Return --lora-paths as pairs of a name and a folder; none if the weights have the adapter."""
+        if self.merge_lora or not self.lora_paths:
+            return ()
+        pairs = (one.strip().partition("=") for one in self.lora_paths.split(","))
+        return tuple((name, folder) for name, _, folder in pairs)
+
+    @property
+    def merged_adapter(self) -> Path | None:
+        """Return the folder of the adapter that the weights have, if they have one."""
+        return Path((self.lora_paths or "").rpartition("=")[2]) if self.merge_lora else None
 
     @property
     def cuda_graph_sizes(self) -> tuple[int, ...] | None:

@@ -32,11 +32,14 @@ SECONDS = Allowed(words=f"above 0 and at most {MOST_SECONDS}", holds=lambda valu
 def settings_of(group: str) -> Callable[..., Any]:
     """Return a function that declares the settings of a group: ``memory(16, "KV cache slots in a page", AT_LEAST_1)``.
 
-    common: people change this setting, and --help shows it. --help-all shows the rest, too.
+    common: people change this setting, and --help shows it. --help-all shows the rest, too. several: the command line
+    takes several words, and puts commas between them.
     """
 
-    def declare(default: Any, help: str, allowed: Allowed | None = None, *, common: bool = False) -> Any:
-        about = {"help": help, "group": group, "allowed": allowed, "common": common}
+    def declare(
+        default: Any, help: str, allowed: Allowed | None = None, *, common: bool = False, several: bool = False
+    ) -> Any:
+        about = {"help": help, "group": group, "allowed": allowed, "common": common, "several": several}
         return dataclasses.field(default=default, metadata=about)
 
     return declare

@@ -115,6 +115,19 @@ class _AliasFlag(argparse.Action):
             given_as[name] = place
 
 
+class _Joined(argparse.Action):
+    """A flag with several words, which become one text with commas between them."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: typing.Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, ",".join(values))
+
+
 class _HelpAll(argparse.Action):
     """The flag --help-all, which prints the help with all settings. texts: the parts that --help leaves out."""
 
@@ -170,6 +183,10 @@ def _add_setting(group: argparse._ArgumentGroup, setting: Setting) -> argparse.A
     text = f"{setting.help}{note}".replace("%", "%%")
     if setting.type is not bool:
         kind = _metavar(setting.type)
+        if setting.several:
+            return group.add_argument(
+                flag(setting.name), action=_Joined, nargs="+", default=argparse.SUPPRESS, metavar=kind, help=text
+            )
         return group.add_argument(flag(setting.name), default=argparse.SUPPRESS, metavar=kind, help=text)
     group.add_argument(
         flag("no_" + setting.name),

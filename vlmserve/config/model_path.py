@@ -8,6 +8,7 @@ from pathlib import Path
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
+from vlmserve_common.checkpoint.rope import context_length
 from vlmserve_common.errors import CheckpointError, EngineError, SettingsError
 from vlmserve_common.installing import hf
 
@@ -89,7 +90,7 @@ def check_model(folder: Path, max_model_len: int | None) -> None:
     """Check what needs config.json alone: the family, and --max-model-len. Raises CheckpointError or SettingsError."""
     config = Fields(read_hf_config(folder), f"{folder}: config.json")
     if max_model_len is not None:
-        most = text_fields(config).positive("max_position_embeddings")
+        most = context_length(text_fields(config))
         if max_model_len > most:
             raise SettingsError(f"--max-model-len is {max_model_len}; the model was made for {most} tokens")
 

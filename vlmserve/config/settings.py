@@ -45,13 +45,16 @@ _GROUPS = (
     "pictures",
     "vision encoder",
     "videos",
+    "sounds",
     "uploaded files",
     "memory",
     "several devices",
     "scheduling",
+    "adapters",
     "other",
 )
 _http, _pictures, _videos, _files = map(settings_of, ("HTTP server", "pictures", "videos", "uploaded files"))
+_sounds = settings_of("sounds")
 # Variables that are no settings, or that Kubernetes makes for a service called vlmserve.
 _NO_SETTING = re.compile(r"config|cpu_level|upstream_api_key|test_.*|service_(host|port).*|port_\d+_.*")
 _DOMAIN = re.compile(r"\.?[\w-]+(?:\.[\w-]+)*|[\da-fA-F:]+")
@@ -149,7 +152,10 @@ class ServerSettings:
     )
     max_body_mib: float = _http(64.0, "largest request body, in MiB (inline pictures included)", ABOVE_0)
     max_bodies_mib: float = _http(
-        1024.0, "memory for the bodies of all unfinished requests together, in MiB; at least --max-body-mib", ABOVE_0
+        1024.0,
+        "memory for the bodies of all unfinished requests together, and as much again for frames of live video that "
+        "wait, in MiB; at least --max-body-mib",
+        ABOVE_0,
     )
     body_timeout_s: float = _http(
         30.0, "seconds without a byte of a request's body or upload, after which it is dropped", SECONDS
@@ -237,6 +243,13 @@ class ServerSettings:
         "the only hosts to fetch from, with commas between them; .example.com means all below it; default: any",
         _DOMAINS,
     )
+    allowed_live_hosts: str | None = _videos(
+        None,
+        "hosts whose live video the server may pull for sessions, with commas between them; .example.com means all "
+        "below it; default: none",
+        _DOMAINS,
+    )
+    max_live_pulls: int = _videos(8, "most streams that the server pulls at a time; each has a process", AT_LEAST_0)
     allowed_local_media_path: str | None = _pictures(
         None, "folder that file: URLs may read; default: file: URLs are refused", _FOLDER, common=True
     )
@@ -245,6 +258,11 @@ class ServerSettings:
     max_video_duration_s: float = _videos(7200.0, "longest video, in seconds", SECONDS)
     max_video_decode_s: float = _videos(300.0, "seconds for decoding one video, or one list of frames", SECONDS)
     max_video_frame_pixels: int = _videos(4096 * 4096, "largest frame of a video file, in pixels", AT_LEAST_1)
+    max_audios_per_request: int = _sounds(16, "most sounds in one request, without those of videos", AT_LEAST_0)
+    max_audio_bytes: int = _sounds(128 * 2**20, "largest sound file, in bytes", AT_LEAST_1)
+    max_audio_duration_s: float = _sounds(3600.0, "longest sound, in seconds, also of a video", SECONDS)
+    max_audio_channels: int = _sounds(16, "most channels of a sound, which are averaged", AT_LEAST_1)
+    max_audio_decode_s: float = _sounds(60.0, "seconds for decoding one sound", SECONDS)
     file_store_dir: str | None = _files(
         None,
         "folder that keeps uploaded files across restarts; default: a private one, removed with the server",
@@ -273,6 +291,22 @@ class ServerSettings:
         1000, "most responses that are kept for those that go on from them, beside the files; 0 keeps none", AT_LEAST_0
     )
     max_stored_response_bytes: int = _files(2**28, "all kept responses together, in bytes of JSON", AT_LEAST_0)
+    max_response_media_bytes: int = _files(
+        2**29,
+        "processed pictures of kept responses, for those that go on from them, in bytes; 0: they are loaded again",
+        AT_LEAST_0,
+    )
+    max_open_sessions: int = _http(256, "most sessions (/v1/sessions) at a time; 0: none", AT_LEAST_0)
+    max_open_sessions_per_key: int = _http(64, "most sessions of one API key at a time", AT_LEAST_1)
+    max_open_session_tokens: int | None = _http(
+        None, "most tokens in the conversation of a session; default: the context length", AT_LEAST_1
+    )
+    max_open_session_bytes: int = _http(
+        2**30, "texts and processed pictures of all sessions together, in bytes", AT_LEAST_0
+    )
+    open_session_timeout_s: float = _http(
+        600.0, "seconds after its last use that a session is kept; a client may ask for less", SECONDS
+    )
     batch_concurrency: int = _files(
         8, "most lines of batches answered at a time; they wait while requests fill the engine", AT_LEAST_1
     )
@@ -282,7 +316,8 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One setting as the command line shows it. type: its resolved annotation. common: people change it."""
+    """One setting as the command line shows it. type: its resolved annotation. common: people change it. several: of
+    several words."""
 
     name: str
     type: Any
@@ -290,6 +325,7 @@ class Setting:
     help: str
     group: str
     common: bool
+    several: bool
 
 
 def iter_settings() -> Iterator[Setting]:
@@ -300,7 +336,7 @@ def iter_settings() -> Iterator[Setting]:
         for field in dataclasses.fields(cls):
             if field.name != "engine":
                 default = "" if field.default is dataclasses.MISSING else field.default
-                about = {name: field.metadata[name] for name in ("help", "group", "common")}
+                about = {name: field.metadata[name] for name in ("help", "group", "common", "several")}
                 settings.append(Setting(name=field.name, type=types[field.name], default=default, **about))
     yield from sorted(settings, key=lambda setting: _GROUPS.index(setting.group))
 

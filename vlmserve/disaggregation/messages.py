@@ -19,7 +19,7 @@ import numpy as np
 
 from vlmserve.ipc.messages import TokenizedGenerateReqInput
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Servers with another number do not work together."""
 LEASE_S = 30.0
 """A prefill server keeps a room so long after its decode server was heard last."""

@@ -28,7 +28,7 @@ class KVPool:
             ]
             for one in kv_cache.layers
         ]
-        self._states = () if states is None else (states.conv, states.recurrent, states.hidden, states.positions)
+        self._states = () if states is None else states.parts
         self.device = self._layers[0][0].device
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 

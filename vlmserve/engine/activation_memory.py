@@ -30,7 +30,7 @@ from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, Forwa
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve.scheduler.sampling_info import info_of
-from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.hf_config import has_tower, read_hf_config
 from vlmserve_common.compute.shard import Shard
 
 Meter: TypeAlias = Callable[[Callable[[], object]], int]
@@ -72,8 +72,11 @@ def step_limits(args: EngineArgs, device: torch.device, *, max_model_len: int, a
 
 
 def _largest_batch(args: EngineArgs, device: torch.device, auto_pixels: int | None = None) -> int:
-    """Return the patches of the largest batch of a tower: its limit, or one larger picture."""
-    config = read_processor_config(Path(args.model), read_hf_config(Path(args.model)))
+    """Return the patches of the largest batch of a tower: its limit, or one larger picture; 0 without a tower."""
+    hf_config = read_hf_config(Path(args.model))
+    if not has_tower(hf_config):
+        return 0
+    config = read_processor_config(Path(args.model), hf_config)
     limits = [config.max_pixels, auto_pixels, args.max_pixels if isinstance(args.max_pixels, int) else None]
     pixels = min(limit for limit in limits if limit is not None)
     return max(resolve_max_patches(args, device), pixels // config.patches.patch_size**2)
@@ -98,14 +101,20 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     # heads before and after they are turned, and attention's output; or gate and up, their product, and its input
     widest = max(
-        2 * (heads + 2 * kv_heads) + heads, 4 * config.intermediate_size, _experts_width(config), _linear_width(config)
+        2 * (heads + 2 * kv_heads) + heads,
+        4 * config.intermediate_size,
+        _experts_width(config),
+        _linear_width(config),
+        _streams_width(config),
     )
     beside = (model.visual.row_width + len(model.language_model.tapped) * config.hidden_size) * itemsize
+    if config.index is not None:  # the chosen slots, as they are found and as they are attended to
+        beside += 3 * config.index.most * torch.int64.itemsize
     logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS
     return Activations(
         tower=_tower_bytes(model.visual, limits.patches, itemsize) if limits.patches else 0,
         step=activation_bytes(
-            limits.tokens, stream=config.hidden_size, widest=widest, itemsize=itemsize, beside=beside
+            limits.tokens, stream=config.stream_size, widest=widest, itemsize=itemsize, beside=beside
         ),
         logits=logits if model.comm.shard.stage.is_last else guess_logits(model, limits.rows),
     )
@@ -179,6 +188,12 @@ def _linear_width(config: ModelConfig) -> int:
     return 0 if linear is None else linear.conv_size + 4 * linear.value_size
 
 
+def _streams_width(config: ModelConfig) -> int:
+    """Return the elements of what mixes residual streams per token: gates, twice, and gated streams; 0 with one
+    stream."""
+    return 0 if config.streams is None else 3 * config.stream_size
+
+
 def _experts_width(config: ModelConfig) -> int:
     """Return the elements of a sparse MLP per token: its odds in float32, twice, and for each chosen expert the input,
     gate and up with their product, and the output."""
@@ -225,7 +240,7 @@ def _dummy_batch(
         head_dim=config.head_dim,
         dtype=dtype,
         device=device,
-        further=model.guessing_kv,
+        further=model.further_kv,
     )
     shape = state_shape(config, model.dtype)
     span = Span(start=0, length=tokens, prefix_len=0, state=1)

@@ -22,6 +22,7 @@ from vlmserve.engine.activation_memory import (
     measure_activations,
     step_limits,
 )
+from vlmserve.engine.adapters import make_store
 from vlmserve.engine.encoder import auto_max_pixels, build_encoder_pool, resolve_warmup_patches
 from vlmserve.engine.graph_planning import GraphBuilder, GraphPlan, Pools, cuda_tools, tools_of_ranks, wanted_sizes
 from vlmserve.engine.loop import EventLoop, GroupPlacement
@@ -37,6 +38,7 @@ from vlmserve.engine.recurrent import (
 )
 from vlmserve.engine.step import GroupsWorker, ModelWorker, OneGroup
 from vlmserve.engine.warm_up import warm_up
+from vlmserve.engine.windows import keeps_all, window_pool, window_room
 from vlmserve.executor.device_queue import DeviceQueue, StreamQueue, ThreadQueue
 from vlmserve.executor.expert_balancer import ExpertBalancer
 from vlmserve.executor.logits_processors import LogitsProcessors, load_logits_processors
@@ -52,7 +54,14 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_cache import RecurrentCache, StateShape
 from vlmserve.memory.req_to_token import ReqPoolAllocator, ReqToTokenPool
-from vlmserve.memory.sizing import Activations, embeds_bytes, graph_room, host_pool_size, kv_cache_size
+from vlmserve.memory.sizing import (
+    Activations,
+    WindowRoom,
+    embeds_bytes,
+    graph_room,
+    host_pool_size,
+    kv_cache_size,
+)
 from vlmserve.models.attention.base import AttentionBackend, AttentionSpec
 from vlmserve.models.attention.choice import choose_backend
 from vlmserve.models.config import ModelConfig
@@ -67,9 +76,12 @@ from vlmserve.scheduler.kv_cache_manager import KVCacheManager
 from vlmserve.scheduler.meter import BatchLog
 from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.scheduler import Scheduler
+from vlmserve_common.checkpoint.adapter_file import read_adapter
+from vlmserve_common.compute.adapter_store import AdapterStore
 from vlmserve_common.compute.communicator import ALONE
 from vlmserve_common.compute.memory import free_memory
 from vlmserve_common.compute.tensors import dtype_name
+from vlmserve_common.kernels import fused
 
 if TYPE_CHECKING:
     from vlmserve_common.parallel.ranks import Ranks
@@ -116,17 +128,26 @@ class _Parts:
         """The shape of a request's recurrent state; None for models without recurrent layers."""
         return state_shape(self.model.config, self.model.dtype)
 
-    def kv_cache(self, num_slots: int) -> KVCache:
-        """Allocate a KV cache of so many tokens, dummy page included."""
-        config = self.model.config
+    @property
+    def windows(self) -> WindowRoom | None:
+        """The room for layers with windows; None if they keep all tokens."""
+        return window_room(self.args, self.model, self.max_model_len, self.kv_dtype)
+
+    def kv_cache(self, tokens: int) -> KVCache:
+        """Allocate a KV cache of so many tokens, and a dummy page."""
+        config, dummy, windows = self.model.config, self.args.page_size, self.windows
+        if windows is not None and windows.tokens >= tokens:
+            windows = None  # they would spare nothing
         return KVCache(
-            num_slots=num_slots,
+            num_slots=tokens + dummy,
+            windowed=() if windows is None else config.windowed,
+            window_slots=0 if windows is None else windows.tokens + dummy,
             num_layers=config.num_kv_layers,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=self.kv_dtype,
             device=self.device,
-            further=self.model.guessing_kv,
+            further=self.model.further_kv,
         )
 
     def recurrent_cache(self, num_states: int, *, padded: bool) -> RecurrentCache | None:
@@ -149,13 +170,15 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     processors = load_logits_processors(args.logits_processors)
     device, threads = prepare_device(args, ranks)
     model = load(args, device, comm, threads, with_tower=encodes)
+    encodes = encodes and model.visual.is_there
+    store = make_store(args, model) if args.enable_lora else None
     parts = _attention(args, ranks, device, model)
     activations = replace(
         _activations(parts, encodes=encodes),
         embeds=_embeds_bytes(parts),
         encoders=encoder_bytes(args, device, model.towers, model.dtype, comm.shard),
     )
-    graph_builder, graph_plan = _plan_graphs(parts, activations)
+    graph_builder, graph_plan = _plan_graphs(parts, activations, store)
     activations = replace(activations, graphs=graph_plan.reserved)
     tokens, states = _pool_sizes(parts, activations, graph_plan)
     info = EngineInfo(
@@ -171,28 +194,41 @@ def build_runner(args: EngineArgs, ranks: Ranks | None = None) -> tuple[ModelRun
     pools = Pools(runner.kv_cache, runner.req_to_token_pool, runner.recurrent_cache)
     if (graphs := graph_builder.capture(graph_plan, pools)) is not None:
         runner.attach_graphs(graphs)
-    if device.type == "cuda" and runner.recurrent_cache is None:  # warm-up steps have no states
+    if device.type == "cuda":
         warm_up(runner, with_tower=encodes)
+    if store is not None:
+        runner.attach_adapters(store)
     if args.enable_eplb:
         runner.attach_balancer(ExpertBalancer(model, comm, args.eplb_rebalance_num_iterations))
     log.info(
-        "loaded %s: %s on %s, %d KV slots of %d bytes (%s), context %d; computing takes %s",
+        "loaded %s: %s on %s, %d KV slots of %d bytes (%s)%s, context %d; computing takes %s",
         args.model,
         info.dtype,
         info.device,
         tokens,
         bytes_per_token(model, parts.kv_dtype),
         dtype_name(parts.kv_dtype),
+        _about_windows(parts, runner.kv_cache),
         info.max_req_len,
         activations,
     )
     return runner, info
 
 
+def _about_windows(parts: _Parts, cache: KVCache) -> str:
+    windows = parts.windows
+    if not parts.model.config.windowed:
+        return ""
+    if windows is not None and cache.window_slots:
+        return f", but {windows.tokens} for the {windows.bytes_per_token} of these bytes in layers with windows"
+    why = keeps_all(parts.args) or "windows of all requests take no less (--max-running-requests)"
+    return f", also in layers with windows: {why}"
+
+
 def _attention(args: EngineArgs, ranks: Ranks | None, device: torch.device, model: VisionLanguageModel) -> _Parts:
     """Choose the attention backend, and find out how large requests and pictures may be."""
     config = model.config
-    max_model_len = args.max_model_len or config.max_position_embeddings
+    max_model_len = args.max_model_len or config.context_length
 
     def backend(config: ModelConfig) -> AttentionBackend:
         spec = AttentionSpec(
@@ -204,6 +240,7 @@ def _attention(args: EngineArgs, ranks: Ranks | None, device: torch.device, mode
             cache_dtype=cache_dtype(args.kv_cache_dtype, model.dtype),
             page_size=args.page_size,
             device=device,
+            windows=bool(config.windowed),
         )
         made = choose_backend(args.attention_backend, spec)
         made.reserve(args.max_running_requests, max_model_len + args.page_size)
@@ -249,17 +286,23 @@ def _embeds_bytes(parts: _Parts) -> int:
     return embeds_bytes(parts.args, row_bytes=width * model.dtype.itemsize, free=free_memory(parts.device)[0])
 
 
-def _plan_graphs(parts: _Parts, activations: Activations) -> tuple[GraphBuilder, GraphPlan]:
-    """Decide which decode steps are captured, by a trial over a cache of one page."""
+def _plan_graphs(parts: _Parts, activations: Activations, store: AdapterStore | None) -> tuple[GraphBuilder, GraphPlan]:
+    """Decide which decode steps are captured, by a trial over a cache of one page. store: the adapters, if any."""
     args, model, device, ranks = parts.args, parts.model, parts.device, parts.ranks
     tools = cuda_tools(device) if ranks is None else tools_of_ranks(cuda_tools(device), ranks)
-    builder = GraphBuilder(model=model, attn_backend=parts.attn_backend, tools=tools)
+    tables = None
+    if store is not None and fused.usable(torch.empty(1, dtype=model.dtype, device=device)):
+        tables = partial(store.tables, most=args.max_loras_per_batch, device=device)
+    builder = GraphBuilder(model=model, attn_backend=parts.attn_backend, tools=tools, adapters=tables)
     sizes = wanted_sizes(args, parts.attn_backend, device, model.config.experts, model.comm.shard)
+    if sizes and model.config.index is not None:
+        log.warning("decode steps are not captured: sparse attention of %s is planned on the host", model.config.family)
+        sizes = ()
     if not tools.smallest(len(sizes)):  # attention may differ from rank to rank
         return builder, GraphPlan()
     per_token = bytes_per_token(model, parts.kv_dtype)
     pools = Pools(
-        parts.kv_cache(args.page_size),
+        parts.kv_cache(0),
         ReqToTokenPool(0, parts.max_model_len + args.page_size, device),
         parts.recurrent_cache(0, padded=True),
     )
@@ -276,6 +319,7 @@ def _pool_sizes(parts: _Parts, activations: Activations, plan: GraphPlan) -> tup
         bytes_per_token=bytes_per_token(model, parts.kv_dtype),
         max_model_len=parts.max_model_len,
         device=parts.device,
+        windows=parts.windows,
         state_bytes=states_take,
         activations=activations,
     )
@@ -287,10 +331,11 @@ def _allocate(
     parts: _Parts, info: EngineInfo, states: int, plan: GraphPlan, processors: LogitsProcessors
 ) -> ModelRunner:
     args, device = parts.args, parts.device
+    kv_cache, longest = parts.kv_cache(info.max_total_tokens), info.max_req_len + args.page_size
     return ModelRunner(
         model=parts.model,
-        kv_cache=parts.kv_cache(info.max_total_tokens + args.page_size),
-        req_to_token_pool=ReqToTokenPool(args.max_running_requests, info.max_req_len + args.page_size, device),
+        kv_cache=kv_cache,
+        req_to_token_pool=ReqToTokenPool(args.max_running_requests, longest, device, windows=kv_cache.window_slots > 0),
         attn_backend=parts.attn_backend,
         device=device,
         recurrent_cache=parts.recurrent_cache(states, padded=bool(plan.sizes)),
@@ -356,6 +401,7 @@ def build_loop(
             device=runner.device,
             space_bytes=info.embeds_bytes,
             start=start,
+            adapters=runner.adapters,
         )
     )
     schedulers = [
@@ -405,6 +451,7 @@ def _scheduler(
         _prefix_cache(args, runner.kv_transfer, allocator, media_keys),
         ReqPoolAllocator(args.max_running_requests, info.max_req_len + args.page_size),
         states=request_states(args, runner, info.max_total_tokens + args.page_size),
+        windows=window_pool(args, runner, info.max_total_tokens + args.page_size),
     )
     return Scheduler(
         args,
@@ -479,6 +526,8 @@ def _fingerprint(args: EngineArgs, runner: ModelRunner) -> str:
         if path.suffix in (".safetensors", ".json"):
             digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
             digest.update_mmap(path)
+    if args.merged_adapter is not None:
+        digest.update(read_adapter(args.merged_adapter, max_rank=args.max_lora_rank).digest.encode())
     kept = (args.quantization, dtype_name(runner.model.dtype), dtype_name(runner.kv_cache.dtype), args.page_size)
     digest.update(repr(kept).encode())
     return digest.hexdigest(length=16)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import assert_never
 
+from vlmserve.engine.adapters import EngineAdapters
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.profiling import Profiler
+from vlmserve.engine.weights.changing import EngineWeights
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ContinueReq,
@@ -17,13 +18,16 @@ from vlmserve.ipc.control_messages import (
     EngineState,
     FlushCacheReq,
     GetServerInfoReq,
+    LoadAdapterReq,
     PauseReq,
     ProfileResult,
     ServerInfo,
     StartProfileReq,
     StopProfileReq,
+    UnloadAdapterReq,
 )
 from vlmserve.ipc.messages import AbortReq
+from vlmserve_common.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +40,36 @@ class EngineControl:
     """Answers operators' requests, and pauses the engine. Call `step` in place of the engine's own, and `handle`
     between steps, in the same thread.
 
-    device, dtype: the model's, for `ServerInfo`. url: where other servers reach this engine.
+    device, dtype: the model's, for `ServerInfo`. url: where other servers reach this engine. adapters: of all ranks, if
+    there may be any.
     """
 
-    def __init__(self, engine: EventLoop, profiler: Profiler, *, device: str, dtype: str, url: str = "") -> None:
+    def __init__(
+        self,
+        engine: EventLoop,
+        profiler: Profiler,
+        weights: EngineWeights,
+        *,
+        device: str,
+        dtype: str,
+        url: str = "",
+        adapters: EngineAdapters | None = None,
+    ) -> None:
         self.paused = False
+        self._adapters = adapters
         self._engine = engine
         self._profiler = profiler
+        self._weights = weights
         self._device, self._dtype, self._url = device, dtype, url
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether steps are computed: the engine is not paused, and has its weights and its memory."""
+        return not self.paused and self._weights.are_there
+
     def step(self) -> bool:
-        """Do the engine's next step. While the engine is paused no step begins, as if there were nothing to do."""
-        if self.paused:
+        """Do the engine's next step. Unless the engine goes on, no step begins, as if there were nothing to do."""
+        if not self.goes_on:
             self._engine.drain()
             return False
         busy = self._engine.step()
@@ -61,6 +83,8 @@ class EngineControl:
             return self._answer(message)
         except _RefusedError as refusal:
             return ControlRefused(message=str(refusal))
+        except CheckpointError as error:
+            return ControlRefused(message=str(error), status=400)
         except Exception as error:
             log.exception("%s failed", type(message).__name__)
             return ControlRefused(message=f"{type(error).__name__}: {error}", status=500)
@@ -79,7 +103,7 @@ class EngineControl:
                     urls=(self._url,) if self._url else (),
                 )
             case PauseReq():
-                return self._set_paused(True)
+                return self._pause(message)
             case ContinueReq():
                 return self._set_paused(False)
             case StartProfileReq():
@@ -90,7 +114,18 @@ class EngineControl:
                 for rid in message.rids:
                     self._engine.handle(AbortReq(rid=rid))
                 return self._state()
-        assert_never(message)
+            case LoadAdapterReq():
+                return self._adapters_here().load(message.path)
+            case UnloadAdapterReq():
+                self._adapters_here().unload(message.digest)
+                return self._state()
+            case _:
+                return self._weights.handle(message)
+
+    def _adapters_here(self) -> EngineAdapters:
+        if self._adapters is None:
+            raise _RefusedError("this server takes no LoRA adapters (setting --enable-lora)")
+        return self._adapters
 
     def _state(self, flushed: int = 0) -> EngineState:
         stats = self._engine.stats()
@@ -100,6 +135,13 @@ class EngineControl:
             num_waiting_reqs=stats.num_waiting_reqs,
             flushed=flushed,
         )
+
+    def _pause(self, message: PauseReq) -> EngineState:
+        state = self._set_paused(True)
+        if not message.retract:
+            return state
+        self._engine.retract_all()
+        return self._state()
 
     def _set_paused(self, paused: bool) -> EngineState:
         if paused == self.paused:

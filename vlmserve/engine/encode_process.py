@@ -15,7 +15,7 @@ from vision.remote.encode_service import EncodeService, PixelsOnDemand
 from vision.remote.encoder_server import EncoderServer
 from vision.remote.protocol import RENEW_S
 from vision.towers.blocks import VisionTower
-from vision.towers.loading import load_tower, outline_tower
+from vision.towers.loading import load_tower, outline_tower, tower_adapters
 from vision.towers.tower_graphs import capture_on_gpu
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.model_path import resolve_model
@@ -49,7 +49,10 @@ def run_encoder(args: EngineArgs, channels: Channels, start: StartSettings, read
     dtype = next(towers[0].parameters()).dtype
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, dtype))
-    home, fingerprint = build_backend(args, *towers, dtype=dtype, device=device, start=start)
+    adapters = None
+    if args.enable_lora and not args.num_encoders:  # encoder processes have their own
+        adapters = tower_adapters(towers[0], max_rank=args.max_lora_rank, most=args.max_loaded_loras)
+    home, fingerprint = build_backend(args, *towers, dtype=dtype, device=device, start=start, adapters=adapters)
     backend, shape = PixelsOnDemand(home), embed_shape(towers[0], dtype, *towers[1:])
     server = EncoderServer(listener, tower_identity(args, fingerprint, shape), args.peer_key)
     space = embeds_bytes(args, row_bytes=shape.width * dtype.itemsize, free=free_memory(device)[0])
@@ -62,7 +65,7 @@ def run_encoder(args: EngineArgs, channels: Channels, start: StartSettings, read
         space_bytes=space,
         link_stats=lambda: service.stats(),
     )
-    service = EncodeService(pool, backend, server)
+    service = EncodeService(pool, backend, server, takes_adapters=args.enable_lora, folder=args.allowed_lora_path)
     # nothing comes there: the API process has requests for schedulers only
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput))
     operators = ControlServer(channels.control)

@@ -27,7 +27,8 @@ from vision.workers.inline import BATCHES_IN_WORK, InlineBackend
 from vision.workers.settings import WorkerSettings
 from vlmserve.config.engine_args import AUTO, EngineArgs, StartSettings
 from vlmserve.config.model_path import resolve_model
-from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.hf_config import has_tower, read_hf_config
+from vlmserve_common.compute.adapter_store import AdapterStore
 from vlmserve_common.compute.cpus import available_cpus, usable_threads
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.lanes import lane_beside
@@ -68,6 +69,7 @@ def embed_shape(tower: VisionTower, dtype: torch.dtype, *behind: VisionTower) ->
         merge=tower.spatial_merge_size,
         width=sum(one.row_width for one in (tower, *behind)),
         dtype=dtype,
+        main_width=tower.out_hidden_size,
     )
 
 
@@ -80,15 +82,19 @@ def build_encoder_pool(
     space_bytes: int,
     start: StartSettings | None = None,
     store: EmbeddingStore | None = None,
+    adapters: AdapterStore | None = None,
 ) -> EncoderPool:
     """Build the encoder for a checkpoint's tower, which is on `device` and computes in `dtype`. The tower may be on the
     meta device if there are encoder processes, which load it. behind: the tower of a model that guesses, if it has one.
 
     space_bytes: for embeddings on the device. start: needed if `args` asks for encoder processes. store: keeps
-    embeddings for good; by default the folder of `--embedding-cache-dir`. Raises EngineError.
+    embeddings for good; by default the folder of `--embedding-cache-dir`. adapters: those that may change the tower.
+    Raises EngineError.
     """
     with ExitStack() as stack:
-        backend, fingerprint = build_backend(args, tower, *behind, dtype=dtype, device=device, start=start)
+        backend, fingerprint = build_backend(
+            args, tower, *behind, dtype=dtype, device=device, start=start, adapters=adapters
+        )
         stack.callback(backend.close)
         shape = embed_shape(tower, dtype, *behind)
         if args.encoder_urls is None:
@@ -127,6 +133,7 @@ def build_backend(
     dtype: torch.dtype,
     device: torch.device,
     start: StartSettings | None = None,
+    adapters: AdapterStore | None = None,
 ) -> tuple[EncoderBackend, bytes]:
     """Return what encodes on this machine, and the fingerprint of its towers; see `build_encoder_pool`."""
     second = resolve_model(args.speculative_draft_model_path) if behind and args.speculative_draft_model_path else None
@@ -137,12 +144,12 @@ def build_backend(
         except BaseException:
             workers.close()
             raise
-    backend = InlineBackend(TowerRunner(tower, device, *behind), lane=lane_beside(device))
+    backend = InlineBackend(TowerRunner(tower, device, *behind, adapters=adapters), lane=lane_beside(device))
     mode = tower_mode(args.quantization, device)
     configs = [read_hf_config(folder) for folder in (Path(args.model), second) if folder is not None]
     fingerprint = joined_fingerprint(  # of the weights as stored
         [
-            tower_fingerprint(one, config["vision_config"], mode)
+            tower_fingerprint(one, config.get("vision_config", {}), mode)
             for one, config in zip((tower, *behind), configs, strict=True)
         ]
     )
@@ -242,6 +249,8 @@ def _start_workers(
         log_level=start.log_level,
         startup_timeout_s=start.startup_timeout_s,
         ready_by=start.ready_by,
+        max_lora_rank=args.max_lora_rank if args.enable_lora else 0,
+        max_loaded_loras=args.max_loaded_loras,
         batch_timeout_s=args.encoder_timeout_s or (3600.0 if "cpu" in devices else 600.0),
     )
     return ProcessBackend(settings)
@@ -296,7 +305,10 @@ def auto_max_pixels(
     if args.max_pixels != AUTO or "cpu" not in devices:
         return None
     folder = Path(args.model)
-    config = read_processor_config(folder, read_hf_config(folder))
+    hf_config = read_hf_config(folder)
+    if not has_tower(hf_config):
+        return None
+    config = read_processor_config(folder, hf_config)
     sizes = allowed_sizes(config)
     if len(sizes) == 1:
         return None

@@ -27,7 +27,7 @@ class _Held:
     order: int
     place: int
     item: int
-    num_patches: int
+    patch: TemporalPatch
     ready: bool = False
     asked: bool = False
 
@@ -43,7 +43,9 @@ class _Warmup:
             for item in message.items
         ]
         self.waiting: deque[tuple[int, TemporalPatch]] = deque(
-            (place, patch) for place, item in enumerate(message.items) for patch in temporal_patches(item)
+            (place, patch)
+            for place, item in enumerate(message.items)
+            for patch in temporal_patches(item, message.adapter)
         )
         self.held: list[_Held] = []
 
@@ -78,6 +80,14 @@ class EncoderWarmups:
             for held in warmup.held:
                 self._pool.release([held.key], order=held.order, place=held.place)
         return warmup is not None
+
+    def begin_anew(self) -> None:
+        """Let go of all patches that are held, and ask for them again later: their keys have changed."""
+        for warmup in self._warmups.values():
+            for held in reversed(warmup.held):
+                self._pool.release([held.key], order=held.order, place=held.place)
+                warmup.waiting.appendleft((held.item, held.patch))
+            warmup.held.clear()
 
     def advance(self, *, order: int | None) -> bool:
         """Let go of patches that are done, and ask for more. Call it after the pool's `advance`. Returns whether
@@ -121,7 +131,7 @@ class EncoderWarmups:
             warmup.items[held.item] = replace(
                 item,
                 encoded=item.encoded + encoded,
-                patches_encoded=item.patches_encoded + encoded * held.num_patches,
+                patches_encoded=item.patches_encoded + encoded * held.patch.num_patches,
                 saved=None if saved is None else bool(item.saved) and saved,
             )
             pool.release([held.key], order=held.order, place=held.place)
@@ -144,8 +154,8 @@ class EncoderWarmups:
     def _ask(self, order: int) -> bool:
         """Hold as many more temporal patches as fit, of the first messages. Returns whether there were any."""
         everything = [held for warmup in self._warmups.values() for held in warmup.held]
-        total = sum(held.num_patches for held in everything)
-        under_way = sum(held.num_patches for held in everything if not held.ready)
+        total = sum(held.patch.num_patches for held in everything)
+        under_way = sum(held.patch.num_patches for held in everything if not held.ready)
         asked = False
         for warmup in self._warmups.values():
             while warmup.waiting:
@@ -157,7 +167,7 @@ class EncoderWarmups:
                     return asked
                 warmup.waiting.popleft()
                 (key,) = self._pool.submit([patch], order=order, place=self._asked)
-                warmup.held.append(_Held(key, order, self._asked, number, size))
+                warmup.held.append(_Held(key, order, self._asked, number, patch))
                 self._asked += 1
                 under_way, total, asked = under_way + size, total + size, True
         return asked

@@ -31,6 +31,7 @@ from vlmserve.models.config import ExpertsConfig
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.expert_exchange import sends_rows
 from vlmserve_common.compute.graphs import Capturer, CudaCapturer
+from vlmserve_common.compute.lora_tables import AdapterTables
 from vlmserve_common.compute.memory import free_memory, show_gib
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.parallel.group import CountingCapturer
@@ -185,11 +186,12 @@ class _NotCapturedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphBuilder:
-    """Captures a model's decode steps, first for a trial and then for good."""
+    """Captures a model's decode steps, first for a trial and then for good. adapters: see `DecodeGraphs`."""
 
     model: VisionLanguageModel
     attn_backend: AttentionBackend
     tools: GraphTools
+    adapters: Callable[[int], AdapterTables] | None = None
 
     def plan(self, sizes: tuple[int, ...], pools: Pools, *, room: int) -> GraphPlan:
         """Choose which of `sizes` (at least one) are captured in `room` bytes. pools: of one page, no requests, and no
@@ -251,6 +253,7 @@ class GraphBuilder:
                 model=self.model,
                 attn_backend=self.attn_backend,
                 capturer=self.tools.new_capturer(),
+                adapters=self.adapters,
                 **pools._asdict(),
             )
         )

@@ -17,6 +17,7 @@ joins the collectives of the other groups. If a step fails, the requests of its 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from vlmserve.ipc.messages import (
     BatchTokenOutput,
     EncodeReqInput,
     ExpertStats,
+    FinishReason,
     SchedulerOutput,
     SchedulerStats,
     TokenizedGenerateReqInput,
@@ -43,6 +45,7 @@ from vlmserve.ipc.routing import demand_of
 from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve.scheduler.handover import Sender
 from vlmserve.scheduler.meter import BatchLog
+from vlmserve.scheduler.outputs import refused
 from vlmserve.scheduler.schedule_batch import ScheduleBatch
 from vlmserve.scheduler.scheduler import Scheduler
 from vlmserve_common.errors import DeviceLostError, EngineError
@@ -93,6 +96,8 @@ class EventLoop:
         # in flight, each with the number of the step before it, and the scheduler that it takes turns with
         self._slices: deque[tuple[int, Scheduler, Work[float]]] = deque()
         self._steps = self._turns = 0
+        self.admit: Callable[[TokenizedGenerateReqInput], FinishReason | None] = lambda message: None
+        """Returns why a prompt of another server cannot be computed here, if it cannot."""
 
     # ------------------------------------------------------------ messages
 
@@ -118,7 +123,10 @@ class EventLoop:
         """Do one turn. False: there is nothing to do until a message comes, or one of `wait_handles` is readable."""
         if self._peers is not None:
             for message in self._peers.take():
-                self.handle(message)
+                if not isinstance(message, AbortReq) and (reason := self.admit(message)) is not None:
+                    self._send(BatchTokenOutput(outputs=(refused(message, reason),)))
+                else:
+                    self.handle(message)
         moved = self._take_ready()
         encoding, steps = self._encoding_group(), self._steps
         batches = self._launch_step(encoding)
@@ -149,6 +157,33 @@ class EventLoop:
         """Take the results of everything in flight, and launch nothing."""
         while self._in_flight or self._slices:
             self._take_oldest()
+
+    def settle(self) -> None:
+        """Finish all that is in flight, and what the encoder has begun; begin nothing."""
+        self.drain()
+        while self.encoder.working:
+            if self.encoder.has_work:
+                self.device.submit(self.encoder.work, math.inf).result()
+            elif not self.encoder.take_results():
+                wait(self.encoder.wait_handles())
+
+    def retract_all(self) -> None:
+        """Let all requests wait again, without any KV of theirs."""
+        self.drain()
+        for scheduler in self.schedulers:
+            scheduler.retract_all()
+
+    def weights_changed(self, epoch: str, *, tower: bool) -> None:
+        """Go on with other weights, in an engine that is settled: nothing that was computed before is found again.
+        Requests that wait are computed with these weights; those that are paused go on with them. tower: whether media
+        become other embeddings, too."""
+        if tower:
+            self.encoder.change_tower(epoch.encode())
+        self._warmups.begin_anew()
+        if self._placement is not None:
+            self._placement.forget()
+        for scheduler in self.schedulers:
+            scheduler.weights_changed(epoch.encode())
 
     def _take_ready(self) -> bool:
         """Collect embeddings, and let all schedulers take them. Returns whether any have come, or failed."""
@@ -326,6 +361,17 @@ class EventLoop:
         if self._placement is not None:
             self._placement.forget()
         return sum(scheduler.flush_cache() for scheduler in self.schedulers)
+
+    def forget_kv(self) -> None:
+        """Forget every cached prefix, as its memory is gone. No request has any of it. Copies that are planned between
+        tiers must not be made, or the disk would get other KV."""
+        self.flush_cache()
+        for scheduler in self.schedulers:
+            scheduler.kv.prefix_cache.take_copy_jobs()
+
+    def adapters_in_use(self) -> set[str]:
+        """Return the digests of the adapters that requests have."""
+        return {digest for scheduler in self.schedulers for digest in scheduler.adapters_in_use()}
 
     def stats(self) -> SchedulerStats:
         """Return figures of this moment: of all groups together and, if there are several, of each. Figures of the

@@ -13,18 +13,20 @@ from vlmserve.config.engine_args import AUTO, EngineArgs
 from vlmserve.config.model_path import resolve_model
 from vlmserve.engine.activation_memory import encoder_bytes, estimate_activations, step_limits
 from vlmserve.engine.encoder import SMALLEST_PIXELS, encoder_devices
-from vlmserve.engine.recurrent import state_bytes
+from vlmserve.engine.recurrent import check_supported, state_bytes
+from vlmserve.engine.windows import window_room
 from vlmserve.memory.kv_cache import KVCache, cache_dtype
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, quantised_part, weight_bytes
 from vlmserve.models.eagle import has_own_embedding, load_eagle_head, read_eagle_config
 from vlmserve.models.random_weights import random_model
-from vlmserve.models.registry import load_draft_model, load_model, outline_model, quantization_of
+from vlmserve.models.registry import adapter_layouts, load_draft_model, load_model, outline_model
 from vlmserve.models.vlm import VisionLanguageModel
-from vlmserve_common.checkpoint.gptq_awq import Scheme
+from vlmserve_common.checkpoint.adapter_file import read_adapter
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.cpus import cpu_name, usable_threads
 from vlmserve_common.compute.devices import check_dtype, resolve_device
+from vlmserve_common.compute.lora import merge
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.compute.tensors import dtype_setting
 from vlmserve_common.errors import CheckpointError, EngineError
@@ -67,17 +69,31 @@ def load(
     make = random_model if args.load_format == "dummy" else load_model
     model = make(Path(args.model), device, dtype, with_tower=with_tower, comm=comm, **for_heads(args))
     attach_guessing(args, model, device)
+    if args.merged_adapter is not None:
+        merge_adapter(args, args.merged_adapter, model)
     model.pack(mode)
     if device.type == "cpu":
         torch.set_num_threads(torch_threads(threads, model.dtype))
     return model
 
 
+def merge_adapter(args: EngineArgs, folder: Path, model: VisionLanguageModel) -> None:
+    """Add an adapter to the weights, which are as stored. Raises CheckpointError, and EngineError for quantised
+    weights."""
+    file = read_adapter(folder, max_rank=args.max_lora_rank)
+    own, whole = adapter_layouts(Path(args.model), model, without_weights=args.load_format == "dummy")
+    left_out = whole.check(file, partly=args.lora_partial)
+    if left_out:
+        log.warning("%s: left out of the merged adapter: %s", folder, ", ".join(left_out))
+    merge(own.place(file, model, dtype=torch.float32, plain=True), model)
+    log.info("merged the adapter in %s into the weights", folder)
+
+
 def bytes_per_token(model: VisionLanguageModel, kv_dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in all layers here."""
     config = model.config
     own = KVCache.bytes_per_token(config.num_kv_layers, config.num_kv_heads, config.head_dim, kv_dtype)
-    return own + sum(shape.nbytes(kv_dtype) for shape in model.guessing_kv)
+    return own + sum(shape.nbytes(kv_dtype) for shape in model.further_kv)
 
 
 def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
@@ -101,7 +117,7 @@ def _quantization(args: EngineArgs, device: torch.device) -> Mode | None:
 def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shard: Shard) -> None:
     """Check the memory before any weight is read. EngineError says what does not fit."""
     outline = _outline(args, device, shard)
-    max_model_len = args.max_model_len or outline.config.max_position_embeddings
+    max_model_len = args.max_model_len or outline.config.context_length
     check_dtype(outline.dtype, device)
     weights = _weights_here(args, device, outline, mode)
     check_weights_fit(weights, model=args.model, dtype=outline.dtype, device=device)
@@ -109,11 +125,13 @@ def _check_sizes(args: EngineArgs, device: torch.device, mode: Mode | None, shar
     auto_pixels = SMALLEST_PIXELS if args.max_pixels == AUTO and device.type == "cpu" else None
     limits = step_limits(args, device, max_model_len=max_model_len, auto_pixels=auto_pixels)
     beside = encoder_bytes(args, device, outline.towers, outline.dtype, shard)
+    kv_dtype = cache_dtype(args.kv_cache_dtype, outline.dtype)
     tokens = kv_cache_size(
         args,
-        bytes_per_token=bytes_per_token(outline, cache_dtype(args.kv_cache_dtype, outline.dtype)),
+        bytes_per_token=bytes_per_token(outline, kv_dtype),
         max_model_len=max_model_len,
         device=device,
+        windows=window_room(args, outline, max_model_len, kv_dtype),
         weights_to_come=weights,
         state_bytes=state_bytes(args, outline.config, outline.dtype, max_model_len),
         activations=replace(estimate_activations(outline, limits.of_all_groups(args)), encoders=beside),
@@ -132,6 +150,7 @@ def _outline(args: EngineArgs, device: torch.device, shard: Shard) -> VisionLang
         outline = random_model(Path(args.model), "meta", dtype, comm=Communicator(shard), **heads)
     else:
         outline = outline_model(Path(args.model), dtype, device, shard=shard, **heads)
+    check_supported(args, outline.config)
     attach_guessing(args, outline, "meta")
     return outline
 
@@ -161,7 +180,7 @@ def attach_guessing(args: EngineArgs, model: VisionLanguageModel, device: torch.
     else:
         config, head = read_eagle_config(folder, model.whole_config, args.model), None
         if stage.is_last:
-            behind = model.config.num_kv_layers
+            behind = model.config.num_kv_layers + model.config.num_index_layers
             head = load_eagle_head(folder, config, first_layer=behind, device=device, dtype=model.dtype)
         model.attach_eagle(config, head)
 
@@ -190,8 +209,4 @@ def _weights_here(args: EngineArgs, device: torch.device, outline: VisionLanguag
         # the packed copy of the embedding that is a tied model's head
         copy = weight_bytes(embedding)
         weights += copy if mode is None else int(copy * quantised_part(MODE_BITS[mode], outline.dtype))
-    scheme = quantization_of(Path(args.model))
-    if active() is not None and isinstance(scheme, Scheme):
-        decoder = weight_bytes(outline.language_model.layers)
-        weights -= int(decoder * (1 - quantised_part(scheme.bits, outline.dtype)))
     return weights

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, get_args
 
 from vision.encoder_pool import EncoderPool
 from vlmserve.config.engine_args import EngineArgs, StartSettings
+from vlmserve.engine.adapters import admission, engine_adapters
 from vlmserve.engine.build import build_loop, build_runner
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.loop import EventLoop
@@ -25,6 +26,8 @@ from vlmserve.engine.rank_processes import (
     rank_args,
     replica_args,
 )
+from vlmserve.engine.weights.changing import EngineWeights
+from vlmserve.engine.weights.rank import RankWeights
 from vlmserve.ipc.channels import Channels
 from vlmserve.ipc.child import FINISH_S, Ready
 from vlmserve.ipc.messages import (
@@ -123,12 +126,26 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
     receiver = Receiver(channels.scheduler, get_args(SchedulerInput), shared=channels.shared_arrays(mapped=True))
     operators = ControlServer(channels.control)
     profiler = Profiler()
-    if worker is not None:
-        tell, others = worker.profile, args.own_ranks[1:]
-        profiler = Profiler(others=others, tell=lambda order: loop.device.submit(tell, order).result())
-    control = EngineControl(loop, profiler, device=info.device, dtype=info.dtype, url=peers.url if peers else "")
-    dispatch = message_dispatcher(loop, to_detokenizer.send)
+    number = (channels.replica or 0) * args.world_size
     heartbeat = channels.heartbeat("scheduler")
+    own = RankWeights(args, runner, number=number, write_tower=loop.encoder.write_tower, alive=heartbeat.working)
+    weights = EngineWeights(loop, own)
+    if worker is not None:
+        tell, others = worker.tell, args.own_ranks[1:]
+        profiler = Profiler(others=others, tell=lambda order: loop.device.submit(tell, order).result())
+        weights = EngineWeights(loop, own, ranks=ranks, tell=tell)
+    adapters = engine_adapters(args, runner, loop, worker, ranks)
+    loop.admit = admission(adapters)
+    control = EngineControl(
+        loop,
+        profiler,
+        weights,
+        device=info.device,
+        dtype=info.dtype,
+        url=peers.url if peers else "",
+        adapters=adapters,
+    )
+    dispatch = message_dispatcher(loop, to_detokenizer.send)
     ending = Ending(FINISH_S)
     ready(
         max_model_len=info.max_req_len,
@@ -145,7 +162,7 @@ def run_scheduler(args: EngineArgs, channels: Channels, start: StartSettings, re
         else:
             heartbeat.idle()
             # paused, the encoder's results wait with the requests
-            handles = [] if control.paused else loop.wait_handles()
+            handles = loop.wait_handles() if control.goes_on else []
             messages = receiver.drain(timeout_s=None, wake=[operators.socket, ending.fd, *handles, *elsewhere])
             if presence is not None:
                 presence.check()
@@ -168,7 +185,8 @@ def run_rank_process(args: EngineArgs, channels: Channels, start: StartSettings,
     args = replica_args(args, channels.replica)
     heartbeat = channels.heartbeat(f"rank-{rank}")
     place = meeting_place(channels.runtime_dir, args, start)
-    follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working)
+    replica = channels.replica or 0
+    follow(args, rank, place, ready=ready, idle=heartbeat.idle, working=heartbeat.working, replica=replica)
 
 
 def message_dispatcher(loop: EventLoop, send: Callable[[Any], None]) -> Callable[[SchedulerInput | RequestsLost], None]:

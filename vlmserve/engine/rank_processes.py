@@ -15,11 +15,16 @@ import torch
 from processors.pool import prepare_processes
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.fields import flag
+from vlmserve.engine.adapters import obey_adapter_order
 from vlmserve.engine.build import build_runner
 from vlmserve.engine.profiling import FollowingProfiler
+from vlmserve.engine.weights.rank import RankWeights
+from vlmserve.executor.adapter_order import LoadAdapterOrder, UnloadAdapterOrder
 from vlmserve.executor.distributed.follower import Follower, GroupFollower
 from vlmserve.executor.distributed.leader import GroupLeader, LeadingWorker
+from vlmserve.executor.distributed.orders import BesidesOrder
 from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve.models.registry import load_config
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.devices import resolve_device
@@ -42,7 +47,7 @@ def rank_shard(args: EngineArgs, rank: int) -> Shard:
     stage, within = divmod(rank, args.tp_size)
     experts = ExpertSharing(
         ep_size=args.ep_size,
-        a2a=args.moe_a2a_backend,
+        a2a="none" if args.enable_lora else args.moe_a2a_backend,  # adapters need each token's row in its place
         redundant=args.ep_num_redundant_experts,
         counted=args.enable_eplb,
     )
@@ -138,11 +143,12 @@ def follow(
     ready: Callable[[], object],
     idle: Callable[[], object] = lambda: None,
     working: Callable[[], object] = lambda: None,
+    replica: int = 0,
 ) -> None:
     """Do the work of any rank but the first, until another rank is gone.
 
-    ready: called once. idle, working: called whenever this rank begins to wait or to work. RankLostError at the end;
-    errors of `rank_args`, `meet` and `build_runner` before.
+    replica: the number of its replica. ready: called once. idle, working: called whenever this rank begins to wait or
+    to work. RankLostError at the end; errors of `rank_args`, `meet` and `build_runner` before.
     """
     args = rank_args(args, rank)
     ranks = join_ranks(args, rank, place)
@@ -151,8 +157,18 @@ def follow(
         from vlmserve.engine.peers import connect_peers
 
         connect_peers(args, runner, ranks)
-    profile = FollowingProfiler(rank).obey
-    follower = (Follower if ranks.comm.tokens is None else GroupFollower)(runner, ranks, profile)
+    profiler, number = FollowingProfiler(rank), replica * args.world_size + rank
+    weights = RankWeights(args, runner, number=number, alive=working)
+
+    def besides(order: BesidesOrder) -> None:
+        if isinstance(order, ProfileOrder):
+            profiler.obey(order)
+        elif isinstance(order, LoadAdapterOrder | UnloadAdapterOrder):
+            obey_adapter_order(runner.adapters, order, ranks)
+        else:
+            ranks.failure(weights.obey(order)[0])
+
+    follower = (Follower if ranks.comm.tokens is None else GroupFollower)(runner, ranks, besides)
     ready()
     try:
         while True:

@@ -13,6 +13,7 @@ from vlmserve.memory.recurrent_cache import GuessCache, RecurrentCache, StateSha
 from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.models.config import ModelConfig
 from vlmserve.scheduler.request_states import RequestStates, snapshot_unit
+from vlmserve_common.errors import EngineError
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +23,16 @@ def state_shape(config: ModelConfig, dtype: torch.dtype) -> StateShape | None:
     linear = config.linear
     if linear is None or not linear.layers:
         return None
-    layers = len(linear.layers)
+    layers, ngrams = len(linear.layers), config.ngrams
+    if ngrams is not None and not ngrams.layers:  # they are all in other stages
+        ngrams = None
     return StateShape(
         conv=(layers, linear.conv_width - 1, linear.conv_size),
         recurrent=(layers, linear.num_value_heads, linear.key_dim, linear.value_dim),
         conv_dtype=dtype,
         hidden=config.hidden_size if config.mtp_layers else 0,
+        ngram_conv=(0, 0, 0) if ngrams is None else (len(ngrams.layers), ngrams.conv_inputs, config.stream_size),
+        ngram_ids=0 if ngrams is None else ngrams.size - 1,
     )
 
 
@@ -92,6 +97,20 @@ def supported_args(args: EngineArgs, config: ModelConfig) -> EngineArgs:
         log.warning("--enable-hierarchical-cache is off: states of %s stay on the device", config.family)
         args = replace(args, enable_hierarchical_cache=False, hicache_storage_dir=None)
     return args
+
+
+def check_supported(args: EngineArgs, config: ModelConfig) -> None:
+    """EngineError for settings that sparse attention and several residual streams do not support."""
+    if config.index is not None and args.kv_cache_dtype != "auto":
+        raise EngineError(
+            f"--kv-cache-dtype is {args.kv_cache_dtype}: the KV cache of {config.family} has the index of its sparse "
+            "attention, which 8 bits would change; leave it at auto"
+        )
+    if config.streams is not None and args.speculative_algorithm == "eagle3":
+        raise EngineError(
+            f"--speculative-algorithm is eagle3: EAGLE-3 heads read the input of single layers, and those of "
+            f"{config.family} have {config.streams.count} residual streams; ngram and draft_model work"
+        )
 
 
 def guessed_tokens(args: EngineArgs) -> int:

@@ -23,8 +23,9 @@ _REQUESTS, _PROMPT, _PATCHES = 2, 20, 16
 
 
 def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
-    """Compute prompts, prompts beside decoding, and decoding, sampled in every way, in slots that no request holds yet.
-    Nothing reads the tables and KV that this leaves behind. with_tower: whether the tower is on the device.
+    """Compute prompts, prompts beside decoding, and decoding, sampled in every way, in slots and states that no request
+    holds yet. Nothing reads the tables, KV and states that this leaves behind. with_tower: whether the tower is on the
+    device.
 
     Raises as `executor.launched_step.device_errors` does.
     """
@@ -46,17 +47,19 @@ def warm_up(runner: ModelRunner, *, with_tower: bool) -> None:
 
 def _steps(runner: ModelRunner) -> Iterator[ModelWorkerBatch]:
     """Yield steps as large as the pools allow; these have room for at least two tokens a request."""
-    pool, slots = runner.req_to_token_pool, len(runner.kv_cache.layers[0].keys)
+    pool, slots = runner.req_to_token_pool, min(len(layer.keys) for layer in runner.kv_cache.layers)
     requests = min(_REQUESTS, pool.size)
     longest = min(pool.max_context_len, slots // requests)
     prompt = min(_PROMPT, longest - 2)
     if prompt < 2:
         return
-    yield _batch(ForwardMode.EXTEND, [(0, prompt)] * requests, longest)
+    steps: list[tuple[ForwardMode, list[tuple[int, int]]]] = [(ForwardMode.EXTEND, [(0, prompt)] * requests)]
     if requests > 1:
-        yield _batch(ForwardMode.MIXED, [(0, prompt), (prompt, 1)], longest)
-    for count in range(1, requests + 1):
-        yield _batch(ForwardMode.DECODE, [(prompt, 1)] * count, longest)
+        steps.append((ForwardMode.MIXED, [(0, prompt), (prompt, 1)]))
+    steps += [(ForwardMode.DECODE, [(prompt, 1)] * count) for count in range(1, requests + 1)]
+    for mode, lengths in steps:
+        batch = _batch(mode, lengths, longest)
+        yield batch if runner.recurrent_cache is None else replace(batch, states=1 + batch.req_pool_indices)
 
 
 def _batch(mode: ForwardMode, requests: Sequence[tuple[int, int]], longest: int) -> ModelWorkerBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.compute.graphs import Capturer, Graph
+from vlmserve_common.compute.lora_tables import AdapterTables
 
 # Rows of the int64 tensor. Positions are next to each other, so that they are one contiguous [3, size].
 _INPUT_IDS, _POSITIONS, _REQ_POOL_INDICES, _OUT_CACHE_LOC, _STATES = 0, slice(1, 4), 4, 5, 6
@@ -32,8 +33,9 @@ class DecodeGraphs:
     of one token. These use the pool's padding row, the dummy page's first slot and recurrent layers' padding state.
 
     max_batch_size: requests of the largest step. sizes: of the captured steps, ascending; none at first.
-    recurrent_cache: for models with recurrent layers; has a padding state. hidden: [max_batch_size, hidden], the output
-    of a step. tapped: see `ForwardBatch`; of the last step.
+    recurrent_cache: for models with recurrent layers; has a padding state. adapters: makes the tables by which LoRA
+    adapters change steps of so many rows; each size is then captured twice, with adapters and without. hidden:
+    [max_batch_size, hidden], the output of a step. tapped: see `ForwardBatch`; of the last step.
     """
 
     @torch.inference_mode()
@@ -47,11 +49,13 @@ class DecodeGraphs:
         attn_backend: AttentionBackend,
         capturer: Capturer,
         recurrent_cache: RecurrentCache | None = None,
+        adapters: Callable[[int], AdapterTables] | None = None,
     ) -> None:
+        self._tables = None if adapters is None else adapters(max_batch_size)
         self.sizes: tuple[int, ...] = ()
         self._model, self._kv_cache, self._req_to_token_pool = model, kv_cache, req_to_token_pool
         self._attn_backend, self._capturer, self._recurrent_cache = attn_backend, capturer, recurrent_cache
-        self._graphs: dict[int, tuple[ForwardBatch, Graph]] = {}
+        self._graphs: dict[int, tuple[ForwardBatch, Graph, Graph | None]] = {}
         attn_backend.init_graph_state(max_batch_size, req_to_token_pool)
         self._num_rows = _STATES if recurrent_cache is None else _STATES + 1
         device = req_to_token_pool.req_to_token.device
@@ -81,7 +85,7 @@ class DecodeGraphs:
         self._graphs.pop(size, None)
         self.sizes = tuple(sorted(self._graphs))
 
-    def _captured(self, size: int) -> tuple[ForwardBatch, Graph]:
+    def _captured(self, size: int) -> tuple[ForwardBatch, Graph, Graph | None]:
         batch = self._padded(size)
         self._attn_backend.init_graph_metadata(batch)
         model, hidden = self._model, self.hidden[:size]
@@ -91,7 +95,20 @@ class DecodeGraphs:
             # copied, so that the graphs need not keep an output each
             hidden.copy_(model.forward(embeds, batch.positions, batch))
 
-        return batch, self._capturer.capture(run)
+        tables = self._tables
+        if tables is None:
+            return batch, self._capturer.capture(run), None
+
+        def run_adapted() -> None:
+            with tables.active.by(tables):
+                run()
+
+        return batch, self._capturer.capture(run), self._capturer.capture(run_adapted)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether a step with the active adapters can be replayed."""
+        return self._tables is not None and self._tables.can_hold
 
     def size_for(self, steps: Sequence[ForwardBatch | ModelWorkerBatch]) -> int | None:
         """Return the smallest captured size that holds each of some steps. None if there is none, or if a step does
@@ -103,11 +120,16 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def run(self, forward_batch: ForwardBatch, size: int) -> torch.Tensor:
-        """Replay a step that only decodes, with the graph of `size` >= B requests. Return its final hidden states [B,
-        hidden], which the next replay overwrites."""
-        static, graph = self._graphs[size]
+        """Replay a step that only decodes, with the graph of `size` >= B requests, and with the active adapters. Return
+        its final hidden states [B, hidden], which the next replay overwrites."""
+        static, graph, adapted = self._graphs[size]
         self._attn_backend.init_graph_metadata(self.load(static, forward_batch))
-        graph.replay()
+        if self._tables is not None and self._tables.active.adapters:
+            assert adapted is not None, "tables, and no captured step with adapters"
+            self._tables.hold()
+            adapted.replay()
+        else:
+            graph.replay()
         return self.hidden[: len(forward_batch.extend_lens)]
 
     @torch.inference_mode()

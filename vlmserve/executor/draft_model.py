@@ -42,7 +42,7 @@ class DraftModelDrafter(Drafter):
     ) -> None:
         super().__init__(model)
         self._draft, self._backend, self._transfers = draft, backend, transfers
-        self._cache = kv_cache.behind(model.config.num_kv_layers)
+        self._cache = kv_cache.behind(model.config.num_kv_layers + model.config.num_index_layers)
         self._sees = isinstance(draft, VisionLanguageModel)
         slots, device = len(self._cache.layers[0].keys), self._cache.layers[0].keys.device
         self._ids = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -57,6 +57,10 @@ class DraftModelDrafter(Drafter):
         for job in batch.kv_copies:
             if job.direction == "to_device" and job.device_slots is not None:
                 self._written[job.device_slots] = True  # as nearly all was that went to the host
+            elif job.to_slots is not None and job.device_slots is not None:
+                self._written[job.to_slots] = self._written[job.device_slots]
+                for known in (self._ids, self._positions):
+                    known[..., job.to_slots] = known[..., job.device_slots]
         self._written[batch.out_cache_loc] = False
         for prefix in batch.prefix_slots:
             self._slots[prefix.req_pool_idx, : len(prefix.slots)] = prefix.slots

@@ -77,6 +77,7 @@ def one_token_each(
         prefix_lens=host_before,
         extend_lens=[1] * len(ids),
         out_cache_loc=slots,
+        window_cache_loc=None,
         recurrent=None,
         **parts,
     )

@@ -8,6 +8,7 @@ launched behind them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -30,7 +31,7 @@ from vlmserve.executor.model_worker_batch import (
 )
 from vlmserve.executor.sampler import SamplerOutput, sample
 from vlmserve.executor.sampler_inputs import SamplerInputs
-from vlmserve.executor.step_inputs import StepInputs, guess_rounds
+from vlmserve.executor.step_inputs import StepInputs, guess_rounds, returned_states
 from vlmserve.ipc.messages import ExpertStats
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.kv_transfer import KVTransfer
@@ -39,6 +40,7 @@ from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.vlm import VisionLanguageModel
+from vlmserve_common.compute.adapter_store import AdapterStore
 from vlmserve_common.compute.communicator import Link
 from vlmserve_common.compute.transfers import Transfers, Upload, to_device, transfers_for
 
@@ -68,6 +70,7 @@ class ModelRunner:
         self.kv_transfer: KVTransfer | None = None
         self._graphs: DecodeGraphs | None = None
         self._balancer: ExpertBalancer | None = None
+        self.adapters: AdapterStore | None = None
         self.model = model
         self.kv_cache = kv_cache
         self.recurrent_cache = recurrent_cache
@@ -103,6 +106,10 @@ class ModelRunner:
         """Move experts between steps from now on."""
         self._balancer = balancer
 
+    def attach_adapters(self, adapters: AdapterStore) -> None:
+        """Compute with adapters from now on, where a step says so."""
+        self.adapters = adapters
+
     def expert_stats(self) -> ExpertStats:
         """Return how evenly experts are spread."""
         return ExpertStats() if self._balancer is None else self._balancer.stats
@@ -123,8 +130,8 @@ class ModelRunner:
             if self._balancer is not None:
                 self._balancer.step()
             if batch.kv_copies:
-                assert self.kv_transfer is not None, "KV to copy, and no second tier"
-                self.kv_transfer.run(batch.kv_copies)
+                # without a second tier, KV is copied on the device only
+                (self.kv_transfer or KVTransfer(self.kv_cache, 0)).run(batch.kv_copies)
             self._copy_states(batch.state_copies)
             inputs, forward_batch = self._prepare(batch)
             if inputs.advances is not None:
@@ -133,15 +140,18 @@ class ModelRunner:
             if self._drafter is not None:
                 self._drafter.begin(forward_batch, inputs)
             guesses = self._guess(forward_batch, inputs, guess_rounds(together or [batch]))
-            size = None if self._graphs is None else self._graphs.size_for([*filter(None, together)] or [batch])
-            if self._graphs is not None and size is not None:
-                hidden = self._graphs.run(forward_batch, size)
-                forward_batch = replace(forward_batch, tapped=self._graphs.tapped[:, : len(hidden)])
-                if together:  # they may replay again before this one is sampled
-                    hidden = hidden.clone()
-            else:
-                forward_batch = replace(forward_batch, tapped=self._room_for_taps(len(batch.input_ids)))
-                hidden = self._run(forward_batch, *self._embed(batch, forward_batch, inputs))
+            with self._adapted(batch, inputs):
+                size = None
+                if self._graphs is not None and (not batch.adapters or self._graphs.takes_adapters):
+                    size = self._graphs.size_for([*filter(None, together)] or [batch])
+                if self._graphs is not None and size is not None:
+                    hidden = self._graphs.run(forward_batch, size)
+                    forward_batch = replace(forward_batch, tapped=self._graphs.tapped[:, : len(hidden)])
+                    if together:  # they may replay again before this one is sampled
+                        hidden = hidden.clone()
+                else:
+                    forward_batch = replace(forward_batch, tapped=self._room_for_taps(len(batch.input_ids)))
+                    hidden = self._run(forward_batch, *self._embed(batch, forward_batch, inputs))
             if self._drafter is not None:
                 self._drafter.extend(forward_batch, inputs, hidden)
             self._copy_states(_ends_kept(batch))
@@ -151,12 +161,21 @@ class ModelRunner:
                 req_pool_indices=batch.req_pool_indices,
                 places=inputs.places,
                 hidden=hidden,
-                returned=hidden[inputs.hidden_tokens.tensor].float() if inputs.hidden_tokens is not None else None,
+                returned=None
+                if inputs.hidden_tokens is None
+                else returned_states(hidden, inputs.hidden_tokens.tensor, batch),
                 prompt_logprobs=prompt_logprobs(hidden, tiles, self.model.compute_logits) if tiles else None,
                 began=began,
                 ended=self._transfers.mark(),
                 drafts=guesses,
             )
+
+    def _adapted(self, batch: ModelWorkerBatch, inputs: StepInputs) -> AbstractContextManager[None]:
+        """Return the context in which a step's adapters change its rows."""
+        if not batch.adapters:
+            return nullcontext()
+        assert self.adapters is not None, "adapters, and no store of adapters"
+        return self.adapters.rows(batch.adapters, inputs.extend_lens.tolist())
 
     @torch.inference_mode()
     def join(self, together: Sequence[ModelWorkerBatch | None]) -> None:
@@ -179,7 +198,13 @@ class ModelRunner:
         inputs = StepInputs(batch, self.model, upload)
         pool.check_tokens(*inputs.table_host)
         upload.send()
-        pool.write_tokens(inputs.table_rows.tensor, inputs.table_places.tensor, inputs.table_slots.tensor)
+        windows = inputs.window_table_slots
+        pool.write_tokens(
+            inputs.table_rows.tensor,
+            inputs.table_places.tensor,
+            inputs.table_slots.tensor,
+            None if windows is None else windows.tensor,
+        )
         input_ids = inputs.input_ids.tensor
         if inputs.sampled_last is not None:
             rows, recent = inputs.sampled_last
@@ -194,6 +219,7 @@ class ModelRunner:
             prefix_lens=batch.prefix_lens.tolist(),
             extend_lens=inputs.extend_lens.tolist(),
             out_cache_loc=inputs.out_cache_loc.tensor,
+            window_cache_loc=None if inputs.window_cache_loc is None else inputs.window_cache_loc.tensor,
             req_to_token_pool=pool,
             kv_cache=self.kv_cache,
             attn_backend=self.attn_backend,
@@ -286,7 +312,9 @@ class ModelRunner:
         here on."""
         model = self.model
         new = partial(torch.empty, dtype=model.dtype, device=self.device)
-        embeds = before.receive(new((len(step.input_ids), model.config.hidden_size)))
+        embeds = before.receive(new((len(step.input_ids), model.config.stream_size)))
+        if model.whole_config.ngrams is not None:
+            before.receive(step.input_ids)  # all of them are known to the first stage alone
         tapped, _ = model.language_model.num_tapped
         if tapped:
             assert step.tapped is not None
@@ -299,6 +327,8 @@ class ModelRunner:
 
     def _send(self, behind: Link, step: ForwardBatch, hidden: torch.Tensor, deepstack: torch.Tensor | None) -> None:
         behind.send(hidden)
+        if self.model.whole_config.ngrams is not None:
+            behind.send(step.input_ids)
         _, tapped = self.model.language_model.num_tapped
         if tapped:
             assert step.tapped is not None

@@ -12,6 +12,10 @@ from vlmserve.memory.kv_transfer import KVCopyJob
 from vlmserve.memory.recurrent_states import StateAdvance, StateCopy
 
 
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MMEmbeds:
     """Vision embeddings [n, width], DeepStack's included, for batch tokens token .. token + n - 1. They may be on the
@@ -23,10 +27,12 @@ class MMEmbeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixSlots:
-    """A request begins (or begins again) with `slots` int64 [prefix_len] already holding its KV."""
+    """A request begins (or begins again) with `slots` int64 [prefix_len] already holding its KV. window_slots: those
+    of layers with windows, if these have slots of their own; any for tokens that no window holds."""
 
     req_pool_idx: int
     slots: np.ndarray
+    window_slots: np.ndarray = field(default_factory=_no_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,10 +100,6 @@ RECENT_TOKENS = 8
 NO_MASKS = np.zeros((0, 0), dtype=np.int32)
 
 
-def _no_ids() -> np.ndarray:
-    return np.zeros(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatchInfo:
     """The sampling of the S requests that get a token. Arrays have length S unless said otherwise.
@@ -156,11 +158,14 @@ class ModelWorkerBatch:
     tokens are guesses; empty if none are. Guesses that are -1 are made by the worker. It samples a token behind each
     guess, and the scheduler sees from these how many guesses were right. positions int64 [3, N]. positions_before:
     int64 [3, B], of each request's last token before this step; any if there is none. seq_lens, prefix_lens int64 [B]:
-    lengths after and before this step. out_cache_loc int64 [N]: KV slots to write. mm_embeds: in the order of their
-    tokens. input_embeds: [n, hidden] each, given in place of token ids. hidden_tokens: int64 [H], batch tokens whose
-    final hidden states are returned. kv_copies: between the tiers of the KV cache, to be done first. states: int64 [B],
-    where recurrent layers have the state of each request, none for models without such layers. state_copies: to be done
-    first, in this order. state_advances: to be done behind them. state_snapshots: to be made.
+    lengths after and before this step. out_cache_loc int64 [N]: KV slots to write. window_cache_loc: the same of layers
+    with windows, empty unless these have slots of their own. mm_embeds: in the order of their tokens. input_embeds: [n,
+    hidden] each, given in place of token ids. hidden_tokens: int64 [H], batch tokens whose final hidden states are
+    returned. hidden_counts: int64 [H], the sum over so many tokens is, of which that one is the last; empty if all
+    are 1. kv_copies: between the tiers of the KV cache, to be done first. states: int64 [B], where recurrent layers
+    have the state of each request, none for models without such layers. state_copies: to be done first, in this order.
+    state_advances: to be done behind them. state_snapshots: to be made. adapters: digests of the requests' adapters, ""
+    for none; empty if no request has one.
     """
 
     step: int
@@ -174,15 +179,18 @@ class ModelWorkerBatch:
     out_cache_loc: np.ndarray
     prefix_slots: tuple[PrefixSlots, ...]
     mm_embeds: tuple[MMEmbeds, ...]
+    window_cache_loc: np.ndarray = field(default_factory=_no_ids)
     input_embeds: tuple[MMEmbeds, ...] = ()
     prompt_logprobs: PromptLogprobRows | None = None
     hidden_tokens: np.ndarray = field(default_factory=_no_ids)
+    hidden_counts: np.ndarray = field(default_factory=_no_ids)
     kv_copies: tuple[KVCopyJob, ...] = ()
     num_drafts: np.ndarray = field(default_factory=_no_ids)
     states: np.ndarray = field(default_factory=_no_ids)
     state_copies: tuple[StateCopy, ...] = ()
     state_advances: tuple[StateAdvance, ...] = ()
     state_snapshots: tuple[StateSnapshot, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 def without_returns(batch: ModelWorkerBatch) -> ModelWorkerBatch:

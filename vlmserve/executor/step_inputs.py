@@ -19,7 +19,8 @@ class StepInputs:
 
     places: int64 [N] on the host, the place of each token in its request. sampled_last: where the last sampled tokens
     of these requests are. table_*: which entries of the request table are written, and with what: this step's, and
-    those of new prefixes. single_*, guessed: see `RecurrentStep`; a triple for each `GuessedTokens`. advances: the
+    those of new prefixes; window_table_slots: the same of layers with windows, None unless these have slots of their
+    own. single_*, guessed: see `RecurrentStep`; a triple for each `GuessedTokens`. advances: the
     arrays of `RecurrentCache.advance`. drafts: if guesses are to be made. The rest is for entries of an EAGLE-3 head,
     if there is one. entry_positions: int64 [3, N]. last_places: int64 [B], of each request's last token before the
     step. given_tokens: those whose embeddings are given. draft_positions: int64 [3, N], in a smaller model that
@@ -50,6 +51,11 @@ class StepInputs:
             slots = np.concatenate([*known, slots])
         self.table_rows, self.table_places = (add(part) for part in self.table_host)
         self.table_slots = add(slots.astype(np.int32))
+        self.window_cache_loc = self.window_table_slots = None
+        if len(batch.window_cache_loc):
+            windows = [*(prefix.window_slots for prefix in batch.prefix_slots), batch.window_cache_loc]
+            self.window_cache_loc = add(batch.window_cache_loc)
+            self.window_table_slots = add(np.concatenate(windows, dtype=np.int32))
         in_flight = bool((batch.input_ids < 0).any())
         self.sampled_last = (add(owners), add(self.places % RECENT_TOKENS)) if in_flight else None
         self.single_states = self.single_tokens = self.states = None
@@ -106,6 +112,16 @@ class DraftInputs:
         self.given = upload.add(
             np.concatenate([batch.input_ids[firsts[:count] + number] for number, count in enumerate(self.counts)])
         )
+
+
+def returned_states(hidden: torch.Tensor, tokens: torch.Tensor, batch: ModelWorkerBatch) -> torch.Tensor:
+    """Return the hidden states float32 [H, hidden] that a step returns, out of those of all its tokens. tokens:
+    `hidden_tokens` on the device."""
+    if not len(batch.hidden_counts):
+        return hidden[tokens].float()
+    ends = batch.hidden_tokens + 1
+    spans = zip((ends - batch.hidden_counts).tolist(), ends.tolist(), strict=True)
+    return torch.stack([hidden[start:end].sum(0, dtype=torch.float32) for start, end in spans])
 
 
 def guess_counts(batch: ModelWorkerBatch) -> list[int]:

@@ -14,8 +14,9 @@ from PIL import Image
 from processors.families.processor_kwargs import RequestKnobs
 from processors.fetch.fetching import MediaFile
 from processors.inputs import Modality
-from processors.knobs import ImageKnobs
-from processors.video.options import VideoKnobs
+from processors.knobs import ImageKnobs, laid_over
+from processors.processed import ProcessedAudio, ProcessedImage, ProcessedMedium, ProcessedVideo
+from processors.video.options import Focus, VideoKnobs
 from vlmserve_common.errors import BadRequestError
 
 Message = Mapping[str, Any]
@@ -35,8 +36,12 @@ _VIDEO_FIELDS = {
     "resized_width": "resized_width",
     "video_start": "video_start",
     "video_end": "video_end",
+    "skip_repeats": "skip_repeats",
+    "video_pruning_rate": "video_pruning_rate",
+    "sampling": "sampling",
+    "h264_frames": "h264_frames",  # of live video; the API does not take it in messages
 }
-_IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+_IMAGE_FIELDS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "skip_repeats")
 # type of a part -> its fields, the same as in the API: the offline LLM refuses misspelt ones, too
 _KNOWN_FIELDS = {
     "text": ("text",),
@@ -47,15 +52,22 @@ _KNOWN_FIELDS = {
     "video_embeds": ("video_embeds",),
     "video_url": ("video_url", *_VIDEO_FIELDS),
     "video": ("video", *_VIDEO_FIELDS),
+    "audio_url": ("audio_url",),
+    "input_audio": ("input_audio",),
+    "audio": ("audio",),
 }
+_AUDIO = ("audio_url", "input_audio", "audio")
 _EMBEDS = {"image_embeds": Modality.IMAGE, "video_embeds": Modality.VIDEO}
-_OTHER_PARTS = ("input_audio", "audio_url")
+_MOST_QUESTION = 2000  # characters that frames are compared with: a longer text's last ones
+MEDIA_PARTS = frozenset((*(kind for kind in _KNOWN_FIELDS if kind not in ("text", "refusal")), "file"))
+"""The types of parts that bring a medium."""
 _PASSED_ON = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRef:
-    """A picture named in a message. source: a URL, an uploaded file, or (offline) bytes, a Path or a Pillow picture.
+    """A picture named in a message. source: a URL, an uploaded file, a processed picture that a session holds, or
+    (offline) bytes, a Path or a Pillow picture.
 
     param: its place in the request, e.g. "messages[0].content[1]", for errors. knobs: the size that the part asks for;
     detail: OpenAI's word for the size. defaults: the size that the request asks for all pictures.
@@ -70,16 +82,35 @@ class ImageRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoRef:
-    """A video named in a message. source: a tuple of frames (each as in `ImageRef`), a URL, an uploaded file, or
-    (offline) bytes or a Path.
+    """A video named in a message. source: a tuple of frames (each as in `ImageRef`), a URL, an uploaded file, a
+    processed video that a session holds, or (offline) bytes or a Path.
 
-    knobs: frames and sizes that the part asks for. defaults: those that the request asks for all videos.
+    knobs: frames and sizes that the part asks for. defaults: those that the request asks for all videos. question: the
+    text of its message, or of the next one of the user's that has any.
     """
 
     source: Any
     param: str
     knobs: VideoKnobs = field(default_factory=VideoKnobs)
     defaults: VideoKnobs = field(default_factory=VideoKnobs)
+    question: str = field(default="", compare=False)
+
+    @property
+    def asked(self) -> VideoKnobs:
+        """All knobs. Those of one that is sampled by its question have it."""
+        knobs = laid_over(self.knobs, self.defaults)
+        if knobs.sampling != "question":
+            return knobs
+        return replace(knobs, focus=Focus(question=self.question[-_MOST_QUESTION:]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AudioRef:
+    """A sound named in a message. source: a URL, an uploaded file, a processed sound that a session holds, or (offline)
+    bytes or a Path; of a video it is the sound track."""
+
+    source: Any
+    param: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,23 +122,24 @@ class EmbedsRef:
     modality: Modality = Modality.IMAGE
 
 
-MediaRef: TypeAlias = ImageRef | VideoRef | EmbedsRef
+MediaRef: TypeAlias = ImageRef | VideoRef | AudioRef | EmbedsRef
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaCounts:
-    """The most pictures and videos that a request may have."""
+    """The most pictures, videos and sounds that a request may have."""
 
     images: int = 64
     videos: int = 8
+    audios: int = 16
 
 
 def to_template_messages(
     messages: Sequence[Message], *, reserved: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], list[MediaRef]]:
     """Convert OpenAI messages (plain dicts) to what templates take: "developer" is "system", a picture is
-    {"type": "image"}, a video {"type": "video"}. The n-th media placeholder that a template writes stands for the n-th
-    of the media returned.
+    {"type": "image"}, a video {"type": "video"}, a sound {"type": "audio"}. The n-th media placeholder that a template
+    writes stands for the n-th of the media returned.
 
     reserved: texts of placeholder tokens; written out in a message they would ask for a picture that is not there.
     Raises BadRequestError naming the message or part.
@@ -116,20 +148,59 @@ def to_template_messages(
         raise BadRequestError("messages must not be empty", param="messages")
     converted: list[dict[str, Any]] = []
     media: list[MediaRef] = []
+    starts: list[int] = []
     for index, message in enumerate(messages):
+        starts.append(len(media))
         converted.append(_convert_message(message, f"messages[{index}]", media, reserved))
+    if any(isinstance(ref, VideoRef) for ref in media):
+        _add_questions(media, starts, converted)
     return converted, media
 
 
+def _add_questions(media: list[MediaRef], starts: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Tell videos what is asked about them. starts: where the media of each message begin."""
+    question, end = "", len(media)
+    for message, start in zip(reversed(messages), reversed(starts), strict=True):
+        question = _text_of(message) or question
+        for at in range(start, end):
+            if isinstance(ref := media[at], VideoRef):
+                media[at] = replace(ref, question=question)
+        end = start
+
+
+def _text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a converted message of the user's."""
+    content = message["content"] if message["role"] == "user" else ""
+    if not isinstance(content, str):
+        content = " ".join(part["text"] for part in content if part["type"] == "text")
+    return content.strip()
+
+
+def joined_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Join the parts of each message, which are all text: templates of models that read text only know no parts."""
+    return [
+        {**message, "content": "".join(part["text"] for part in message["content"])}
+        if isinstance(message["content"], list)
+        else dict(message)
+        for message in messages
+    ]
+
+
 def settle_media(media: Sequence[MediaRef], knobs: RequestKnobs | None, most: MediaCounts) -> list[MediaRef]:
-    """Give media the knobs that the request has for all of them. Raises BadRequestError if there are too many."""
+    """Give media the knobs that the request has for all of them. Raises BadRequestError if there are too many. Those
+    that a session holds do not count: they came with earlier requests."""
+    new = [medium for medium in media if not isinstance(medium.source, ProcessedMedium)]
     videos = sum(
         isinstance(medium, VideoRef) or (isinstance(medium, EmbedsRef) and medium.modality is Modality.VIDEO)
-        for medium in media
+        for medium in new
     )
-    for what, count, limit in (("image", len(media) - videos, most.images), ("video", videos, most.videos)):
+    sounds = sum(isinstance(medium, AudioRef) for medium in new)
+    for what, name, count, limit in (
+        ("image", "picture", len(new) - videos - sounds, most.images),
+        ("video", "video", videos, most.videos),
+        ("audio", "sound", sounds, most.audios),
+    ):
         if count > limit:
-            name = "picture" if what == "image" else what
             setting = f"--max-{what}s-per-request"
             raise BadRequestError(
                 f"the request has {count} {name}s, the limit is {limit} (setting {setting})", param="messages"
@@ -190,15 +261,17 @@ def _convert_part(part: Any, param: str, role: str, media: list[MediaRef], reser
     if kind in _KNOWN_FIELDS:
         video = kind in ("video_url", "video", "video_embeds")
         if role != "user":
-            what = "videos" if video else "pictures"
+            what = "sounds" if kind in _AUDIO else "videos" if video else "pictures"
             raise BadRequestError(f"{param}: {what} belong into user messages, this one is of {role!r}", param=param)
+        if kind in _AUDIO:
+            media.append(_audio_ref(part, kind, param))
+            return {"type": "audio"}
         make = _embeds_ref if kind in _EMBEDS else _video_ref if video else _image_ref
         media.append(make(part, kind, param))
         return {"type": "video" if video else "image"}
-    if kind in _OTHER_PARTS:
-        what = f"{param}: parts of type {kind!r} are not supported yet"
-        raise BadRequestError(what, param=param, code="unsupported_content")
-    allowed = "text, image_url, image, video_url, video, file, image_embeds or video_embeds"
+    allowed = (
+        "text, image_url, image, video_url, video, audio_url, input_audio, audio, file, image_embeds or video_embeds"
+    )
     raise _invalid(f"{param}.type", f"is {kind!r}; it must be {allowed}")
 
 
@@ -238,9 +311,25 @@ def _video_ref(part: Mapping[str, Any], kind: str, param: str) -> VideoRef:
     return VideoRef(source=value, param=param, knobs=VideoKnobs(**knobs))
 
 
+def _audio_ref(part: Mapping[str, Any], kind: str, param: str) -> AudioRef:
+    """The bytes of a sound tell its format, not the name that `input_audio` gives it."""
+    place, value = f"{param}.{kind}", part.get(kind)
+    if kind == "audio_url":
+        return AudioRef(source=_url(value, ("url",), place, "audio"), param=param)
+    if kind == "input_audio":
+        if not isinstance(value, Mapping) or not isinstance(value.get("data"), str):
+            raise _invalid(f"{place}.data", "is missing or not text; it must be the base64 of a sound file")
+        _check_fields(value, ("data", "format"), place)
+        data = value["data"]
+        return AudioRef(source=data if data.startswith("data:") else f"data:audio/any;base64,{data}", param=param)
+    if not isinstance(value, (*_FILES, ProcessedAudio)):
+        raise _refused(value, "a URL, or without a server bytes or a Path", place)
+    return AudioRef(source=value, param=param)
+
+
 def _url(value: Any, known: Collection[str], param: str, kind: str) -> str:
-    """Return the URL of image_url or video_url, whose value may be the URL itself. kind: the part that takes other
-    things."""
+    """Return the URL of image_url, video_url or audio_url, whose value may be the URL itself. kind: the part that takes
+    other things."""
     if isinstance(value, Mapping):
         _check_fields(value, known, param)
         value = value.get("url")
@@ -301,7 +390,7 @@ FindFile: TypeAlias = Callable[[str], MediaFile]
 """A file's id -> the file. Raises BadRequestError (404)."""
 
 # type of a part -> of the one that brings the medium
-_URL_PARTS = {"image_url": "image", "video_url": "video", **{kind: kind for kind in _EMBEDS}}
+_URL_PARTS = {"image_url": "image", "video_url": "video", "audio_url": "audio", **{kind: kind for kind in _EMBEDS}}
 
 
 def with_files(messages: Sequence[Mapping[str, Any]], find: FindFile | None) -> list[Mapping[str, Any]]:
@@ -329,7 +418,8 @@ def _with_file(part: Any, param: str, find: FindFile | None) -> Any:
         modality = file.modality
         if modality is None:
             raise BadRequestError(
-                f"{place}: the file {given['file_id']} is neither a picture nor a video of a supported format",
+                f"{place}: the file {given['file_id']} is neither a picture nor a video nor a sound of a supported "
+                "format",
                 param=f"{place}.file_id",
                 code="unsupported_content",
             )
@@ -372,7 +462,7 @@ _VIDEO = (
 def _picture_source(value: Any, param: str) -> Any:
     if isinstance(value, np.ndarray) and _is_pixels(value, 3):
         return Image.fromarray(value)
-    if isinstance(value, (*_FILES, Image.Image)):
+    if isinstance(value, (*_FILES, Image.Image, ProcessedImage)):
         return value
     raise _refused(value, _PICTURE, param)
 
@@ -383,7 +473,7 @@ def _video_source(value: Any, param: str) -> Any:
         return tuple(map(Image.fromarray, value))
     if isinstance(value, list | tuple):
         return tuple(_picture_source(frame, f"{param}[{place}]") for place, frame in enumerate(value))
-    if isinstance(value, _FILES):
+    if isinstance(value, (*_FILES, ProcessedVideo)):
         return value
     raise _refused(value, _VIDEO, param)
 

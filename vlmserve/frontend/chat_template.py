@@ -93,16 +93,30 @@ class ChatTemplate:
         return _cut_after(text, messages[-1]) if continue_final_message else text
 
 
-def load_chat_template(folder: Path, given: str | None = None) -> ChatTemplate:
+class PairTemplate(ChatTemplate):
+    """The template of a reranker. The last two of its messages are a query and a document, with roles of these names
+    instead of the user's."""
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
+        """See `ChatTemplate`. Raises BadRequestError for less than two messages, too."""
+        if len(messages) < 2:
+            raise BadRequestError("a reranker's prompt has two messages, the query and the document", param="messages")
+        *before, query, document = messages
+        return super().render([*before, {**query, "role": "query"}, {**document, "role": "document"}], **options)
+
+
+def load_chat_template(
+    folder: Path, given: str | None = None, *, kind: type[ChatTemplate] = ChatTemplate
+) -> ChatTemplate:
     """Load the template of a checkpoint folder: chat_template.jinja, chat_template.json or tokenizer_config.json, in
-    order. given: a file or a text of Jinja in its place.
+    order. given: a file or a text of Jinja in its place. kind: of what is returned then.
 
     Raises CheckpointError if there is none or it is broken.
     """
     config = read_json(folder, "tokenizer_config.json", required=False)
     tokens = {name: _token_text(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
     if given is not None:
-        return ChatTemplate(given_source(given), special_tokens=tokens)
+        return kind(given_source(given), special_tokens=tokens)
     path = folder / "chat_template.jinja"
     if path.is_file():
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=tokens)

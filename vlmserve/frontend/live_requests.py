@@ -69,6 +69,7 @@ class LiveRequest(Generic[_T]):
     arrival. rids: the answers that the scheduler has.
 
     outputs: read by the task that serves the client; an exception among them ends it. timer: ends an overdue request.
+    is_inside: it has passed the door.
     """
 
     request_id: str
@@ -77,6 +78,7 @@ class LiveRequest(Generic[_T]):
     outputs: asyncio.Queue[_T | Exception] = field(default_factory=asyncio.Queue)
     rids: list[str] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
+    is_inside: bool = False
     _ended: Exception | None = None
     _work: asyncio.Timeout | None = None
 
@@ -84,13 +86,16 @@ class LiveRequest(Generic[_T]):
         """Await the work and return its result. `end` cancels the work and raises its own error instead."""
         try:
             async with asyncio.timeout(None) as self._work:
-                return await work
+                result = await work
         except TimeoutError:
             if self._ended is None:
                 raise
             raise self._ended from None
         finally:
             self._work = None
+        if self._ended is not None:  # too late to interrupt the work, and nobody would say so again
+            raise self._ended
+        return result
 
     def end(self, error: Exception) -> None:
         """Raise an error in the task that works for the request or reads its outputs. Only the first error counts."""

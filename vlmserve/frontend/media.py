@@ -1,8 +1,8 @@
-"""A request's pictures and videos: from references in its messages to patches in its prompt."""
+"""A request's media: from references in its messages to patches in its prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,27 @@ from processors.families.processor_kwargs import RequestKnobs
 from processors.families.report import MediumReport, report_medium
 from processors.knobs import check_image_knobs, laid_over
 from processors.pool.pool import ProcessorPool
-from processors.pool.requests import EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
+from processors.pool.requests import AudioRequest, EmbedsRequest, ImageRequest, MediaRequest, VideoRequest
 from processors.processed import of_tenant
 from processors.video.options import check_knobs
 from vlmserve.frontend.chat_messages import (
+    AudioRef,
     EmbedsRef,
     FindFile,
     ImageRef,
     MediaCounts,
     MediaRef,
     Message,
+    VideoRef,
     settle_media,
     to_template_messages,
     with_files,
 )
+from vlmserve.frontend.live import LiveRules
 from vlmserve_common.errors import BadRequestError
+
+_LIVE_FPS = 2.0
+_LIVE_TOKENS = 768  # of a frame at most, as the references have it for clips
 
 
 class RequestMedia:
@@ -37,9 +43,68 @@ class RequestMedia:
         self._pool = pool
 
     @property
+    def sees(self) -> bool:
+        """Whether the model takes pictures and videos."""
+        return self._processor.sees
+
+    def check(self, media: Sequence[MediaRef]) -> None:
+        """Raise BadRequestError for media that the model does not take."""
+        if media and not self.sees:
+            raise BadRequestError(
+                f"{media[0].param}: the model reads text only, and takes no pictures and no videos",
+                param=media[0].param,
+                code="unsupported_content",
+            )
+        sound = next((medium for medium in media if isinstance(medium, AudioRef)), None)
+        if sound is not None and not self._processor.hears:
+            raise BadRequestError(
+                f"{sound.param}: the model takes no sounds; models that do are Qwen2.5-Omni and Qwen3-Omni",
+                param=sound.param,
+                code="unsupported_content",
+            )
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """The ids of the tokens that stand for media in a prompt."""
+        return self._processor.token_ids.pads
+
+    @property
+    def merge_size(self) -> int:
+        """Patches a side that become one token."""
+        return self._processor.config.patches.merge_size
+
+    @property
     def defaults(self) -> Mapping[str, float | None]:
         """See `MultimodalProcessor.defaults`."""
         return self._processor.defaults
+
+    def live_rules(
+        self,
+        fps: float | None = None,
+        *,
+        keep_seconds: float | None = None,
+        max_tokens: int | None = None,
+        slides: bool = False,
+    ) -> LiveRules:
+        """Return how frames become a live video. fps: None for the usual frames a second of a clip. Raises
+        BadRequestError for a model whose windows cannot slide."""
+        if slides and not self._processor.can_slide:
+            raise BadRequestError(
+                'live.window is "sliding", which this model does not do: recurrent states, and positions of models '
+                'that hear, are of all that came before; send "exact"',
+                param="live.window",
+                code="invalid_value",
+            )
+        patches = self._processor.config.video_patches
+        return LiveRules(
+            fps=fps or self.defaults["fps"] or _LIVE_FPS,
+            depth=patches.temporal_patch_size,
+            paced=self._processor.even_times,
+            max_pixels=_LIVE_TOKENS * patches.factor**2,
+            keep_seconds=keep_seconds,
+            max_tokens=max_tokens,
+            positions_of=self._processor.positions_of if slides else None,
+        )
 
     def parse_kwargs(self, given: Mapping[str, Any]) -> RequestKnobs:
         """Parse a request's `mm_processor_kwargs`. Raises BadRequestError for unknown keys and impossible values."""
@@ -56,11 +121,25 @@ class RequestMedia:
 
         kwargs: the request's `mm_processor_kwargs`. Raises BadRequestError, for media that come encoded, too.
         """
-        _, media = to_template_messages(with_files(messages, find_file))
+        media = self.named_in(messages, kwargs, most, find_file)
         for ref in media:
             if isinstance(ref, EmbedsRef):
                 what = f"{ref.param} comes encoded: there is nothing to encode ahead of time"
                 raise BadRequestError(what, param=ref.param, code="unsupported_content")
+        return media
+
+    def named_in(
+        self,
+        messages: Sequence[Message],
+        kwargs: Mapping[str, Any],
+        most: MediaCounts,
+        find_file: FindFile | None = None,
+        *,
+        reserved: Collection[str] = (),
+    ) -> list[MediaRef]:
+        """Return all media of a conversation. reserved: as of `to_template_messages`. Raises BadRequestError."""
+        _, media = to_template_messages(with_files(messages, find_file), reserved=reserved)
+        self.check(media)
         return settle_media(media, self.parse_kwargs(kwargs) if kwargs else None, most)
 
     async def load(
@@ -71,14 +150,22 @@ class RequestMedia:
         tenant: str = "",
         fetched: Callable[[], None] = lambda: None,
     ) -> list[ProcessedMedium]:
-        """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request.
+        """Fetch, decode and resize, off the event loop. BadRequestError names the medium's place in the request. Media
+        that a session holds are there already.
 
         client: its id; clients take turns. tenant: only its own media are shared with these, here and in all caches
         behind; "" is a tenant, too. fetched: called for each medium whose bytes have arrived.
         """
-        requests = [replace(self._request(medium), tenant=tenant) for medium in media]
-        loaded = await self._pool.load(requests, client=client, fetched=fetched)
-        return [of_tenant(medium, tenant) for medium in loaded] if tenant else loaded
+        new = [medium for medium in media if not isinstance(medium.source, ProcessedMedium)]
+        requests = [replace(self._request(medium), tenant=tenant) for medium in new]
+        loaded = iter(await self._pool.load(requests, client=client, fetched=fetched))
+
+        def done(medium: MediaRef) -> ProcessedMedium:
+            if isinstance(medium.source, ProcessedMedium):
+                return medium.source
+            return of_tenant(next(loaded), tenant) if tenant else next(loaded)
+
+        return [done(medium) for medium in media]
 
     def process(self, prompt_ids: Sequence[int], media: Sequence[ProcessedMedium]) -> ExpandedPrompt:
         """Put the media at their placeholders. BadRequestError if they do not match up."""
@@ -107,9 +194,10 @@ class RequestMedia:
                 check_image_knobs(medium.knobs)
                 detail = laid_over(self._processor.sizes.knobs_for_detail(medium.detail), medium.defaults)
                 return ImageRequest(source=source, knobs=laid_over(medium.knobs, detail), param=medium.param)
+            if isinstance(medium, AudioRef):
+                return AudioRequest(source=source, param=medium.param)
             check_knobs(medium.knobs)
-            knobs = laid_over(medium.knobs, medium.defaults)
-            return VideoRequest(source=source, knobs=knobs, param=medium.param)
+            return VideoRequest(source=source, knobs=medium.asked, param=medium.param)
         except BadRequestError as error:
             error.param = medium.param
             raise
@@ -135,5 +223,6 @@ def same_media(some: Sequence[MediaRef], others: Sequence[MediaRef]) -> bool:
         type(one) is type(other)
         and (one.source is other.source or (isinstance(one.source, str) and one.source == other.source))
         and replace(one, source=None, param="") == replace(other, source=None, param="")
+        and (not isinstance(one, VideoRef) or not isinstance(other, VideoRef) or one.asked == other.asked)
         for one, other in zip(some, others, strict=True)
     )

@@ -14,8 +14,17 @@ import numpy as np
 from processors.families.base import ExpandedPrompt, ProcessedMedium
 from processors.inputs import MultimodalInputs
 from vlmserve.executor.logits_processors import LogitsProcessors
-from vlmserve.frontend.chat_messages import MediaCounts, MediaRef, settle_media, to_template_messages, with_files
+from vlmserve.frontend.chat_messages import (
+    MediaCounts,
+    MediaRef,
+    joined_texts,
+    settle_media,
+    to_template_messages,
+    with_files,
+)
 from vlmserve.frontend.chat_template import NO_NOTES, ChatTemplate, PromptNotes, check_tool_use, template_kwargs
+from vlmserve.frontend.dialogue import OPEN_END, open_ended
+from vlmserve.frontend.kept_tokens import kept_places, known_tokens
 from vlmserve.frontend.media import RequestMedia
 from vlmserve.frontend.parsers.answer import opened_in_prompt
 from vlmserve.frontend.requests import (
@@ -34,12 +43,14 @@ from vlmserve.frontend.sampling import (
     check_token,
     choice_seed,
     refusal,
+    verify_dimensions,
     verify_logits_processors,
     verify_returns,
     verify_sampling_params,
 )
 from vlmserve.frontend.structured_output import chat_grammar, verify_grammar
-from vlmserve.ipc.messages import TokenizedGenerateReqInput
+from vlmserve.frontend.tasks import Task
+from vlmserve.ipc.messages import Carried, TokenizedGenerateReqInput
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer
 from vlmserve_common.errors import BadRequestError
 
@@ -65,7 +76,8 @@ class RequestLimits:
     max_model_len: context length in tokens, prompt and answer together. vocab_size: ids of the model. hidden_size:
     width of its embeddings. counts: most pictures and videos in a request. hidden_states: whether requests may ask for
     hidden states. replicas: how many there are to choose from. answers: whether there are any, or this server only
-    computes prompts for others.
+    computes prompts for others. task: what is asked of the model. reads_ids: whether the model needs the ids of all
+    tokens, for tables of n-grams, so that prompts cannot be embeddings.
     """
 
     max_model_len: int
@@ -75,15 +87,14 @@ class RequestLimits:
     hidden_states: bool = False
     replicas: int = 1
     answers: bool = True
+    task: Task = field(default_factory=Task)
+    reads_ids: bool = False
 
 
 # Characters that are rarely fewer tokens than one, and characters of a piece.
 _CHARS_PER_TOKEN = 4
 _PIECE_CHARS = 2**16
 _MOST_COUNTED = 2**18  # tokens
-_PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
-"""Texts of the tokens that stand for media in a prompt, in every family. A client's text that contains one is refused:
-it would ask for a picture that is not there."""
 
 
 class RequestBuilder:
@@ -105,6 +116,11 @@ class RequestBuilder:
         self._expander = expander
         self._defaults = defaults or SamplingDefaults()
         self._logits_processors = logits_processors or LogitsProcessors({})
+        named = ((pad, tokenizer.decode([pad], skip_special_tokens=False)) for pad in expander.pads)
+        self._pads = {pad: text for pad, text in named if text}
+        self.placeholders = tuple(self._pads.values())
+        """Texts of the tokens that stand for media in a prompt. A client's text that contains one is refused: it would
+        ask for a picture that is not there."""
 
     @property
     def defaults(self) -> dict[str, float | None]:
@@ -121,13 +137,17 @@ class RequestBuilder:
                 "this server computes prompts for other servers, and gives no answers (setting --role prefill): ask a "
                 "server with --role decode"
             )
+        self.limits.task.check(request.task)
         params, returns, vocab_size = request.sampling_params, request.returns, self.limits.vocab_size
         params = self._defaults.apply(params, seed=default_seed)
         self._check_replica(request.data_parallel_rank)
         check_range("top_logprobs", request.num_logprobs, 0, MAX_TOP_LOGPROBS)
-        of_prompt = returns.prompt_logprobs is not None or returns.hidden_states != "none"
+        of_prompt = returns.prompt_logprobs is not None or returns.hidden_states != "none" or bool(returns.pooling)
+        of_prompt = of_prompt or (isinstance(request.prompt, ChatPrompt) and request.prompt.open_ended)
         verify_sampling_params(params, vocab_size=vocab_size, least_tokens=0 if of_prompt else 1)
         verify_returns(returns, params, vocab_size=vocab_size, hidden_states=self.limits.hidden_states)
+        if returns.pooling is not None:
+            verify_dimensions(returns.pooling.dimensions, self.limits.hidden_size, self.limits.task.dimensions)
         verify_logits_processors(request.logits_processors, self._logits_processors)
         ignored = () if params.grammar is None else verify_grammar(params.grammar)
         keep = request.truncate_prompt_tokens
@@ -184,11 +204,27 @@ class RequestBuilder:
             input_ids=expanded.input_ids,
             mm_inputs=expanded.mm_inputs,
             input_embeds=request.prompt.embeds if isinstance(request.prompt, EmbedsPrompt) else None,
+            carried=self._carried(request, expanded),
         )
         if request.continuations:
             return [self._continuation(first, index, text) for index, text in enumerate(request.continuations)]
         seeds = (choice_seed(params.seed or 0, index) for index in range(1, request.n))
         return [first, *(self._choice(first, index, seed) for index, seed in enumerate(seeds, 1))]
+
+    def _carried(self, request: GenerateReqInput, expanded: ExpandedPrompt) -> Carried | None:
+        """Return where the KV of a conversation's tokens is, if a part of it has left."""
+        if request.slid is None:
+            return None
+        assert isinstance(request.prompt, ChatPrompt)
+        places, after = np.arange(len(expanded.input_ids)), known_tokens(expanded)
+        for messages in reversed(request.slid.forms):
+            text, refs, _ = self._render(replace(request.prompt, messages=messages))
+            ids = self.tokenizer.encode(text, add_special_tokens=request.prompt.add_special_tokens)
+            before = known_tokens(self._expander.process(ids, [ref.source for ref in refs]))
+            kept = kept_places(before, after)
+            places, after = kept[places[places < len(kept)]], before
+        salt = replace(request, cache_salt=request.slid.cache_salt).cache_namespace
+        return Carried(places=places, cache_salt=salt)
 
     def _truncated(self, prompt: TokenizedPrompt, expanded: ExpandedPrompt) -> ExpandedPrompt:
         """Return the end of a prompt, as its request asks. Raises BadRequestError if a picture or video would be
@@ -198,11 +234,14 @@ class RequestBuilder:
             keep = max(1, self.limits.max_model_len - (prompt.request.sampling_params.max_new_tokens or 1))
         if keep is None or keep >= length:
             return expanded
+        if prompt.request.truncation_side == "right":
+            return self._cut_at_end(prompt.request, expanded, keep)
         cut, media = length - keep, expanded.mm_inputs
         if media is None:
             return ExpandedPrompt(expanded.input_ids[cut:], None)
-        pads = [self.tokenizer.id_of(text) for text in _PLACEHOLDERS]
-        before = next(at for at, token in enumerate(prompt.ids) if token in pads) - 1  # its opening tag stays, too
+        before = (
+            next(at for at, token in enumerate(prompt.ids) if token in self._pads) - 1
+        )  # its opening tag stays, too
         if cut > before:
             raise refusal(
                 "truncate_prompt_tokens",
@@ -213,6 +252,24 @@ class RequestBuilder:
         items = (replace(item, offsets=tuple((a - cut, b - cut) for a, b in item.offsets)) for item in media.items)
         positions = media.mrope_positions[:, cut:] - cut
         return ExpandedPrompt(expanded.input_ids[cut:], replace(media, items=tuple(items), mrope_positions=positions))
+
+    @staticmethod
+    def _cut_at_end(request: GenerateReqInput, expanded: ExpandedPrompt, keep: int) -> ExpandedPrompt:
+        media = expanded.mm_inputs
+        if media is None:
+            return ExpandedPrompt(expanded.input_ids[:keep], None)
+        end = 1 + max(last for item in media.items for _, last in item.offsets)  # with its closing tag
+        if keep < end:
+            raise refusal(
+                "truncate_prompt_tokens",
+                request.truncate_prompt_tokens,
+                f"at least {end}, behind which the prompt's last picture or video ends",
+            )
+        positions = media.mrope_positions[:, :keep]
+        delta = int(positions.max()) + 1 - keep
+        return ExpandedPrompt(
+            expanded.input_ids[:keep], replace(media, mrope_positions=positions, mrope_position_delta=delta)
+        )
 
     @staticmethod
     def _choice(first: TokenizedGenerateReqInput, index: int, seed: int) -> TokenizedGenerateReqInput:
@@ -252,6 +309,12 @@ class RequestBuilder:
             case EmbedsPrompt():
                 if (count := request.returns.prompt_logprobs) is not None:
                     raise refusal("prompt_logprobs", count, "left out with input_embeds: they have no ids")
+                if self.limits.reads_ids:
+                    raise BadRequestError(
+                        "input_embeds cannot be the prompt of this model: it looks up n-grams of token ids",
+                        param="input_embeds",
+                        code="invalid_value",
+                    )
                 rows = request.prompt.embeds.rows
                 check_input_embeds(rows, hidden_size=self.limits.hidden_size)
                 return TokenizedPrompt(request=request, ids=[0] * len(rows), media=[])
@@ -268,8 +331,8 @@ class RequestBuilder:
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         for token in ids:
             check_token("prompt", token, self.limits.vocab_size)
-        for text in _PLACEHOLDERS:
-            if self.tokenizer.id_of(text) in ids:
+        for pad, text in self._pads.items():
+            if pad in ids:
                 raise refusal("prompt", f"a list with {text}", "without media, which token ids cannot bring")
         return list(ids)
 
@@ -277,14 +340,16 @@ class RequestBuilder:
         """Render and tokenise a prompt. whole: all of it has to fit the context."""
         if isinstance(prompt, TextPrompt):
             text, media, notes = prompt.text, list(prompt.media), NO_NOTES
+            self._expander.check(media)
         else:
             text, media, notes = self._render(prompt)
         given = request.mm_processor_kwargs
         media = settle_media(media, self._expander.parse_kwargs(given) if given else None, self.limits.counts)
         notes = replace(notes, warnings=(*request.warnings, *notes.warnings))
-        return TokenizedPrompt(request=request, ids=self._encoded(text, whole), media=media, notes=notes)
+        ids = self._encoded(text, whole, add_special_tokens=prompt.add_special_tokens)
+        return TokenizedPrompt(request=request, ids=ids, media=media, notes=notes)
 
-    def _encoded(self, text: str, whole: bool) -> list[int]:
+    def _encoded(self, text: str, whole: bool, *, add_special_tokens: bool) -> list[int]:
         """Tokenise a text. One of far too many tokens is refused before all of it is tokenised, which would take
         minutes and gigabytes."""
         most = self.limits.max_model_len if whole else max(_MOST_COUNTED, self.limits.max_model_len)
@@ -294,13 +359,17 @@ class RequestBuilder:
                 count += len(self.tokenizer.encode(text[start : start + _PIECE_CHARS]))
                 if count > 5 * most // 4:  # a cut may split tokens, but not so many
                     self._room_behind(count, at_least=True)
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _render(self, prompt: ChatPrompt) -> tuple[str, list[MediaRef], PromptNotes]:
         use = prompt.tool_use
         warnings = check_tool_use(self.template, use)
         kwargs, without_effect = template_kwargs(self.template, prompt.template_kwargs, prompt.reasoning_effort)
-        messages, media = to_template_messages(with_files(prompt.messages, prompt.find_file), reserved=_PLACEHOLDERS)
+        given = open_ended(prompt.messages) if prompt.open_ended else prompt.messages
+        messages, media = to_template_messages(with_files(given, prompt.find_file), reserved=self.placeholders)
+        self._expander.check(media)
+        if not self._expander.sees:
+            messages = joined_texts(messages)
         text = self.template.render(
             messages,
             tools=None if use is None else use.tools,
@@ -308,6 +377,8 @@ class RequestBuilder:
             continue_final_message=prompt.continue_final_message,
             kwargs=kwargs,
         )
+        if prompt.open_ended:
+            text = text[: max(0, text.rfind(OPEN_END))]
         return text, media, PromptNotes(thinking=opened_in_prompt(text), warnings=(*warnings, *without_effect))
 
     def _check_replica(self, replica: int | None) -> None:

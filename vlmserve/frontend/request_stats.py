@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -96,11 +95,14 @@ class AnswerTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaTotals:
-    """The number of pictures, videos and vision patches of a request."""
+    """The number of pictures, videos, sounds and vision patches of a request, and how many tokens left its media. A
+    token of a sound counts as the patches of a picture's token."""
 
     images: int = 0
     videos: int = 0
+    audios: int = 0
     patches: int = 0
+    pruned_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,5 +136,7 @@ def count_media(media: Sequence[MediumReport]) -> MediaTotals:
     return MediaTotals(
         images=sum(medium.kind == "image" for medium in media),
         videos=sum(medium.kind == "video" for medium in media),
-        patches=sum(math.prod(medium.grid_thw) for medium in media),
+        audios=sum(medium.kind == "audio" for medium in media),
+        patches=sum(medium.patches for medium in media),
+        pruned_tokens=sum(medium.pruned_tokens for medium in media),
     )

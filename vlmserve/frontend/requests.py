@@ -3,9 +3,10 @@ answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -13,7 +14,9 @@ from processors.hashing import digest_fields
 from vlmserve.frontend.chat_messages import FindFile, MediaRef, Message
 from vlmserve.frontend.parsers.calls import ToolUse
 from vlmserve.frontend.request_stats import RequestStats
+from vlmserve.frontend.tasks import TaskName
 from vlmserve.ipc.messages import InputEmbeds, RequestOptions, SamplingParams
+from vlmserve_common.checkpoint.adapter_ref import AdapterRef
 from vlmserve_common.errors import BadRequestError
 
 
@@ -22,7 +25,9 @@ class ChatPrompt:
     """A conversation in OpenAI's form (plain dicts), to be rendered by the chat template.
 
     find_file: finds the uploaded files that it names; None where there are no such files. tool_use: None without tools.
-    reasoning_effort: how much the model is to think; None leaves that to the model.
+    reasoning_effort: how much the model is to think; None leaves that to the model. add_special_tokens: add those of
+    the tokenizer (see `TextTokenizer.encode`). open_ended: the prompt ends within the user's last message, which later
+    prompts go on with.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -32,14 +37,18 @@ class ChatPrompt:
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     find_file: FindFile | None = None
+    add_special_tokens: bool = False
+    open_ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextPrompt:
-    """A prompt that is rendered already; media[i] stands at its i-th media placeholder."""
+    """A prompt that is rendered already; media[i] stands at its i-th media placeholder. add_special_tokens: see
+    `ChatPrompt`."""
 
     text: str
     media: tuple[MediaRef, ...] = ()
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +69,15 @@ Prompt: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slid:
+    """Says where the KV of a conversation is, of which a part in the middle has left. forms: its messages before, and
+    after each clip but the last that has become shorter, or has left. cache_salt: of requests about the first form."""
+
+    forms: tuple[Sequence[Message], ...]
+    cache_salt: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateReqInput(RequestOptions):
     """A request for n answers to one prompt. sampling_params, returns and the rest of `RequestOptions` go on to the
     scheduler with each answer.
@@ -69,10 +87,12 @@ class GenerateReqInput(RequestOptions):
     (`processors.families.processor_kwargs`). continuations: texts to score instead of making answers. The logprobs of
     each text's tokens behind the prompt come as the `prompt_logprobs` of a choice of its own. tenant: only requests
     with the same tenant share cached prefixes and media; "" is a tenant, too. truncate_prompt_tokens: keep so many of
-    the prompt's last tokens; -1: as many as leave room for the answer. return_token_ids: outputs have the prompt's ids.
-    timeout_s: seconds that the request may
-    take; None is no limit. ended: called with the outcome of each choice. warnings: sentences for the answer about
-    fields that will have no effect. sampling: an older name of sampling_params.
+    the prompt's last tokens; -1: as many as leave room for the answer. truncation_side: "right" keeps its first ones.
+    return_token_ids: outputs have the prompt's ids. timeout_s: seconds that the request may take; None is no limit.
+    ended: called with the outcome of each choice. warnings: sentences for the answer about fields that will have no
+    effect. slid: the KV of what stays of a chat is not computed again. task: what is asked of the model. place: where
+    the prompt stands in its client's request, such as "input[3]", for errors; "": errors name places themselves.
+    sampling: an older name of sampling_params.
     """
 
     request_id: str
@@ -82,10 +102,14 @@ class GenerateReqInput(RequestOptions):
     continuations: tuple[str, ...] = ()
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     return_token_ids: bool = False
     timeout_s: float | None = None
     ended: Callable[[RequestStats], None] | None = None
     warnings: tuple[str, ...] = ()
+    slid: Slid | None = None
+    task: TaskName = "generate"
+    place: str = ""
     sampling: InitVar[SamplingParams | None] = None
 
     def __post_init__(self, sampling: SamplingParams | None) -> None:
@@ -94,17 +118,32 @@ class GenerateReqInput(RequestOptions):
 
     @property
     def cache_namespace(self) -> str:
-        """Return the salt of the prefix cache: the client's salt within its tenant. Two tenants never get the same."""
-        return (
+        """Return the salt of the prefix cache: the client's salt within its tenant, and its adapter. Two tenants never
+        get the same, nor do two adapters."""
+        salt = (
             f"{len(self.tenant)} {self.tenant} {self.cache_salt}"
             if self.tenant
             else self.cache_salt and f"0 {self.cache_salt}"
         )
+        return salt if self.adapter is None else f"lora {self.adapter.digest} {salt}"
 
     @property
     def num_choices(self) -> int:
         """Return the number of answers to make, or of continuations to score."""
         return len(self.continuations) or self.n
+
+
+@contextmanager
+def placed(place: str) -> Iterator[None]:
+    """Let errors about a prompt name its place in the client's request, unless it is ""."""
+    try:
+        yield
+    except BadRequestError as error:
+        if place and (error.param is None or error.param.startswith(("messages", "prompt"))):
+            if error.param and error.message.startswith(f"{error.param} "):
+                error.message = place + error.message.removeprefix(error.param)
+            error.param = place
+        raise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,7 +171,7 @@ NOBODY = Caller()
 class WarmupInput:
     """Media to encode ahead of time: those of a conversation in OpenAI's form (plain dicts).
 
-    find_file, mm_processor_kwargs, client, tenant: as of a `GenerateReqInput`. pin: never evict their
+    find_file, mm_processor_kwargs, client, tenant, adapter: as of a `GenerateReqInput`. pin: never evict their
     embeddings from the disk.
     """
 
@@ -143,6 +182,7 @@ class WarmupInput:
     pin: bool = False
     client: str = ""
     tenant: str = ""
+    adapter: AdapterRef | None = None
 
 
 _PARAM = "input_embeds"

@@ -162,6 +162,15 @@ def verify_returns(returns: ReturnOptions, params: SamplingParams, *, vocab_size
         raise refusal("return_hidden_states", returns.hidden_states, allowed)
 
 
+def verify_dimensions(dimensions: int | None, width: int, trained: Sequence[int]) -> None:
+    """Raise BadRequestError unless a model's vectors of `width` numbers can be cut to so many. trained: the numbers of
+    dimensions that it was trained for; none: any."""
+    if dimensions is None or (1 <= dimensions <= width and (not trained or dimensions in trained)):
+        return
+    allowed = f"one of {', '.join(map(str, trained))}" if trained else f"between 1 and {width}"
+    raise refusal("dimensions", dimensions, allowed)
+
+
 def verify_logits_processors(calls: Sequence[LogitsProcessorCall], processors: LogitsProcessors) -> None:
     """Raise BadRequestError for a processor that the server does not have, and for parameters that one refuses."""
     check_most("logits_processors", calls, MAX_LOGITS_PROCESSORS)

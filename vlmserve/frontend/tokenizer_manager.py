@@ -1,7 +1,8 @@
 """The API process's end of the engine: requests in, text out, for any number of clients on one event loop.
 
-The way of a request: admitted (429 above the limit) -> rendered and tokenised in a thread -> media loaded by their pool
--> expanded and copied out in a thread -> sent to the scheduler, one message a choice -> outputs handed to the caller.
+The way of a request: admitted (429 above the limit) -> through the door (`Door`) -> rendered and tokenised in a thread
+-> media loaded by their pool -> expanded and copied out in a thread -> sent to the scheduler, one message a choice ->
+outputs handed to the caller.
 A request is taken back, at any of these points, when its caller closes the iterator, when its time is over (504), or
 when an operator aborts it (499). Answers that the scheduler already works on are aborted.
 """
@@ -11,23 +12,28 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
-from processors.families.base import ProcessedMedium, data_item
+from processors.families.base import ProcessedMedium, data_items
 from processors.families.report import MediumReport
+from vlmserve.frontend.adapters import AdapterRegistry
+from vlmserve.frontend.chat_messages import Message
 from vlmserve.frontend.chat_template import NO_NOTES, PromptNotes
+from vlmserve.frontend.dialogue import with_media
+from vlmserve.frontend.door import Door, Visit
+from vlmserve.frontend.live import LiveRules
 from vlmserve.frontend.live_requests import LiveRequest, LiveRequests, RequestAbortedError, take_all
 from vlmserve.frontend.media import RequestMedia, same_media
 from vlmserve.frontend.request_builder import RequestBuilder, TokenizedPrompt
 from vlmserve.frontend.request_stats import AnswerTimes, MediaTotals, Moments, RequestStats, Timings, count_media
-from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
+from vlmserve.frontend.requests import GenerateReqInput, WarmupInput, placed
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -38,6 +44,7 @@ from vlmserve.ipc.messages import (
     FinishReason,
     PreparedMessage,
     SchedulerInput,
+    TokenizedGenerateReqInput,
     TokenizerManagerInput,
     TokenOutput,
     rids_of,
@@ -89,6 +96,7 @@ class _Choice:
     request: GenerateReqInput
     notes: PromptNotes
     media: tuple[MediumReport, ...]
+    held: tuple[ProcessedMedium, ...] = ()  # whose patches the scheduler may still ask for
     prompt_ids: np.ndarray | None = None
     timings: Timings | None = None
     last: TokenOutput | None = None
@@ -120,16 +128,19 @@ class TokenizerManager:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.builder = builder
+        self.door = Door()
         self._media = media
         self._send = send
         self._prepare = prepare
         self.observe = observe
+        self.weight_version = "default"  # the name that a trainer gave the weights
+        self.adapters: AdapterRegistry | None = None
         self.observe_tokens: Callable[[int, float | None], None] | None = None
         self._clock = clock
         self._executor = ThreadPoolExecutor(2, thread_name_prefix="vlmserve-tokenize")
         self._counting = ThreadPoolExecutor(1, thread_name_prefix="vlmserve-count")  # no answer waits for these
         self._unavailable: str | None = None
-        self._suspended: str | None = None
+        self._suspended: dict[str, str] = {}
         self._live: LiveRequests[ChoiceOutput] = LiveRequests(max_pending, timeout_s=request_timeout_s, clock=clock)
         self._choices: dict[str, _Choice] = {}
         self._warmups: dict[str, asyncio.Future[EncodeOutput]] = {}
@@ -142,7 +153,12 @@ class TokenizerManager:
     @property
     def unavailable(self) -> str | None:
         """Return why the engine cannot answer now, or None if it can."""
-        return self._unavailable or self._suspended
+        return self._unavailable or next(iter(self._suspended.values()), None)
+
+    @property
+    def no_engine(self) -> str | None:
+        """Return why the engine cannot be asked anything, or None if it can."""
+        return self._unavailable or self._suspended.get("")
 
     @property
     def is_gone(self) -> bool:
@@ -153,13 +169,18 @@ class TokenizerManager:
         """Estimate the time until there is room for another answer, in whole seconds, at least 1."""
         return self._live.retry_after_s()
 
-    def suspend(self, reason: str | None) -> None:
-        """Refuse requests with 503 for the time being; those under way go on waiting. None: take them again."""
-        self._suspended = reason
+    def suspend(self, reason: str | None, by: str = "") -> None:
+        """Refuse requests with 503 for the time being; those under way go on waiting. None: take them again, as far as
+        `by` is concerned."""
+        if reason is None:
+            self._suspended.pop(by, None)
+        else:
+            self._suspended[by] = reason
 
-    def abort(self, request_id: str | None) -> list[LiveRequest[ChoiceOutput]]:
-        """End a request at whatever stage, or all requests (None); returns the requests ended."""
-        found = self._live.find(request_id)
+    def abort(self, request_id: str | None, *, inside: bool = False) -> list[LiveRequest[ChoiceOutput]]:
+        """End a request at whatever stage, or all requests (None); returns the requests ended. inside: only those that
+        are not in front of the door."""
+        found = [one for one in self._live.find(request_id) if one.is_inside or not inside]
         for request in found:
             self._end(request, RequestAbortedError("the request was aborted by an operator"), "abort")
         return found
@@ -188,20 +209,23 @@ class TokenizerManager:
                 for item in items:
                     yield item
 
-    async def stream(self, *requests: GenerateReqInput) -> AsyncGenerator[list[ChoiceOutput], None]:
+    async def stream(
+        self, *requests: GenerateReqInput, visit: Visit | None = None
+    ) -> AsyncGenerator[list[ChoiceOutput], None]:
         """Yield lists of all outputs that came since the last list. Each choice's last output has a finish_reason.
 
         Several requests go to the scheduler as one message, and fail as one. Their choices are numbered through. Media
-        that are the same in all of them are loaded once.
+        that are the same in all of them are loaded once. visit: what they belong to, together with other calls.
 
         Close the iterator (`contextlib.aclosing`) to abort. Raises, before the first output or later, BadRequestError
         for the client's mistakes (429 when full), EngineUnavailableError (503) and EngineError (500).
         """
         self._check_available()
         left, named = sum(request.num_choices for request in requests), requests[0]
-        with self._live.entered(named.request_id, left) as state:
+        async with self._entered(named, left) as state:
             self._live.limit_time(state, named.timeout_s, lambda error: self._end(state, error, "timeout"))
             try:
+                await state.interruptible(self._enter(state, visit))
                 await state.interruptible(self._submit(requests, state))
                 while left:
                     items, failure = _until_failure(await take_all(state.outputs))
@@ -212,6 +236,26 @@ class TokenizerManager:
                         raise failure
             finally:
                 self._take_back(state, "abort")
+
+    @asynccontextmanager
+    async def _entered(self, request: GenerateReqInput | WarmupInput, n: int) -> AsyncIterator[_Request]:
+        """Let in a request for n answers (see `LiveRequests.entered`), with its adapter in memory. In the end it leaves
+        through the door, if it has passed it."""
+        using = nullcontext() if self.adapters is None else self.adapters.used(request.adapter)
+        async with using:
+            with self._live.entered(request.request_id, n) as state:
+                try:
+                    yield state
+                finally:
+                    if state.is_inside:
+                        state.is_inside = False
+                        self.door.leave()
+
+    async def _enter(self, state: _Request, visit: Visit | None = None) -> None:
+        """Wait in front of the door, which may be closed for long."""
+        await self.door.pass_through(visit)
+        state.is_inside = True
+        self._check_available()
 
     async def prompt_ids(self, request: GenerateReqInput) -> np.ndarray:
         """Return the ids of a prompt that will not be answered, int64 [L], media included. Raises as `generate`
@@ -232,8 +276,38 @@ class TokenizerManager:
         Cancel it to call the work off. Raises as `generate` does.
         """
         self._check_available()
-        with self._live.entered(request.request_id, 1) as state:
+        async with self._entered(request, 1) as state:
+            await state.interruptible(self._enter(state))
             return await state.interruptible(self._warm_up(request))
+
+    async def load_media(self, request: WarmupInput) -> list[Message]:
+        """Return messages with their media loaded and processed, for later requests. Raises as `generate` does."""
+        self._check_available()
+        with self._live.entered(request.request_id, 1) as state:
+            return await state.interruptible(self._load_media(request))
+
+    def live_rules(
+        self,
+        fps: float | None = None,
+        *,
+        keep_seconds: float | None = None,
+        max_tokens: int | None = None,
+        slides: bool = False,
+    ) -> LiveRules:
+        """See `RequestMedia.live_rules`."""
+        return self._media.live_rules(fps, keep_seconds=keep_seconds, max_tokens=max_tokens, slides=slides)
+
+    async def _load_media(self, request: WarmupInput) -> list[Message]:
+        named = await self._in_thread(
+            self._media.named_in,
+            request.messages,
+            request.mm_processor_kwargs,
+            self.builder.limits.counts,
+            request.find_file,
+            reserved=self.builder.placeholders,
+        )
+        loaded = await self._media.load(named, client=request.client, tenant=request.tenant)
+        return with_media(request.messages, loaded)
 
     async def _warm_up(self, request: WarmupInput) -> tuple[EncodedItem, ...]:
         rid = request.request_id
@@ -246,13 +320,13 @@ class TokenizerManager:
                 request.find_file,
             )
             loaded = await self._media.load(named, client=request.client, tenant=request.tenant)
-            items = tuple(data_item(medium) for medium in loaded)
+            items = tuple(item for medium in loaded for item in data_items(medium, self._media.merge_size))
             waiter: asyncio.Future[EncodeOutput] = asyncio.get_running_loop().create_future()
 
             def register(_: object) -> None:
                 self._warmups[rid] = waiter
 
-            message = EncodeReqInput(rid=rid, items=items, pin=request.pin)
+            message = EncodeReqInput(rid=rid, items=items, pin=request.pin, adapter=request.adapter)
             await self._hand_over(lambda: message, register, large=True)
             output = await waiter
             if output.error is not None:
@@ -292,9 +366,10 @@ class TokenizerManager:
         moments, media = Moments(started=state.started), list[Sequence[ProcessedMedium]]()
         for prompt in prompts:
             shared = bool(media) and same_media(prompt.media, prompts[0].media)
-            media.append(media[0] if shared else await self._load(prompt, moments))
+            with placed(prompt.request.place):
+                media.append(media[0] if shared else await self._load(prompt, moments))
         choices = [
-            (prompt, report)
+            (prompt, report, tuple(medium for medium in loaded if medium.parts))
             for prompt, loaded in zip(prompts, media, strict=True)
             for report in [self._media.report(prompt.media, loaded)]
             for _ in range(prompt.request.num_choices)
@@ -303,14 +378,16 @@ class TokenizerManager:
         prompt_ids: list[np.ndarray] = []
 
         def make() -> SchedulerInput:
-            pairs = zip(prompts, media, strict=True)
-            messages = [message for prompt, loaded in pairs for message in self.builder.build(prompt, loaded)]
+            messages: list[TokenizedGenerateReqInput] = []
+            for prompt, loaded in zip(prompts, media, strict=True):
+                with placed(prompt.request.place):
+                    messages += self.builder.build(prompt, loaded)
             prompt_ids.extend(message.input_ids for message in messages)
             return messages[0] if len(messages) == 1 else BatchTokenizedGenerateReqInput(requests=tuple(messages))
 
         def register(rids: Sequence[str]) -> None:
             moments.prepared = self._clock()
-            for index, (rid, (prompt, report)) in enumerate(zip(rids, choices, strict=True)):
+            for index, (rid, (prompt, report, held)) in enumerate(zip(rids, choices, strict=True)):
                 self._choices[rid] = _Choice(
                     rid=rid,
                     index=index,
@@ -319,6 +396,7 @@ class TokenizerManager:
                     request=prompt.request,
                     notes=prompt.notes,
                     media=report,
+                    held=held,
                     prompt_ids=prompt_ids[index] if prompt.request.return_token_ids else None,
                 )
                 state.rids.append(rid)
@@ -326,7 +404,11 @@ class TokenizerManager:
         await self._hand_over(make, register, large=any(media))
 
     def _tokenize(self, requests: Sequence[GenerateReqInput]) -> list[TokenizedPrompt]:
-        return [self.builder.tokenize(request, default_seed=secrets.randbits(63)) for request in requests]
+        prompts = []
+        for request in requests:
+            with placed(request.place):
+                prompts.append(self.builder.tokenize(request, default_seed=secrets.randbits(63)))
+        return prompts
 
     async def _load(self, prompt: TokenizedPrompt, moments: Moments) -> Sequence[ProcessedMedium]:
         if not prompt.media:

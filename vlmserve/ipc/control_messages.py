@@ -14,6 +14,8 @@ from functools import reduce
 from typing import Any, Literal, TypeAlias, cast
 
 from vlmserve.ipc.messages import Guesses, HistogramStats, SchedulerStats
+from vlmserve.ipc.weight_messages import WeightsDone, WeightsOrder
+from vlmserve_common.checkpoint.adapter_ref import AdapterRef
 
 Activity = Literal["CPU", "GPU"]
 
@@ -43,7 +45,10 @@ class ServerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PauseReq:
-    """Begin no further step until `ContinueReq`; requests are taken, and wait."""
+    """Begin no further step until `ContinueReq`; requests are taken, and wait. retract: requests under way give their
+    KV back, and are computed again later."""
+
+    retract: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +97,37 @@ class AbortRequestsReq:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoadAdapterReq:
+    """Load the LoRA adapter in a folder, or again what is known."""
+
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnloadAdapterReq:
+    """Forget a LoRA adapter, which no request uses any more."""
+
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterLoaded:
+    """A LoRA adapter is there. left_out: its modules that are not in this model. is_new: it was not there before."""
+
+    adapter: AdapterRef
+    left_out: tuple[str, ...] = ()
+    is_new: bool = True
+
+    def warnings(self, name: str) -> tuple[str, ...]:
+        """Return what answers of the adapter, which is called so, have to say."""
+        if not self.left_out:
+            return ()
+        shown = ", ".join(self.left_out[:3])
+        how_many = f"{len(self.left_out)} modules that are not in this model (setting --lora-partial)"
+        return (f"adapter {name!r}: left out: {how_many}: {shown}",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ControlRefused:
     """The reason why there is no result. status: as in HTTP; 409 if the engine is not in the state for the question."""
 
@@ -100,9 +136,18 @@ class ControlRefused:
 
 
 ControlRequest: TypeAlias = (
-    FlushCacheReq | GetServerInfoReq | PauseReq | ContinueReq | StartProfileReq | StopProfileReq | AbortRequestsReq
+    FlushCacheReq
+    | GetServerInfoReq
+    | PauseReq
+    | ContinueReq
+    | StartProfileReq
+    | StopProfileReq
+    | AbortRequestsReq
+    | LoadAdapterReq
+    | UnloadAdapterReq
+    | WeightsOrder
 )
-ControlResult: TypeAlias = EngineState | ServerInfo | ProfileResult | ControlRefused
+ControlResult: TypeAlias = EngineState | ServerInfo | ProfileResult | AdapterLoaded | WeightsDone | ControlRefused
 
 
 def sum_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -137,8 +182,14 @@ def sum_results(results: Sequence[ControlResult]) -> ControlResult:
             profiling=any(info.profiling for info in same),
             urls=tuple(url for info in same for url in info.urls),
         )
+    if isinstance(first, AdapterLoaded):
+        if any(one.adapter != first.adapter for one in same):
+            return ControlRefused(message=f"{first.adapter.path} changed while replicas read it", status=409)
+        return first
     if isinstance(first, EngineState):
         return dataclasses.replace(reduce(_sum, same), paused=first.paused)
+    if isinstance(first, WeightsDone):
+        return reduce(_sum, same)
     return ProfileResult(path=", ".join(one.path for one in same), steps=max(one.steps for one in same))
 
 

@@ -9,7 +9,16 @@ from typing import get_args
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control_messages import ControlRequest, ControlResult, FlushCacheReq, sum_results
+from vlmserve.ipc.control_messages import (
+    AdapterLoaded,
+    ControlRefused,
+    ControlRequest,
+    ControlResult,
+    FlushCacheReq,
+    LoadAdapterReq,
+    UnloadAdapterReq,
+    sum_results,
+)
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTextOutput,
@@ -24,6 +33,7 @@ from vlmserve.ipc.messages import (
 )
 from vlmserve.ipc.routing import demand_of, parts_of
 from vlmserve.ipc.sockets import ControlClient, Sender
+from vlmserve.ipc.weight_messages import ChangeWeightsReq, ReleaseMemoryReq
 from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve_common.transport.shm import SPARE_BYTES
 
@@ -80,9 +90,15 @@ class Engines:
 
     async def ask(self, question: ControlRequest) -> ControlResult:
         """Ask all replicas and return their answers as one; see `ControlClient.ask`."""
-        if isinstance(question, FlushCacheReq):
+        if isinstance(question, FlushCacheReq | ChangeWeightsReq | ReleaseMemoryReq):
             self._router.forget()
-        return sum_results(await asyncio.gather(*(operator.ask(question) for operator in self._operators)))
+        results = await asyncio.gather(*(operator.ask(question) for operator in self._operators))
+        answer = sum_results(results)
+        if isinstance(question, LoadAdapterReq) and isinstance(answer, ControlRefused):  # nobody has it, then
+            for operator, result in zip(self._operators, results, strict=True):
+                if isinstance(result, AdapterLoaded) and result.is_new:
+                    await operator.ask(UnloadAdapterReq(digest=result.adapter.digest))
+        return answer
 
     def came(self, message: TokenizerManagerInput) -> None:
         """Note which answers have ended."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from vision.cache.stats import PoolStats
+from vlmserve_common.checkpoint.adapter_ref import AdapterRef
 
 THINK_END = "</think>"
 """The text that ends a model's thoughts. A grammar holds from there on."""
@@ -89,6 +90,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pooling:
+    """A vector to be made of the final hidden states of a prompt: that of its last token, or the mean of all.
+
+    dimensions: how many numbers are kept, the first ones; None: all. normalize: these are divided by their length.
+    """
+
+    how: Literal["last", "mean"] = "last"
+    dimensions: int | None = None
+    normalize: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ReturnOptions:
     """What a request returns besides its answer. `verify_returns` checks its values.
 
@@ -98,6 +111,7 @@ class ReturnOptions:
     distribution; with temp_scaled_logprobs at the request's temperature, and with top_p_normalized_logprobs over the
     tokens that its top_p leaves. hidden_states: "last" returns the final hidden state of the prompt's
     last token; "all" returns the one that each token of the answer is made of, of which the first is the same.
+    pooling: returns a vector in the place of hidden states.
     """
 
     prompt_logprobs: int | None = None
@@ -106,6 +120,7 @@ class ReturnOptions:
     temp_scaled_logprobs: bool = False
     top_p_normalized_logprobs: bool = False
     hidden_states: Literal["none", "last", "all"] = "none"
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +148,7 @@ class RequestOptions:
     session_id: of the conversation whose KV is kept for its next turn; "" is none. priority: lower goes first, where
     the policy says so. unattended: nobody reads the answer before it is whole. cache_salt: only requests with the same
     one share cached prefixes. logits_processors: applied in this order. data_parallel_rank: the replica that is to
-    answer; None: any.
+    answer; None: any. adapter: the LoRA adapter that answers; it is part of the salt of its prefixes.
     """
 
     sampling_params: SamplingParams = SamplingParams()
@@ -147,10 +162,20 @@ class RequestOptions:
     priority: int = 0
     unattended: bool = False
     data_parallel_rank: int | None = None
+    adapter: AdapterRef | None = None
 
     def options(self) -> dict[str, Any]:
         """Return these fields by their names, for the next form of the same request."""
         return {one.name: getattr(self, one.name) for one in fields(RequestOptions)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """Says which KV of a session's last prompt stands for that of the first tokens of the next, though a part before
+    them has left. places: int64 [n], theirs in the last prompt, ascending. cache_salt: of the last prompt."""
+
+    places: np.ndarray
+    cache_salt: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +185,7 @@ class TokenizedGenerateReqInput(RequestOptions):
     input_ids: int64 [L], real ids (image pad tokens included), already expanded. The ids mean nothing if there are
     `input_embeds`. choice: the number of this answer among those of its group.
     sampling_params.max_new_tokens may be 0: then nothing is sampled, and all that is returned is of the prompt.
+    carried: KV that is there under another prompt.
     """
 
     rid: str
@@ -167,6 +193,7 @@ class TokenizedGenerateReqInput(RequestOptions):
     mm_inputs: MultimodalInputs | None = None
     input_embeds: InputEmbeds | None = None
     choice: int = 0
+    carried: Carried | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,12 +207,13 @@ class BatchTokenizedGenerateReqInput:
 class EncodeReqInput:
     """Media to encode ahead of time, for later prompts. The items are in no prompt yet, so they have no offsets.
 
-    pin: the embeddings are never evicted from the disk.
+    pin: the embeddings are never evicted from the disk. adapter: whose embeddings they are.
     """
 
     rid: str
     items: tuple[MultimodalDataItem, ...]
     pin: bool = False
+    adapter: AdapterRef | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,8 +338,8 @@ class TokenOutput(NamedTuple):
     or None. finish_reason None means that more will come. prompt_tokens/completion_tokens/cached_tokens: totals.
     stop, skip_special_tokens, min_tokens, include_stop: repeated from the sampling parameters in an answer's first
     output only; prompt_logprobs come with that output, too. hidden_states: float32 [n, hidden], of the prompt's last
-    token or of the new tokens. stages: in an answer's first and last output. guesses: so far, if there were any; those
-    behind a stop string do not count as right.
+    token or of the new tokens, or [1, dimensions], see `Pooling`. stages: in an answer's first and last output.
+    guesses: so far, if there were any; those behind a stop string do not count as right.
 
     text: the new text, whole UTF-8 characters, never part of a stop string unless include_stop. Text may be held back
     (it may be part of a stop string or an incomplete character): then it comes with a later output than its tokens.

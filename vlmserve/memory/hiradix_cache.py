@@ -70,7 +70,6 @@ class HiRadixCache(RadixCache):
         self._write_back = write_policy == "write_back"
         self._write_through_hits = write_through_hits
         self._kept: set[RadixNode] = set()
-        self._jobs: list[KVCopyJob] = []
         self._storage = storage
         self._identity = identity
         self._transfer = transfer
@@ -136,10 +135,6 @@ class HiRadixCache(RadixCache):
         done = [fetch for fetch in self._fetches if fetch.rows.done()]
         self._fetches = [fetch for fetch in self._fetches if fetch not in done]
         return sum(self._take(fetch, fetch.rows.result()) for fetch in done if not fetch.rows.exception())
-
-    def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
-        jobs, self._jobs = tuple(self._jobs), []
-        return jobs
 
     def close(self, timeout_s: float | None = None) -> int:
         """Write all prefixes that no disk has, as far as the disk has room, for so many seconds at most (None: no

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,8 @@ class KVCache:
     dtype float8_e4m3fn: values beyond 448 become 448. int8: each token's head is divided by a float of its own, so that
     its largest element becomes 127.
 
-    further: shapes of layers behind those of the model, which guess (see `models.eagle`).
+    further: shapes of layers behind those of the model, which guess (see `models.eagle`). windowed: layers that have
+    window_slots slots instead (see `WindowPool`).
     """
 
     def __init__(
@@ -56,22 +57,28 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         further: Sequence[KVShape] = (),
+        windowed: Collection[int] = (),
+        window_slots: int = 0,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        def scales(heads: int) -> torch.Tensor | None:
-            return zeros(num_slots, heads, dtype=torch.float32) if dtype == torch.int8 else None
+        def scales(slots: int, heads: int) -> torch.Tensor | None:
+            return zeros(slots, heads, dtype=torch.float32) if dtype == torch.int8 else None
 
-        self.dtype = dtype
-        self.layers = [
-            CacheLayer(
-                keys=zeros(num_slots, *shape, dtype=dtype),
-                values=zeros(num_slots, *shape, dtype=dtype),
-                key_scales=scales(shape.num_kv_heads),
-                value_scales=scales(shape.num_kv_heads),
+        def layer(slots: int, shape: KVShape) -> CacheLayer:
+            return CacheLayer(
+                keys=zeros(slots, *shape, dtype=dtype),
+                values=zeros(slots, *shape, dtype=dtype),
+                key_scales=scales(slots, shape.num_kv_heads),
+                value_scales=scales(slots, shape.num_kv_heads),
             )
-            for shape in (*[KVShape(num_kv_heads, head_dim)] * num_layers, *further)
+
+        self.dtype, self.window_slots = dtype, window_slots
+        own = KVShape(num_kv_heads, head_dim)
+        self.layers = [
+            *(layer(window_slots if number in windowed else num_slots, own) for number in range(num_layers)),
+            *(layer(num_slots, shape) for shape in further),
         ]
 
     def behind(self, layers: int) -> KVCache:

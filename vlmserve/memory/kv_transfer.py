@@ -1,10 +1,10 @@
-"""Copies of KV between the device and the host."""
+"""Copies of KV: between the device and the host, and on the device."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -21,15 +21,16 @@ STAGED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCopyJob:
-    """Copy the KV of n tokens, over all layers. host_slots, device_slots: int64 [n].
+    """Copy the KV of n tokens, over all layers. host_slots, device_slots, to_slots: int64 [n].
 
     to_host, to_device: between host_slots and device_slots. to_storage: from host_slots, or from device_slots if there
     are none, to the file of `pages`, their digests. from_storage: from `rows` uint8 [n, bytes_per_token], which were
-    read, to host_slots.
+    read, to host_slots. on_device: from device_slots to to_slots.
     """
 
-    direction: Literal["to_host", "to_device", "to_storage", "from_storage"]
-    host_slots: np.ndarray
+    direction: Literal["to_host", "to_device", "to_storage", "from_storage", "on_device"]
+    host_slots: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    to_slots: np.ndarray | None = None
     device_slots: np.ndarray | None = None
     pages: tuple[bytes, ...] = ()
     rows: torch.Tensor | None = None
@@ -45,7 +46,8 @@ class KVTransfer:
     Does copy jobs on the thread and the stream of the model. A job sees the results of work launched before it, and
     work launched after it sees the job's. No thread waits.
 
-    storage: gets the jobs to and from the disk. piece_tokens: longer copies go in pieces of so many tokens.
+    rows: the memory. storage: gets the jobs to and from the disk. piece_tokens: longer copies go in pieces of so many
+    tokens.
     """
 
     def __init__(self, kv_cache: KVCache, host_slots: int, storage: KVStorage | None = None) -> None:
@@ -54,7 +56,9 @@ class KVTransfer:
         self._device = self._parts[0].device
         width = sum(part.shape[1] for part in self._parts)
         # cleared, so that the memory is committed now
-        self._rows = torch.zeros((host_slots, width), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        self.rows = torch.zeros(
+            (host_slots, width), dtype=torch.uint8, pin_memory=host_slots > 0 and self._device.type == "cuda"
+        )
         self.piece_tokens = max(1, STAGED_BYTES // width)
 
     @torch.inference_mode()
@@ -67,9 +71,16 @@ class KVTransfer:
             if job.direction == "from_storage":
                 assert job.rows is not None
                 self._finish_copies()
-                self._rows.index_copy_(0, torch.from_numpy(job.host_slots.copy()), job.rows)
+                self.rows.index_copy_(0, torch.from_numpy(job.host_slots.copy()), job.rows)
                 continue
             assert job.device_slots is not None
+            if job.to_slots is not None:
+                sources, targets = (
+                    torch.tensor(slots, device=self._device) for slots in (job.device_slots, job.to_slots)
+                )
+                for part in self._parts:
+                    part.index_copy_(0, targets, part.index_select(0, sources))
+                continue
             copy = self._to_host if job.direction == "to_host" else self._to_device
             for start in range(0, len(job.host_slots), self.piece_tokens):
                 piece = slice(start, start + self.piece_tokens)
@@ -82,7 +93,7 @@ class KVTransfer:
             rows = torch.cat([part.index_select(0, slots) for part in self._parts], dim=1).cpu()
         else:
             self._finish_copies()
-            rows = self._rows.index_select(0, torch.from_numpy(job.host_slots.copy()))
+            rows = self.rows.index_select(0, torch.from_numpy(job.host_slots.copy()))
         self.storage.save(list(job.pages), rows)
 
     def _finish_copies(self) -> None:
@@ -93,13 +104,13 @@ class KVTransfer:
         staged = torch.cat([part.index_select(0, device_slots) for part in self._parts], dim=1)
         for start, end in _runs(host_slots):
             first = int(host_slots[start])
-            self._rows[first : first + end - start].copy_(staged[start:end], non_blocking=True)
+            self.rows[first : first + end - start].copy_(staged[start:end], non_blocking=True)
 
     def _to_device(self, device_slots: torch.Tensor, host_slots: np.ndarray) -> None:
-        staged = torch.empty((len(host_slots), self._rows.shape[1]), dtype=torch.uint8, device=self._device)
+        staged = torch.empty((len(host_slots), self.rows.shape[1]), dtype=torch.uint8, device=self._device)
         for start, end in _runs(host_slots):
             first = int(host_slots[start])
-            staged[start:end].copy_(self._rows[first : first + end - start], non_blocking=True)
+            staged[start:end].copy_(self.rows[first : first + end - start], non_blocking=True)
         widths = [part.shape[1] for part in self._parts]
         for part, values in zip(self._parts, staged.split(widths, dim=1), strict=True):
             part.index_copy_(0, device_slots, values)

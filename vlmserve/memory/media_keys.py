@@ -11,7 +11,7 @@ from blake3 import blake3
 from processors.inputs import MultimodalInputs
 
 MediaKey: TypeAlias = tuple[bytes, str, tuple[int, int, int], float]
-"""`MultimodalDataItem.media_key`: content digest, modality, patch grid, seconds per grid."""
+"""One of `MultimodalDataItem.patch_keys`: a temporal patch's content digest, modality, patch grid, seconds per grid."""
 
 MediaIdentity: TypeAlias = Callable[[int], bytes]
 """Names a pad value's medium in bytes that are the same in every process. KeyError for an unknown one."""
@@ -70,8 +70,8 @@ def embeds_key(digests: np.ndarray, table: MediaKeyTable) -> np.ndarray:
 
 
 def radix_key(input_ids: np.ndarray, mm_inputs: MultimodalInputs | None, table: MediaKeyTable) -> np.ndarray:
-    """Return the prefix cache key of a prompt: int64 [L], a copy of `input_ids` with every item's ranges set to its pad
-    value.
+    """Return the prefix cache key of a prompt: int64 [L], a copy of `input_ids` with the tokens of each temporal patch
+    set to its pad value. So a video shares the prefix of one that begins with the same frames.
 
     Raises ValueError for an id below 0, which could pass for a medium, and for a range outside of the prompt.
     """
@@ -79,11 +79,15 @@ def radix_key(input_ids: np.ndarray, mm_inputs: MultimodalInputs | None, table: 
     if (key < 0).any():
         raise ValueError(f"token id {int(key.min())} is negative")
     for item in mm_inputs.items if mm_inputs is not None else ():
-        pad_value = table.intern(item.media_key)
         for start, end in item.offsets:
             if not 0 <= start <= end <= len(key):
                 raise ValueError(f"media range {start}..{end} is outside of a prompt of {len(key)} tokens")
-            key[start:end] = pad_value
+        pads = np.array([table.intern(one) for one in item.patch_keys], dtype=np.int64)
+        pads = np.repeat(pads, item.patch_tokens)
+        done = 0
+        for start, end in item.offsets:
+            key[start:end] = pads[done : done + end - start]
+            done += end - start
     return key
 
 

@@ -104,6 +104,7 @@ class RadixCache:
         self._queue = EvictionQueue(self._policy, self._is_evictable)
         self._evictable = 0
         self._protected = 0
+        self._jobs: list[KVCopyJob] = []
 
     def match_prefix(self, key: np.ndarray, namespace: bytes = b"", *, count_hit: bool = True) -> MatchResult:
         """Find the longest cached prefix of `key`. It counts as used now, and for eviction as hit if `count_hit`."""
@@ -149,6 +150,29 @@ class RadixCache:
             leaf.priority = priority
             self._own(leaf, values[start:length])
         return already
+
+    def carry(self, node: RadixNode, places: np.ndarray, key: np.ndarray, namespace: bytes) -> int:
+        """Cache the beginning of `key` with copies of KV that a locked prefix has, as far as the tokens are the same.
+
+        places: int64, of key's first tokens in the prefix. The namespace must be one in which other KV than that of its
+        own tokens is allowed. Return how many tokens were copied: none without room, or if they are cached already.
+        """
+        nodes = self._tree.path(node)[::-1]
+        tokens, slots = (np.concatenate(parts) for parts in zip(*((one.key, one.values) for one in nodes), strict=True))
+        places = places[: len(key)]
+        same = places < len(tokens)
+        same[same] = tokens[places[same]] == key[: len(places)][same]
+        length = self._tree.whole_pages(len(places) if same.all() else int(same.argmin()))
+        if length <= self.match_len(key[:length], namespace):
+            return 0
+        self.evict(self._allocator.tokens_needed(0, length) - self._allocator.available_size())
+        copies = self._allocator.alloc_extend(0, length, -1)
+        if copies is None:
+            return 0
+        self._jobs.append(KVCopyJob(direction="on_device", device_slots=slots[places[:length]], to_slots=copies))
+        already = self.insert(key[:length], copies, namespace)
+        self._allocator.free(copies[:already])
+        return length - already
 
     def inc_lock_ref(self, node: RadixNode) -> None:
         """Protect a matched prefix from eviction, until as many calls of `dec_lock_ref`. EngineError if it was
@@ -215,8 +239,9 @@ class RadixCache:
         return 0
 
     def take_copy_jobs(self) -> tuple[KVCopyJob, ...]:
-        """Return copies to be done before the next forward pass, in this order; see `HiRadixCache`."""
-        return ()
+        """Return copies to be done before the next forward pass, in this order."""
+        jobs, self._jobs = tuple(self._jobs), []
+        return jobs
 
     def close(self, timeout_s: float | None = None) -> int:
         """Write cached prefixes to disk; see `HiRadixCache.close`."""

@@ -12,21 +12,23 @@ import numpy as np
 from vlmserve_common.errors import EngineError
 
 NO_SLOTS = np.empty(0, dtype=np.int64)
+_ID_BYTES = NO_SLOTS.itemsize
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class RadixNode:
     """A run of whole pages behind its parent's. Callers use it as the handle of the cached prefix that ends with it.
 
-    key: int64 [n]. values, host_values: int64 [n], slots on the device and on the host, or [0] for none. edge: the key
-    under which its parent finds it: its first page, behind the namespace if it is at the top. lock_ref: protections of
-    this node and of all below it. last_access, created: readings of the tree's clock. hits: matches that went through.
-    device_children, host_children: how many children have slots there. digest: of the whole prefix that ends here,
-    which names it beyond this process.
+    key: int64 [n]. raw: its bytes, which are compared more quickly. values, host_values: int64 [n], slots on the device
+    and on the host, or [0] for none. edge: the key under which its parent finds it: its first page, behind the
+    namespace if it is at the top. lock_ref: protections of this node and of all below it. last_access, created:
+    readings of the tree's clock. hits: matches that went through. device_children, host_children: how many children
+    have slots there. digest: of the whole prefix that ends here, which names it beyond this process.
     """
 
     edge: bytes
     key: np.ndarray
+    raw: bytes
     parent: RadixNode | None
     created: int
     last_access: int
@@ -58,7 +60,7 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self._clock = itertools.count(1)
-        self.root = RadixNode(edge=b"", key=NO_SLOTS, parent=None, created=0, last_access=0)
+        self.root = RadixNode(edge=b"", key=NO_SLOTS, raw=b"", parent=None, created=0, last_access=0)
 
     def whole_pages(self, length: int) -> int:
         """Round `length` down to whole pages."""
@@ -67,14 +69,16 @@ class RadixTree:
     def walk(self, key: np.ndarray, namespace: bytes = b"") -> Iterator[tuple[RadixNode, int]]:
         """Return the nodes along the known prefix of `key`, each with how many of its tokens match; change nothing."""
         node, start, end = self.root, 0, self.whole_pages(len(key))
+        raw, page = key.astype(np.int64, copy=False).tobytes(), self.page_size * _ID_BYTES
         while start < end:
-            child = node.children.get(self._edge(key, start, namespace))
+            at = start * _ID_BYTES
+            child = node.children.get(raw[at : at + page] if start else namespace + raw[:page])
             if child is None:
                 return
             length = min(len(child.key), end - start)
-            differing = child.key[:length] != key[start : start + length]
-            first = int(differing.argmax())
-            common = self.whole_pages(first) if differing[first] else length
+            common = length
+            if raw[at : at + length * _ID_BYTES] != child.raw[: length * _ID_BYTES]:
+                common = self.whole_pages(int((child.key[:length] != key[start : start + length]).argmax()))
             yield child, common
             if common < len(child.key):
                 return
@@ -94,7 +98,7 @@ class RadixTree:
     def add(self, parent: RadixNode, key: np.ndarray, start: int, end: int, namespace: bytes = b"") -> RadixNode:
         """Add a node for key[start:end], whole pages, behind `parent`, which ends at `start`. It has no slots yet."""
         edge, own, now = self._edge(key, start, namespace), np.array(key[start:end], dtype=np.int64), next(self._clock)
-        node = RadixNode(edge=edge, key=own, parent=parent, created=now, last_access=now)
+        node = RadixNode(edge=edge, key=own, raw=own.tobytes(), parent=parent, created=now, last_access=now)
         parent.children[edge] = node
         return node
 
@@ -140,7 +144,7 @@ class RadixTree:
 
     def namespace(self, node: RadixNode) -> bytes:
         """Return the namespace of a node at the top."""
-        return node.edge[: -np.dtype(np.int64).itemsize * self.page_size]
+        return node.edge[: -_ID_BYTES * self.page_size]
 
     def live_keys(self) -> set[int]:
         """Return the media pad values (negative ids) in all keys. O(tokens)."""
@@ -157,12 +161,13 @@ class RadixTree:
         """Put the first `length` tokens of `node` into a new parent, so that handles of `node` still mean all of it."""
         parent = node.parent
         assert parent is not None
-        upper = replace(node, key=node.key[:length].copy(), children={}, digest=None)
+        cut = length * _ID_BYTES
+        upper = replace(node, key=node.key[:length].copy(), raw=node.raw[:cut], children={}, digest=None)
         upper.values, node.values = node.values[:length].copy(), node.values[length:].copy()
         upper.host_values, node.host_values = node.host_values[:length].copy(), node.host_values[length:].copy()
         upper.device_children, upper.host_children = int(node.on_device), int(node.on_host)
         parent.children[node.edge] = upper
         node.edge = node.key[length : length + self.page_size].tobytes()
-        node.key, node.parent = node.key[length:].copy(), upper
+        node.key, node.raw, node.parent = node.key[length:].copy(), node.raw[cut:], upper
         upper.children[node.edge] = node
         return upper

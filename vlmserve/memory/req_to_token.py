@@ -16,14 +16,16 @@ class ReqToTokenPool:
 
     Entries beyond a request's length are stale. The last row, `padding_row`, belongs to requests that pad a batch. All
     its entries are slot 0, in the dummy page (see `TokenToKVPoolAllocator`). whole_pages: each row begins with a page.
+    windows: layers with windows have slots of their own (see `WindowPool`), in `window_table`.
     """
 
-    def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str, *, windows: bool = False) -> None:
         self.size = size
         self.max_context_len = max_context_len
         self.padding_row = size
         self.whole_pages = True
         self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
+        self.window_table = torch.zeros_like(self.req_to_token) if windows else None
 
     def write(self, req_pool_idx: int, start: int, slots: torch.Tensor | np.ndarray) -> None:
         """Set the slots (int [n]) of tokens start..start+n-1 of a request."""
@@ -46,10 +48,19 @@ class ReqToTokenPool:
             for req_pool_idx, end in ((first, 0), (last, int(positions.max()) + 1)):
                 _check_range(req_pool_idx, 0, end, self.size, self.max_context_len)
 
-    def write_tokens(self, req_pool_indices: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+    def write_tokens(
+        self,
+        req_pool_indices: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        window_slots: torch.Tensor | None = None,
+    ) -> None:
         """Set the slots (int32 [n]) of tokens `positions` of requests (int64 [n]) at once. All arrays are on the
         device, and were checked before."""
         self.req_to_token[req_pool_indices, positions] = slots
+        if window_slots is not None:
+            assert self.window_table is not None, "slots of layers with windows, and no table"
+            self.window_table[req_pool_indices, positions] = window_slots
 
 
 class ReqPoolAllocator:

@@ -54,6 +54,29 @@ class Activations:
         return f"{show_gib(self.peak)} ({parts})"
 
 
+@dataclass(frozen=True)
+class WindowRoom:
+    """What layers with windows keep if they have slots of their own: so many tokens of all requests together, of
+    bytes_per_token each."""
+
+    tokens: int
+    bytes_per_token: int
+
+
+def kv_bytes(tokens: int, bytes_per_token: int, windows: WindowRoom | None) -> int:
+    """Return the bytes of a KV cache of so many tokens. bytes_per_token: of all layers."""
+    spared = 0 if windows is None else max(0, tokens - windows.tokens) * windows.bytes_per_token
+    return tokens * bytes_per_token - spared
+
+
+def kv_tokens(nbytes: int, bytes_per_token: int, windows: WindowRoom | None) -> int:
+    """Return how many tokens a KV cache of so many bytes has: the inverse of `kv_bytes`."""
+    if windows is None or nbytes < windows.tokens * bytes_per_token:
+        return nbytes // bytes_per_token
+    others = bytes_per_token - windows.bytes_per_token
+    return (nbytes - windows.tokens * windows.bytes_per_token) // max(1, others)  # there may be no others
+
+
 def activation_bytes(rows: int, *, stream: int, widest: int, itemsize: int, beside: int = 0) -> int:
     """Estimate the peak bytes of layers over `rows` tokens or patches.
 
@@ -111,13 +134,14 @@ def kv_cache_size(
     bytes_per_token: int,
     max_model_len: int,
     device: torch.device,
+    windows: WindowRoom | None = None,
     weights_to_come: int = 0,
     state_bytes: int = 0,
     activations: Activations = Activations(),
 ) -> int:
     """Return the number of KV slots, a multiple of the page size. It is `max_total_tokens` if set, otherwise as many as
     memory allows, and never more than `max_running_requests` full contexts. Memory for computing and `state_bytes` for
-    recurrent states stay free.
+    recurrent states stay free. bytes_per_token: of all layers; windows: what some of them keep.
 
     Call it before the weights are loaded, with their bytes, so that an impossible size is known at once; and again when
     they are. EngineError if not even a page fits, or less than was asked for.
@@ -138,7 +162,7 @@ def kv_cache_size(
         else:
             budget = cpu_kv_bytes(args, left)
         contexts = args.max_running_requests * (max_model_len + size)
-        tokens = min(max(0, int(budget)) // bytes_per_token, contexts) // size * size
+        tokens = min(kv_tokens(max(0, int(budget)), bytes_per_token, windows), contexts) // size * size
         if (
             not weights_to_come
             and device.type != "cuda"
@@ -164,18 +188,19 @@ def kv_cache_size(
             f"there is room for {tokens} KV slots of {bytes_per_token} bytes, and at least {2 * size} are needed; "
             f"{room} (settings: --mem-fraction-static, --cpu-kv-cache-gib, --max-total-tokens)"
         )
-    if args.max_total_tokens is not None and tokens * bytes_per_token > left * _USABLE:
-        most = int(left * _USABLE) // bytes_per_token // size * size
+    taken_by_kv = kv_bytes(tokens, bytes_per_token, windows)
+    if args.max_total_tokens is not None and taken_by_kv > left * _USABLE:
+        most = kv_tokens(int(left * _USABLE), bytes_per_token, windows) // size * size
         raise EngineError(
-            f"--max-total-tokens is {args.max_total_tokens}, a KV cache of {show_gib(tokens * bytes_per_token)}; "
+            f"--max-total-tokens is {args.max_total_tokens}, a KV cache of {show_gib(taken_by_kv)}; "
             f"{room}: {most} slots of {bytes_per_token} bytes fit at the most"
         )
     context = min(max_model_len, tokens) + size
-    tables = args.max_running_requests * context * _SLOT_BYTES
-    if tables > left - tokens * bytes_per_token:
+    tables = args.max_running_requests * context * _SLOT_BYTES * (1 if windows is None else 2)
+    if tables > left - taken_by_kv:
         raise EngineError(
             f"--max-running-requests is {args.max_running_requests}: the tables of so many requests of up to {context} "
-            f"tokens take {show_gib(tables)} beside a KV cache of {show_gib(tokens * bytes_per_token)}; {room} "
+            f"tokens take {show_gib(tables)} beside a KV cache of {show_gib(taken_by_kv)}; {room} "
             "(--max-model-len makes them shorter)"
         )
     return tokens

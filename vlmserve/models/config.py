@@ -8,8 +8,17 @@ from typing import Any
 
 import torch
 
+from vlmserve.models.qwen4_exp.config import (
+    IndexConfig,
+    NGramConfig,
+    StreamsConfig,
+    read_index,
+    read_ngrams,
+    read_streams,
+)
 from vlmserve_common.checkpoint.fields import Fields
 from vlmserve_common.checkpoint.hf_config import declared_dtype, text_fields
+from vlmserve_common.checkpoint.rope import Rope, context_length, read_rope, rope_fields
 from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.shard import WHOLE, Shard
 from vlmserve_common.errors import CheckpointError, EngineError
@@ -19,13 +28,18 @@ from vlmserve_common.errors import CheckpointError, EngineError
 class ModelDefaults:
     """Values that a family's config.json may leave out. mrope_section: None if all turns with time. has_experts:
     whether its MLPs are sparse. has_linear_attention: whether most of its layers are gated delta nets.
-    partial_rotary_factor: how much of a head turns."""
+    partial_rotary_factor: how much of a head turns. norm_topk_prob: whether the scores of a token's experts add up to
+    1. has_windows: whether some of its layers may see the last tokens only. has_streams: whether it has several
+    residual streams, sparse attention, and tables of n-grams."""
 
     rope_theta: float
     mrope_section: tuple[int, int, int] | None = None
     has_experts: bool = False
     has_linear_attention: bool = False
     partial_rotary_factor: float = 1.0
+    norm_topk_prob: bool = True
+    has_windows: bool = False
+    has_streams: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +67,8 @@ class ExpertsConfig:
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig:
     """Gated delta nets (arXiv:2412.06464) in place of attention, in the layers `layers`. Each head of queries and keys
-    serves several heads of values. conv_width: tokens that the convolution before sees."""
+    serves several heads of values. conv_width: tokens that the convolution before sees. gate_act: of the gates behind
+    the norm."""
 
     layers: frozenset[int]
     num_key_heads: int
@@ -61,6 +76,7 @@ class LinearAttentionConfig:
     key_dim: int
     value_dim: int
     conv_width: int
+    gate_act: str = "silu"
 
     @property
     def key_size(self) -> int:
@@ -88,9 +104,11 @@ class LinearAttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder's sizes. family: model_type. mrope_section: how many of rotary_dim / 2 frequencies turn with time,
-    height and width. linear: None if all layers are attention. mtp_layers: of the head that guesses further tokens; 0
-    if it is not used. embeds_last: whether the last stage of a pipeline embeds tokens, too, for a head that guesses.
+    """A decoder's sizes. family: model_type. context_length: tokens that it is made for. mrope_section: how many of
+    rotary_dim / 2 frequencies turn with time, height and width. linear: None if all layers are attention. mtp_layers:
+    of the head that guesses further tokens; 0 if it is not used. embeds_last: whether the last stage of a pipeline
+    embeds tokens, too, for a head that guesses. windowed: the layers whose tokens see the last `window` tokens only.
+    streams: None with one residual stream. index: of sparse attention. ngrams: None without n-gram tables.
 
     eos_token_ids: of generation_config.json and config.json together. dtype: declared by the checkpoint. shard: the
     part of the model that this process has. Sizes and numbers of layers describe the whole model, except in the result
@@ -105,17 +123,22 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
-    max_position_embeddings: int
+    context_length: int
     rms_norm_eps: float
     hidden_act: str
     attention_bias: bool
-    rope_theta: float
+    rope: Rope
     mrope_section: tuple[int, int, int]
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     experts: ExpertsConfig | None = None
     linear: LinearAttentionConfig | None = None
+    window: int = 0
+    windowed: frozenset[int] = frozenset()
+    streams: StreamsConfig | None = None
+    index: IndexConfig | None = None
+    ngrams: NGramConfig | None = None
     mtp_layers: int = 0
     embeds_last: bool = False
     shard: Shard = WHOLE
@@ -129,6 +152,16 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Layers that keep keys and values. Those of the head that guesses come last."""
         return self.num_layers - (len(self.linear.layers) if self.linear is not None else 0) + self.mtp_layers
+
+    @property
+    def num_index_layers(self) -> int:
+        """Layers of the KV cache, behind those with keys and values, for the keys of sparse attention's index."""
+        return 0 if self.index is None else self.num_kv_layers
+
+    @property
+    def stream_size(self) -> int:
+        """Elements of all residual streams of a token, which layers hand on to each other."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     @property
     def own_layers(self) -> range:
@@ -162,6 +195,8 @@ class ModelConfig:
             num_layers=len(own),
             mtp_layers=self.mtp_layers if self.shard.stage.is_last else 0,
             linear=None if linear is None else linear.of_part(self.shard.attention),
+            windowed=frozenset(i - own.start for i in self.windowed if i in own),
+            ngrams=None if self.ngrams is None else self.ngrams.of_layers(own),
             num_heads=self.shard.attention.part(self.num_heads, "num_attention_heads"),
             num_kv_heads=self.shard.attention.kv_heads(self.num_kv_heads),
             intermediate_size=self.shard.part(self.intermediate_size, "intermediate_size"),
@@ -174,13 +209,11 @@ def read_model_config(
 ) -> ModelConfig:
     """Read config.json, with the text fields at the top or in `text_config`, and generation_config.json ({} if none).
 
-    Raises CheckpointError for missing or impossible values, and for unsupported ones: sliding windows, scaled rotary
-    positions.
+    Raises CheckpointError for missing or impossible values, and for unsupported ones: some ways to scale rotary
+    positions, windows where transformers has none.
     """
     top = Fields(hf_config, "config.json")
     text = text_fields(top)
-    if text.flag("use_sliding_window", False):
-        raise CheckpointError("config.json: use_sliding_window is true; sliding-window attention is not supported")
     hidden_size, num_heads = text.positive("hidden_size"), text.positive("num_attention_heads")
     head_dim = text.positive("head_dim", hidden_size // num_heads)
     num_kv_heads = text.positive("num_key_value_heads", num_heads)
@@ -188,9 +221,11 @@ def read_model_config(
         raise CheckpointError(
             f"config.json: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
-    rope_theta, mrope_section = _rope(text, defaults, head_dim)
     num_layers = text.positive("num_hidden_layers")
-    experts = _experts(text, num_layers) if defaults.has_experts else None
+    window, windowed = _windows(text, num_layers, defaults)
+    experts = _experts(text, num_layers, defaults) if defaults.has_experts else None
+    linear = _linear_attention(text, num_layers, defaults) if defaults.has_linear_attention else None
+    mrope_section = _mrope_section(text, defaults, head_dim)
     return ModelConfig(
         family=top.string("model_type"),
         num_layers=num_layers,
@@ -201,22 +236,48 @@ def read_model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=text.positive("vocab_size"),
-        max_position_embeddings=text.positive("max_position_embeddings"),
+        context_length=context_length(text),
         rms_norm_eps=text.number("rms_norm_eps", 1e-6),
         hidden_act=text.string("hidden_act", "silu"),
         attention_bias=text.flag("attention_bias", False),
-        rope_theta=rope_theta,
+        rope=read_rope(text, defaults.rope_theta),
         mrope_section=mrope_section,
         # some checkpoints say it in one of the two places only
         tie_word_embeddings=top.flag("tie_word_embeddings", text.flag("tie_word_embeddings", False)),
         eos_token_ids=_eos_token_ids(generation_config, text.values, hf_config),
         dtype=declared_dtype(hf_config),
         experts=experts,
-        linear=_linear_attention(text, num_layers) if defaults.has_linear_attention else None,
+        window=window,
+        windowed=windowed,
+        linear=linear,
+        streams=read_streams(text) if defaults.has_streams else None,
+        index=read_index(text, 2 * sum(mrope_section)) if defaults.has_streams else None,
+        ngrams=read_ngrams(text, linear.layers) if defaults.has_streams and linear is not None else None,
     )
 
 
-def _experts(text: Fields, num_layers: int) -> ExpertsConfig | None:
+def _windows(text: Fields, num_layers: int, defaults: ModelDefaults) -> tuple[int, frozenset[int]]:
+    """Read the length of sliding windows, and which layers have them: they are listed, or those behind the first
+    `max_window_layers`."""
+    if not text.flag("use_sliding_window", False) or text.values.get("sliding_window", 0) is None:
+        return 0, frozenset()
+    if not defaults.has_windows:
+        raise CheckpointError(f"{text.where}: use_sliding_window is true, which this family does not have")
+    window = text.positive("sliding_window", 4096)
+    types = text.values.get("layer_types")
+    if types is None:
+        return window, frozenset(range(text.integer("max_window_layers"), num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_WINDOW_TYPES):
+        raise CheckpointError(
+            f"{text.where}: layer_types is {types!r}, and must be {num_layers} of {' and '.join(_WINDOW_TYPES)}"
+        )
+    return window, frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")
+
+
+_WINDOW_TYPES = ("sliding_attention", "full_attention")
+
+
+def _experts(text: Fields, num_layers: int, defaults: ModelDefaults) -> ExpertsConfig | None:
     """Read the experts; None if all MLPs are dense."""
     name = (
         "num_local_experts" if text.has("num_local_experts") else "num_experts"
@@ -226,10 +287,10 @@ def _experts(text: Fields, num_layers: int) -> ExpertsConfig | None:
     count, chosen = text.positive(name), text.positive("num_experts_per_tok")
     if chosen > count:
         raise CheckpointError(f"{text.where}: num_experts_per_tok is {chosen}, and there are {count} experts")
-    if not text.flag("norm_topk_prob", True):
+    if not text.flag("norm_topk_prob", defaults.norm_topk_prob):
+        absent = "" if text.has("norm_topk_prob") else " by default"
         raise CheckpointError(
-            f"{text.where}: norm_topk_prob is false; the scores of a token's experts always add up to 1 here, as in "
-            "transformers"
+            f"{text.where}: norm_topk_prob is false{absent}; the scores of a token's experts always add up to 1 here"
         )
     step, dense = text.positive("decoder_sparse_step", 1), text.integers("mlp_only_layers", ())
     return ExpertsConfig(
@@ -244,11 +305,13 @@ def _experts(text: Fields, num_layers: int) -> ExpertsConfig | None:
 _LAYER_TYPES = ("linear_attention", "full_attention")
 
 
-def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
+def _linear_attention(text: Fields, num_layers: int, defaults: ModelDefaults) -> LinearAttentionConfig:
     """Read which layers are delta nets: they are listed, or every nth layer is attention
     (`full_attention_interval`)."""
     interval = text.positive("full_attention_interval", 4)
     types = text.values.get("layer_types") or [_LAYER_TYPES[(i + 1) % interval == 0] for i in range(num_layers)]
+    if defaults.has_streams and isinstance(types, list):  # which transformers calls so when it saves them
+        types = ["full_attention" if one == "indexed_attention" else one for one in types]
     if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_LAYER_TYPES):
         raise CheckpointError(
             f"{text.where}: layer_types is {types!r}, and must be {num_layers} of {' and '.join(_LAYER_TYPES)}"
@@ -262,7 +325,9 @@ def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
         key_dim=text.positive("linear_key_head_dim", 128),
         value_dim=text.positive("linear_value_head_dim", 128),
         conv_width=text.positive("linear_conv_kernel_dim", 4),
+        gate_act=text.string("output_gate_type", text.string("hidden_act", "silu")) if defaults.has_streams else "silu",
     )
+    text.allow("output_gate_type", found.gate_act, ("silu", "sigmoid"))
     if found.num_value_heads % found.num_key_heads or found.conv_width < 2:
         raise CheckpointError(
             f"{text.where}: linear_num_value_heads {found.num_value_heads} must be a multiple of linear_num_key_heads "
@@ -271,14 +336,9 @@ def _linear_attention(text: Fields, num_layers: int) -> LinearAttentionConfig:
     return found
 
 
-def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, tuple[int, int, int]]:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (4)."""
-    name = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
-    rope = text.section(name)
-    kind = rope.string("rope_type", rope.string("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointError(f"{rope.where}: type {kind!r} is not supported, only 'default' and 'mrope'")
-    theta = rope.number("rope_theta", text.number("rope_theta", defaults.rope_theta))
+def _mrope_section(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[int, int, int]:
+    """Read how many frequencies turn with time, height and width."""
+    rope = rope_fields(text)
     factor = defaults.partial_rotary_factor
     rotary_dim = head_dim
     if factor != 1:
@@ -291,7 +351,7 @@ def _rope(text: Fields, defaults: ModelDefaults, head_dim: int) -> tuple[float, 
             f"{rope.where}: mrope_section is {list(section)}, and must be 3 numbers with the sum of half {what} "
             f"({rotary_dim}/2)"
         )
-    return theta, section
+    return section
 
 
 def _eos_token_ids(*configs: Mapping[str, Any]) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.experts import SparseMLP, pack_experts
 from vlmserve_common.compute.layers import Embedding, GatedMLP, RMSNorm, VocabEmbedding
 from vlmserve_common.compute.linear import MergedLinear, pack_linears, row_linear
+from vlmserve_common.compute.lora import ActiveAdapters, AdaptedLayers
 from vlmserve_common.compute.rotary import MRotary, Rotation
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
@@ -51,7 +52,10 @@ class DecoderAttention(nn.Module):
             parts = {"q_proj": q.size, "k_proj": kv.size, "v_proj": kv.size}
         self.qkv_proj = MergedLinear(in_features or config.hidden_size, parts, bias=qkv_bias)
         self.o_proj = row_linear(q_size, config.hidden_size, bias=out_bias, comm=comm, what=what)
-        self.attn = RadixAttention(own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id)
+        window = config.window if config.own_layers.start + layer_id in config.windowed else 0
+        self.attn = RadixAttention(
+            own.num_heads, config.head_dim, config.head_dim**-0.5, own.num_kv_heads, layer_id, window=window
+        )
 
     def norms(self) -> HeadNorms | None:
         """Return the norms that heads of q and k go through before they are turned; None without norms."""
@@ -124,7 +128,17 @@ class DecoderLayer(nn.Module):
             qkv=qkv,
             out=out,
             mlp=mlp,
+            window=attention.attn.window,
         )
+
+    def product_names(self) -> tuple[str, str, str, str]:
+        """Return the names by which adapters find the products of `packed`; "" for experts."""
+        mlp = self.mlp
+        products = [self.self_attn.qkv_proj, self.self_attn.o_proj]
+        products += [] if isinstance(mlp, SparseMLP) else [mlp.gate_up_proj, mlp.down_proj]
+        names = [one.adapters[1] if one.adapters is not None else "" for one in products]
+        qkv, out, gate_up, down = [*names, "", ""][:4]
+        return qkv, out, gate_up, down
 
 
 def _packed_mlp(mlp: GatedMLP | SparseMLP) -> MLPWeights | None:
@@ -183,6 +197,7 @@ class StageLayers(nn.ModuleList):
             rf"\blayers\.(?:{'|'.join(others)})\.",
             r"\bembed_tokens\.weight$",
             r"(?:^|[._])model\.norm\.weight$",
+            r"(?:^|[._])model\.hyper_connection_mixer\.",
         )
         return replace(rules, ignored=(*rules.ignored, *elsewhere))
 
@@ -198,7 +213,7 @@ class Decoder(nn.Module):
     """Embedding, layers and final norm, or a pipeline stage's part of these.
 
     layers: those here, in order. norm: the final one, of the last stage only. rotary: positions -> the angles that
-    attention layers turn by. tapped, taps: see `tap`.
+    attention layers turn by. tapped, taps: see `tap`. adapters: see `attach_adapters`.
     """
 
     def __init__(
@@ -213,6 +228,8 @@ class Decoder(nn.Module):
         self.tapped: tuple[int, ...] = ()
         self._tapped_here: dict[int, int] = {}
         self.taps: Taps | None = None
+        self.adapters: ActiveAdapters | None = None
+        self._adapted: AdaptedLayers | None = None
         self._comm = comm
         self._packed: DecoderLayers | None = None
         self._whole_layers = partial(
@@ -251,6 +268,17 @@ class Decoder(nn.Module):
         adds_up = self._comm.tokens is None and (together is None or sums is not None)
         all_packed = len(layers) == len(self.layers)
         self._packed = self._whole_layers(layers, sums) if adds_up and all_packed else None
+        self._adapted = None
+        if self.adapters is not None:
+            self.attach_adapters(self.adapters)
+
+    def attach_adapters(self, adapters: ActiveAdapters) -> None:
+        """Let these adapters change the layers from now on."""
+        self.adapters = adapters
+        if self._packed is not None:
+            self._adapted = self._packed.adapters = AdaptedLayers(
+                adapters, [cast(DecoderLayer, layer).product_names() for layer in self.layers]
+            )
 
     def forward(
         self,
@@ -293,7 +321,7 @@ class Decoder(nn.Module):
     def _run_layers(self, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
         """Return a function that runs layers: in one call if the weights and the attention backend allow it, otherwise
         one by one."""
-        if self._packed is not None:
+        if self._packed is not None and (self._adapted is None or self._adapted.covers_all):
             whole = forward_batch.attn_backend.whole_layers(self._packed, rotary, forward_batch)
             if whole is not None:
                 return whole

@@ -16,6 +16,7 @@ from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.decoder import DecoderAttention
 from vlmserve_common.checkpoint.fields import Fields, read_json
 from vlmserve_common.checkpoint.reader import CheckpointReader
+from vlmserve_common.checkpoint.rope import rope_fields
 from vlmserve_common.checkpoint.weights import WeightRules, match_weights
 from vlmserve_common.compute.activations import activation
 from vlmserve_common.compute.communicator import ALONE
@@ -107,7 +108,7 @@ class EagleHead(nn.Module):
         self.lm_head = Linear(decoder.hidden_size, config.draft_vocab, bias=False) if config.has_head else None
         self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.int64), persistent=False)
         axes = interleaved_axes if config.interleaved else contiguous_axes
-        self._rotary = MRotary(decoder.head_dim, decoder.rope_theta, axes(decoder.mrope_section), dtype)
+        self._rotary = MRotary(decoder.head_dim, decoder.rope, axes(decoder.mrope_section), dtype)
         self._features = first_layer + 1
 
     @property
@@ -195,7 +196,7 @@ def read_eagle_config(folder: Path, target: ModelConfig, name: str) -> EagleConf
         )
     top.allow("num_hidden_layers", top.integer("num_hidden_layers", 1), (1,))
     decoder = read_model_config(hf_config, {}, ModelDefaults(rope_theta=10_000.0))
-    rope = top.section("rope_parameters" if top.has("rope_parameters") else "rope_scaling")
+    rope = rope_fields(top)
     target_size = top.positive("target_hidden_size", decoder.hidden_size)
     found = {_RULES.our_name(one) for one in reader.tensors}
     for what, own, theirs in (

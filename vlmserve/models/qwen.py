@@ -13,9 +13,10 @@ from vlmserve_common.compute.layers import RMSNorm
 from vlmserve_common.compute.rotary import MRotary, contiguous_axes, interleaved_axes
 from vlmserve_common.kernels.attention import HeadNorms
 
-QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24))
+QWEN2_DEFAULTS = ModelDefaults(rope_theta=1_000_000.0, mrope_section=(16, 24, 24), has_windows=True)
 QWEN3_DEFAULTS = ModelDefaults(rope_theta=500_000.0, mrope_section=(24, 20, 20))
-TEXT_DEFAULTS = ModelDefaults(rope_theta=10_000.0)
+TEXT_DEFAULTS = ModelDefaults(rope_theta=10_000.0, has_windows=True)
+TEXT_MOE_DEFAULTS = replace(TEXT_DEFAULTS, has_experts=True, norm_topk_prob=False, has_windows=False)
 QWEN3_MOE_DEFAULTS = replace(QWEN3_DEFAULTS, has_experts=True)
 
 
@@ -50,7 +51,7 @@ class _QwenDecoder(Decoder):
         layers = (
             DecoderLayer(config, self.attention(config, comm, i - own.start), make_mlp(config, comm, i)) for i in own
         )
-        rotary = MRotary(config.head_dim, config.rope_theta, self.axes(config.mrope_section), dtype)
+        rotary = MRotary(config.head_dim, config.rope, self.axes(config.mrope_section), dtype)
         super().__init__(config, comm, layers, RMSNorm(config.hidden_size, config.rms_norm_eps), rotary)
 
 

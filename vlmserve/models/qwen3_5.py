@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from vlmserve.models.attention.base import ForwardBatch
+from vlmserve.models.attention.base import ForwardBatch, Projected
 from vlmserve.models.config import ExpertsConfig, ModelConfig, ModelDefaults
 from vlmserve.models.decoder import Decoder, DecoderAttention
 from vlmserve.models.delta_net import GatedDeltaNet
@@ -17,6 +17,7 @@ from vlmserve_common.compute.experts import SparseMLP
 from vlmserve_common.compute.layers import GatedMLP, ZeroCentredRMSNorm
 from vlmserve_common.compute.linear import Linear, MergedLinear
 from vlmserve_common.compute.rotary import MRotary, Rotation, interleaved_axes, rotate
+from vlmserve_common.kernels.packed_linear import SharedMLP
 
 QWEN3_5_DEFAULTS = ModelDefaults(
     rope_theta=10_000.0, mrope_section=(11, 11, 10), has_linear_attention=True, partial_rotary_factor=0.25
@@ -54,8 +55,12 @@ class GatedAttention(DecoderAttention):
     ) -> torch.Tensor:
         """x [N, hidden] -> [N, hidden], added to `residual`. rotary: of the part of a head that turns."""
         qkv, gate = self._project(x, rotary)
-        attended = self.attn(qkv, _unturned(rotary, self.head_dim), None, forward_batch)
+        attended = self.attend(x, Projected(qkv, _unturned(rotary, self.head_dim), None), rotary, forward_batch)
         return self.o_proj(attended.mul_(gate.sigmoid().flatten(1)), residual=residual)
+
+    def attend(self, x: torch.Tensor, own: Projected, rotary: Rotation, forward_batch: ForwardBatch) -> torch.Tensor:
+        """Attend with what was projected from x [N, hidden] -> [N, heads * dim], before the gates."""
+        return self.attn(own.qkv, own.rotary, own.norms, forward_batch)
 
     def store(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> None:
         """Write the keys and values of x [N, hidden] to the cache, and attend to nothing."""
@@ -97,6 +102,29 @@ class SharedExpertMLP(SparseMLP):
         )
         self.shared_expert_gate = Linear(size, 1, bias=False)
         self.shared_expert_gate.may_be_quantised = False
+        self._whole: SharedMLP | None = None
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """See `SparseMLP.forward`."""
+        whole = self._native()
+        if whole is None:
+            return super().forward(x, residual)
+        return whole(x) if residual is None else whole(x).add_(residual)
+
+    def _native(self) -> SharedMLP | None:
+        """Return what computes all of it at once, if all of it is here, packed, and changed by no adapter."""
+        shared = self.shared_expert
+        products = (self.gate, shared.gate_up_proj, shared.down_proj, self.shared_expert_gate)
+        parts = (self.experts, *products)
+        if self._exchange is not None or any(part.adapters and part.adapters[0].adapters for part in parts):
+            return None
+        router, *beside = [product.packed for product in products]
+        if self.experts.packed is None or router is None or None in beside:
+            return None
+        if self._whole is None or self._whole.weights[0] is not router:
+            weights = [router, *self.experts.packed, *(weight for weight in beside if weight is not None)]
+            self._whole = SharedMLP(*weights, chosen=self.gate.chosen, act=self.experts.act.name)
+        return self._whole
 
     def beside(self, x: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
         """See `SparseMLP.beside`."""
@@ -112,7 +140,7 @@ class HybridLayer(nn.Module):
         super().__init__()
         self.self_attn = mixer if isinstance(mixer, GatedAttention) else None
         self.linear_attn = mixer if isinstance(mixer, GatedDeltaNet) else None
-        self.mlp = _make_mlp(config, comm)
+        self.mlp = make_hybrid_mlp(config, comm)
         self.input_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -127,7 +155,8 @@ class HybridLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(x), residual=x)
 
 
-def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
+def make_hybrid_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
+    """Make a layer's MLP: dense, or experts, with one that all tokens go through if the configuration says so."""
     size, act, experts = config.hidden_size, activation(config.hidden_act), config.experts
     if experts is None:
         return GatedMLP(size, config.intermediate_size, act, bias=False, comm=comm)
@@ -138,7 +167,7 @@ def _make_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
 
 def make_rotary(config: ModelConfig, dtype: torch.dtype) -> MRotary:
     """Make what turns the first part of each head."""
-    return MRotary(config.rotary_dim, config.rope_theta, interleaved_axes(config.mrope_section), dtype)
+    return MRotary(config.rotary_dim, config.rope, interleaved_axes(config.mrope_section), dtype)
 
 
 class Qwen3_5Decoder(Decoder):

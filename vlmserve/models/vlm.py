@@ -15,29 +15,57 @@ from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.eagle import EagleConfig, EagleHead
 from vlmserve.models.mtp import MTPHead
+from vlmserve.models.qwen4_exp.ngrams import STORED_HASHES
 from vlmserve_common.checkpoint.weights import WeightRules
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.experts import pack_experts
 from vlmserve_common.compute.layers import Embedding, VocabEmbedding
-from vlmserve_common.compute.linear import Linear, VocabLinear, Workspace, linear, pack_linears, pack_weight
+from vlmserve_common.compute.linear import (
+    Linear,
+    VocabLinear,
+    Workspace,
+    linear,
+    pack_linears,
+    pack_weight,
+    rewrite_rows,
+)
 from vlmserve_common.errors import CheckpointError
 from vlmserve_common.kernels import packed_linear as packed_products
 from vlmserve_common.kernels.packed_linear import PackedWeight
 from vlmserve_common.kernels.quantized import Mode
 
 OF_THE_MTP_HEAD = r"^mtp\."
+# of a head that are packed at a time
+_HEAD_ROWS = 4096
 
 WEIGHT_RULES = WeightRules(
     # Both published layouts: `visual.*`, `model.*` (Qwen2-VL, Qwen2.5-VL) and `model.visual.*`,
     # `model.language_model.*` (Qwen3-VL, and all families saved anew by later versions of transformers).
+    # `thinker.*` holds the same of Omni models, whose other parts speak.
     prefixes=(
+        # the final norm of a model with several residual streams
+        ("model.language_model.hyper_connection_mixer.", "language_model.norm."),
         ("model.language_model.", "language_model."),
+        ("thinker.model.language_model.", "language_model."),
+        ("thinker.lm_head.", "lm_head."),
         *TOWER_WEIGHT_RULES.prefixes,
+        ("model.hyper_connection_mixer.", "language_model.norm."),
         ("model.", "language_model."),
+        ("thinker.model.", "language_model."),
+        # a decoder that was saved without its head
+        *((f"{part}.", f"language_model.{part}.") for part in ("layers", "embed_tokens", "norm")),
     ),
     # Constants that old versions of transformers saved along, and the head of a tied model, which is its embedding
     # (an untied model's head is a parameter, and so never ignored). Qwen3.5's head that guesses, if it is not used.
-    ignored=(r"\brotary_emb\.inv_freq$", *TOWER_WEIGHT_RULES.ignored, r"^lm_head\.weight$", OF_THE_MTP_HEAD),
+    # Whole numbers of n-gram tables, which are read by themselves.
+    ignored=(
+        r"\brotary_emb\.inv_freq$",
+        *TOWER_WEIGHT_RULES.ignored,
+        r"^(thinker\.)?lm_head\.weight$",
+        OF_THE_MTP_HEAD,
+        STORED_HASHES,
+        r"^(talker|token2wav|code2wav)\.",
+    ),
 )
 
 
@@ -68,6 +96,12 @@ class LanguageModel(nn.Module):
             self._packed_head = self.lm_head.packed
         elif self.comm.shard.stage.is_last and packed_products.can_pack(self._embedding.weight):
             self._packed_head = pack_weight(self._embedding.weight, None, mode)
+
+    def repack_head(self) -> None:
+        """Copy a tied head's weight anew: the embedding has changed."""
+        if self.lm_head is None and self._packed_head is not None:
+            for first, rows in enumerate(self._embedding.weight.split(_HEAD_ROWS)):
+                rewrite_rows(self._packed_head, first * _HEAD_ROWS, rows)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embed input_ids int64 [N] -> [N, hidden]."""
@@ -109,7 +143,8 @@ class LanguageModel(nn.Module):
 
 
 class VisionLanguageModel(LanguageModel):
-    """A tower, a decoder and a head, and what guesses further tokens, if anything does.
+    """A tower, a decoder and a head, and what guesses further tokens, if anything does. The tower of a model that reads
+    text only is a `NoTower`.
 
     mtp: a head of the checkpoint itself. eagle, draft: see `attach_eagle`, `attach_draft`.
     """
@@ -124,7 +159,7 @@ class VisionLanguageModel(LanguageModel):
         mtp: MTPHead | None = None,
     ) -> None:
         super().__init__(config, decoder, dtype, comm)
-        if visual.out_hidden_size != config.hidden_size:
+        if visual.is_there and visual.out_hidden_size != config.hidden_size:
             raise CheckpointError(
                 f"config.json: the tower's embeddings have {visual.out_hidden_size} elements, the decoder's "
                 f"hidden_size is {config.hidden_size}"
@@ -158,8 +193,16 @@ class VisionLanguageModel(LanguageModel):
         return (self.visual, self.draft.visual) if isinstance(self.draft, VisionLanguageModel) else (self.visual,)
 
     @property
+    def further_kv(self) -> tuple[KVShape, ...]:
+        """The shapes of all layers of the KV cache behind those with the model's keys and values: of sparse attention's
+        index, and of what guesses."""
+        index = self.config.index
+        own = () if index is None else (KVShape(1, index.head_dim),) * self.config.num_index_layers
+        return (*own, *self.guessing_kv)
+
+    @property
     def guessing_kv(self) -> tuple[KVShape, ...]:
-        """The shapes of layers of the KV cache behind those of the config, for what guesses."""
+        """The shapes of the last layers of the KV cache, for what guesses."""
         if self.draft is not None:
             config = self.draft.config
             return (KVShape(config.num_kv_heads, config.head_dim),) * config.num_kv_layers

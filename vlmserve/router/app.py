@@ -27,6 +27,7 @@ from vlmserve.frontend.openai.json_bodies import checked, json_object
 from vlmserve.frontend.openai.protocol import StrictModel
 from vlmserve.router.forwarding import Forwarding
 from vlmserve.router.metrics import CONTENT_TYPE_LATEST, RouterMetrics, joined
+from vlmserve.router.relay import Relay
 from vlmserve.router.settings import Role, RouterSettings, checked_url
 from vlmserve.router.upstream import Headers, ServerLostError
 from vlmserve.router.workers import Worker, Workers
@@ -37,6 +38,7 @@ _METRICS_TIMEOUT_S = 5.0
 # Lists of several servers: the most items of a page, and the usual number
 _PAGED = {"/v1/files": (10_000, 10_000), "/v1/batches": (100, 20)}
 _MODELS = "/v1/models"
+_SESSIONS = "/v1/sessions"
 
 
 class NewWorker(StrictModel):
@@ -55,12 +57,16 @@ class RouterApp:
         self._metrics = metrics
         self._parsing = parsing
         self._forward = Forwarding(workers, settings, metrics, parsing)
+        self._relay = Relay(workers, settings, metrics, self._forward)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._relay(scope, receive, send)
+            return
         path, method = scope["path"], scope["method"]
         # a body may come with any method, but these have none that matters
         try:
-            if path in (HEALTH_PATH, METRICS_PATH, _MODELS, *_PAGED) and method == "GET":
+            if path in (HEALTH_PATH, METRICS_PATH, _MODELS, _SESSIONS, *_PAGED) and method == "GET":
                 response = await self._get(scope, path)
             elif path == WORKERS_PATH or path.startswith(WORKERS_PATH + "/"):
                 response = await self._change_workers(Request(scope, receive), path.removeprefix(WORKERS_PATH)[1:])
@@ -80,6 +86,9 @@ class RouterApp:
         if path == METRICS_PATH:
             return await self._show_metrics()
         headers = self._forward.headers(scope)
+        if path == _SESSIONS:
+            lists = await self._of_all(path, headers)
+            return JSONResponse({"object": "list", "data": [session for sessions in lists for session in sessions]})
         return await (self._models(headers) if path == _MODELS else self._paged(path, scope, headers))
 
     def _health(self) -> Response:

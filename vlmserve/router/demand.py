@@ -22,6 +22,8 @@ _MEDIUM_TOKENS = 512
 _MOST_BLOCKS = 4096
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _TEXTS = ("text", "input_text", "output_text")
+# Fields with conversations, with texts to embed, and with documents.
+_PROMPTS = ("messages", "input", "texts", "inputs", "documents", "text_2")
 # Fields beside a medium's address or data.
 _BESIDE = ("type", "detail")
 
@@ -86,8 +88,10 @@ def _texts(asked: Mapping[str, Any], media: dict[bytes, int], at: list[str]) -> 
         if asked.get(name):
             given = asked[name]
             yield (given if isinstance(given, str) else json.dumps(given)).encode(errors="replace")
-    messages = asked.get("messages", asked.get("input"))
+    messages = next((asked[name] for name in _PROMPTS if asked.get(name)), None)
     for message in messages if isinstance(messages, list) else [{"content": messages}]:
+        if isinstance(message, str):
+            yield message.encode(errors="replace")
         if not isinstance(message, dict):
             continue
         yield str(message.get("role", "")).encode(errors="replace")

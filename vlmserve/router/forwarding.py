@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeAlias
@@ -44,8 +45,8 @@ _ELSEWHERE = {429: "full", 502: "unavailable", 503: "unavailable"}
 _UPLOADS = "/v1/files"
 _ONCE = ("/v1/batches", _UPLOADS)
 # Only one server has the thing of such an id, in paths and in what created it.
-_OF_ONE_SERVER = re.compile(r"/v1/((files|batches|responses)/[^/]+)")
-_CREATED = {"/v1/files": "files", "/v1/batches": "batches", "/v1/responses": "responses"}
+_OF_ONE_SERVER = re.compile(r"/v1/((files|batches|responses|sessions)/[^/]+)")
+_CREATED = {f"/v1/{kind}": kind for kind in ("files", "batches", "responses", "sessions")}
 _ID = re.compile(rb'"id": ?"([\w.:-]{1,200})"')
 _MOST_IDS = 2**14
 _INLINE_BYTES = 256 * 1024
@@ -120,7 +121,8 @@ class Forwarding:
         else:
             body = await receive_body(request, http)
             wish = Wish(demand=Demand(rids=(rid,)))
-            if body and scope["method"] == "POST":
+            form = request.headers.get("content-type", "").lower().startswith("multipart/form-data")
+            if body and scope["method"] == "POST" and not form:
                 wish = await self._wish(body, owner, rid)
         headers = self.headers(scope)
         exchange = _Exchange(scope=scope, send=send, headers=headers, body=body, wish=wish, at=None, began=began)
@@ -131,7 +133,7 @@ class Forwarding:
         if not exchange.is_buffered:  # the client is watched while it sends
             watch.cancel()
         try:
-            exchange.at = await self._holder(exchange)
+            exchange.at = await self.holder(scope["raw_path"], wish.at, headers)
             await self._answer(exchange)
         finally:
             watch.cancel()
@@ -154,10 +156,11 @@ class Forwarding:
             return wish_of(body, owner, rid)
         return await self._parsing.run(wish_of, body, owner, rid)
 
-    async def _holder(self, exchange: _Exchange) -> Worker | None:
-        """Return the server that has what the request needs; None if any may answer, or none has it."""
-        found = _OF_ONE_SERVER.match(exchange.scope["raw_path"].decode("latin-1"))
-        things = (found[1],) if found else exchange.wish.at
+    async def holder(self, raw_path: bytes, named: Sequence[str], headers: Headers) -> Worker | None:
+        """Return the server that has what a request needs; None if any may answer, or none has it. named: the things
+        that its body names."""
+        found = _OF_ONE_SERVER.match(raw_path.decode("latin-1"))
+        things = (found[1],) if found else named
         if not things:
             return None
         known = self._workers.get(self._holders.get(things[0], ""))
@@ -165,7 +168,7 @@ class Forwarding:
         if known in there or (known is None and len(there) < 2):
             return known
         # Another server has it, too, if they share a store.
-        has = await asyncio.gather(*(self._has(worker, things[0], exchange.headers) for worker in there))
+        has = await asyncio.gather(*(self._has(worker, things[0], headers) for worker in there))
         holder = next((worker for worker, it in zip(there, has, strict=True) if it), known)
         if holder is not None:
             self._remember(things[0], holder)
@@ -221,7 +224,7 @@ class Forwarding:
                 break  # the upload is gone
         if refused is not None:
             status, headers, content = refused
-            await exchange.send({"type": "http.response.start", "status": status, "headers": _passed_back(headers)})
+            await exchange.send({"type": "http.response.start", "status": status, "headers": passed_back(headers)})
             await exchange.send({"type": "http.response.body", "body": content})
             return
         what = "no server can answer now"
@@ -256,7 +259,7 @@ class Forwarding:
         send, created = exchange.send, _CREATED.get(exchange.path) if exchange.scope["method"] == "POST" else None
         if created is not None and answer.status == HTTPStatus.OK and (found := _ID.search(part)):
             self._remember(f"{created}/{found[1].decode()}", place.worker)
-        await send({"type": "http.response.start", "status": answer.status, "headers": _passed_back(answer.headers)})
+        await send({"type": "http.response.start", "status": answer.status, "headers": passed_back(answer.headers)})
         last = part
         try:
             while part and not answer.is_whole:
@@ -276,7 +279,8 @@ class Forwarding:
                 await send({"type": "http.response.body", "body": sse_event(failure)})
 
 
-def _passed_back(headers: Headers) -> Headers:
+def passed_back(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a server's answer that its client gets."""
     return [(name, value) for name, value in headers if name not in _NOT_PASSED_BACK]
 
 

@@ -93,7 +93,9 @@ async def route(
     workers = Workers(settings)
     metrics, parsing = RouterMetrics(workers, longest_turn_s), Threads("bodies", 1)
     app = build_app(workers, settings, metrics, parsing)
-    server = HttpServer(app, settings.http, backlog=_BACKLOG, started=lambda: started(server, workers))
+    server = HttpServer(
+        *(app, settings.http), backlog=_BACKLOG, started=lambda: started(server, workers), websockets=True
+    )
     workers.start()
     try:
         await server.serve(sockets=[listener])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE_LATEST
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -40,6 +40,8 @@ class RouterMetrics(Collector):
         self._failures = counter(
             "failures", "Requests that a server did not answer, or not to the end", LABEL, "reason"
         )
+        self._websockets = Gauge(PREFIX + "websockets_open", "WebSockets", (LABEL,), registry=self._registry)
+        self._messages = counter("websocket_messages", "Messages of WebSockets", LABEL, "direction")
         self._first = histogram("time_to_first_byte_seconds", "Until an answer began, all tries together")
         self._whole = histogram("request_seconds", "Until the whole answer")
         self._registry.register(self)
@@ -64,6 +66,14 @@ class RouterMetrics(Collector):
     def failed(self, server: str, reason: str) -> None:
         """Count a request that a server did not answer."""
         self._failures.labels(server, reason).inc()
+
+    def open_websockets(self, server: str, more: int) -> None:
+        """Count a WebSocket that was opened (1) or has ended (-1)."""
+        self._websockets.labels(server).inc(more)
+
+    def passed(self, server: str, direction: str) -> None:
+        """Count a message of a WebSocket."""
+        self._messages.labels(server, direction).inc()
 
     def collect(self) -> Iterable[Metric]:
         """Yield what the servers are like now."""

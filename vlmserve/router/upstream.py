@@ -201,7 +201,10 @@ class Answer(asyncio.Protocol):
 
 
 class Server:
-    """The connections to one server. url: http://HOST:PORT or https, without a path. connect_timeout_s: for each."""
+    """The connections to one server. url: http://HOST:PORT or https, without a path. connect_timeout_s: for each.
+
+    websockets: the connections of those that are open, for `cut`.
+    """
 
     def __init__(self, url: str, *, connect_timeout_s: float) -> None:
         at = urlsplit(url)
@@ -209,6 +212,7 @@ class Server:
         self._ssl = ssl.create_default_context() if at.scheme == "https" else None
         self._host, self._port = at.hostname or "", at.port or (443 if self._ssl else 80)
         self._connect_timeout_s = connect_timeout_s
+        self.websockets: set[asyncio.Transport] = set()
         self._open: set[Answer] = set()
         self._idle: list[Answer] = []
 
@@ -242,6 +246,10 @@ class Server:
         finally:
             answer.close()
 
+    def websocket_url(self, target: bytes) -> str:
+        """Return the address of a WebSocket. target: path and query."""
+        return f"{'ws' if self._ssl is None else 'wss'}://{self.netloc.decode()}{target.decode('latin-1')}"
+
     def keep(self, answer: Answer) -> None:
         """Keep a connection for the next request."""
         answer.idle_since = time.monotonic()
@@ -257,6 +265,8 @@ class Server:
         """End all connections, those of requests under way, too. why: see `Answer.abort`."""
         for answer in list(self._open):
             answer.abort(why)
+        for transport in list(self.websockets):
+            transport.abort()
 
     def _take(self) -> Answer | None:
         while self._idle:

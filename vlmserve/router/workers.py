@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 State: TypeAlias = Literal["unknown", "healthy", "unhealthy", "paused", "draining"]
 # Of a server's /metrics: what it has to do, whoever asked for it
 _LOAD = re.compile(rb"^vlmserve:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
-# The load of a request whose prompt is not known.
-_REQUEST_TOKENS = 2 * ANSWER_TOKENS
+REQUEST_TOKENS = 2 * ANSWER_TOKENS
+"""The load of a request whose prompt is not known."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -225,7 +225,7 @@ class Workers:
             logger.warning("%s does not take --upstream-api-key: its answer is 401", worker.url)
         _, page = await worker.server.get(b"/metrics", self.headers)
         others = sum(map(float, _LOAD.findall(page))) - worker.in_flight
-        self._choosers[worker.answers].told(worker.slot, int(max(0, others)) * _REQUEST_TOKENS)
+        self._choosers[worker.answers].told(worker.slot, int(max(0, others)) * REQUEST_TOKENS)
 
     async def _look_after(self, worker: Worker) -> None:
         interval_s, loop = self._settings.health_check_interval_s, asyncio.get_running_loop()

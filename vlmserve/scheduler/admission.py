@@ -20,6 +20,8 @@ from vlmserve.scheduler.schedule_batch import RunningBatch, ScheduleBatch
 from vlmserve.scheduler.waiting_queue import WaitingQueue
 
 _MIN_SHARED = 32
+_STRETCH = 0.25
+"""A chunk may be longer by this share if it ends the prompt: one more step would read all weights for little."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -79,7 +81,9 @@ class PromptAdmission:
     def _make_adder(self, decoding: Sequence[Req], in_progress: Sequence[Req]) -> PrefillAdder:
         chunk_size, by_time = self.args.chunked_prefill_size, self.costs.chunk_tokens(beside=bool(decoding))
         mixed = len(decoding) if self.args.enable_mixed_chunk else 0
+        stretch = 0
         if chunk_size > 0 and by_time is not None:
+            stretch = max(min(int(by_time * _STRETCH), chunk_size - by_time - mixed), 0)
             chunk_size = min(chunk_size, by_time + mixed)
         return PrefillAdder(
             self.kv,
@@ -88,8 +92,10 @@ class PromptAdmission:
             new_token_ratio=self.ratio.value,
             max_prefill_tokens=self.args.max_prefill_tokens,
             chunk_size=chunk_size,
+            stretch=stretch,
             max_running=self.args.max_running_requests,
             mixed_decode_tokens=mixed,
+            max_adapters=self.args.max_loras_per_batch,
         )
 
     def _prefix_leaders(self, in_progress: Sequence[Req], in_flight: Sequence[ScheduleBatch]) -> PrefixLeaders | None:

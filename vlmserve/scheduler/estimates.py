@@ -36,10 +36,12 @@ class _PromptRate:
         """Note that so many prompt tokens took so long."""
         limit = self._rate * allowed_s
         change = min(max(_MARGIN * allowed_s / max(seconds, 1e-9), _LEAST_CHANGE), _MOST_CHANGE)
-        if change < 1 or tokens >= limit - self._least:  # a smaller chunk says nothing of a larger one
-            rate = min(limit, tokens) * change / allowed_s
+        rate = min(limit, tokens) * change / allowed_s
+        if change < 1:
             # the smallest chunk may be too long for what is left of a gap, and is as quick as others all the same
-            self._rate = max(rate, _MARGIN * tokens / max(seconds, 1e-9) if change < 1 else 1.0)
+            self._rate = max(rate, _MARGIN * tokens / max(seconds, 1e-9))
+        elif tokens >= limit - self._least:  # a smaller chunk says nothing of a larger one
+            self._rate = max(rate, self._rate)
 
 
 class StepCosts:

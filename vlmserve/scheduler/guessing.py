@@ -37,7 +37,11 @@ class Guesser:
         """Return whether the next step may have guesses, given all requests that decode."""
         if not self._most or not any(self._drafter is not None or req.grammar is not None for req in reqs):
             return False
-        return not self._adapts or self._payoff(len(reqs)).guess
+        if not self._adapts:
+            return True
+        payoff = self._payoff(len(reqs))
+        payoff.hopeful = any(req.grammar is not None or self._rate(req).rate >= _LEAST_LIKELY for req in reqs)
+        return payoff.guess
 
     def propose(self, reqs: Sequence[Req]) -> None:
         """Choose `drafts` of these requests, as many as they may have. Slots are not allocated yet."""
@@ -80,11 +84,12 @@ class Payoff:
     """Whether steps with guesses bring more tokens a second than steps without, for batches of about one size.
 
     The better kind goes on, and the other one is tried now and then, less often each time that it loses.
-    guess: which kind is next.
+    guess: which kind is next. hopeful: guesses will be made as soon as there is something to make them from. If not,
+    steps that bring no more tokens are no better, however fast they seem.
     """
 
     def __init__(self) -> None:
-        self.guess = True
+        self.guess = self.hopeful = True
         self._seconds: dict[bool, float] = {}
         self._tokens: dict[bool, float] = {}
         self._settling = 0
@@ -113,5 +118,7 @@ class Payoff:
     def _better(self) -> bool | None:
         if len(self._seconds) < 2:
             return None
+        if self._tokens[True] <= self._tokens[False] and not self.hopeful:
+            return False
         rates = {guess: self._tokens[guess] / max(seconds, 1e-9) for guess, seconds in self._seconds.items()}
         return rates[True] >= rates[False]

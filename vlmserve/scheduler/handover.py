@@ -141,10 +141,12 @@ class RemotePrompts:
 
     def wants(self, req: Req) -> bool:
         """Return True if a request's prompt is to be computed elsewhere, where there is a server for it. Logprobs of a
-        prompt, and a last token that is a picture's, need the prompt here."""
+        prompt, a mean over it, and a last token that is a picture's need the prompt here."""
         if req.computed_here or not self._receivers.up:
             return False
-        if req.prompt_scores is not None or (req.input_embeds is not None and req.output_ids):
+        if req.prompt_scores is not None or req.matchable_len < req.fill_len - 1:
+            return False
+        if req.input_embeds is not None and req.output_ids:
             return False
         return not any(end >= req.fill_len for end in req.media.ends)
 
@@ -212,11 +214,12 @@ def _prompt(req: Req, room: str) -> TokenizedGenerateReqInput:
     return TokenizedGenerateReqInput(
         rid=room,
         input_ids=np.ascontiguousarray(req.fill_ids(0, end)),
-        mm_inputs=None if media is None else replace(media, mrope_positions=req.positions(0, end)),
+        mm_inputs=None if media is None else replace(media, mrope_positions=req.given_positions(0, end)),
         input_embeds=None if embeds is None else InputEmbeds(rows=embeds.rows[:end], digests=embeds.digests[:end]),
         sampling_params=SamplingParams(max_new_tokens=0),
         client=req.client,
         group=req.group,
         cache_salt=req.namespace.decode(),
+        adapter=req.adapter,
         unattended=req.unattended,
     )

@@ -17,7 +17,7 @@ from vlmserve.memory.media_keys import MediaKeyTable, embeds_key, radix_key
 from vlmserve.scheduler.grammar.grammar_queue import GrammarQueue
 from vlmserve.scheduler.grammar.matcher import CompiledGrammar, Patience
 from vlmserve.scheduler.handover import RemotePrompts
-from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.kv_cache_manager import KVCacheManager, Sessions
 from vlmserve.scheduler.outputs import error
 from vlmserve.scheduler.policy import SchedulePolicy
 from vlmserve.scheduler.req import Req
@@ -36,7 +36,8 @@ class Intake:
     """Makes `Req`s of messages and follows the work that goes on for them beside the scheduler.
 
     max_req_len: most tokens of prompt and answer of one request together. encoder_order: turns of clients at the
-    encoder. remote: see `PromptAdmission`.
+    encoder. remote: see `PromptAdmission`. sessions: whose KV goes on in other prompts. epoch: of the weights, a part
+    of what names cached KV.
     """
 
     args: EngineArgs
@@ -49,7 +50,9 @@ class Intake:
     grammars: GrammarQueue | None
     encoder_order: FairOrder
     clock: Callable[[], float]
+    sessions: Sessions
     remote: RemotePrompts | None = None
+    epoch: bytes = field(default=b"", init=False)
     _fetches: list[Future[Any]] = field(default_factory=list, init=False)
     _compiling: list[tuple[Req, Future[CompiledGrammar]]] = field(default_factory=list, init=False)
     _patience: dict[str, Patience] = field(default_factory=dict, init=False)  # with clients that have had grammars
@@ -84,12 +87,15 @@ class Intake:
             key_ids=radix_key(message.input_ids, message.mm_inputs, self.media_keys)
             if message.input_embeds is None
             else embeds_key(message.input_embeds.digests, self.media_keys),
-            media=ReqMedia(message.mm_inputs, self.encoder, order=order),
+            media=ReqMedia(message.mm_inputs, self.encoder, order=order, adapter=message.adapter),
             max_new_tokens=room if wanted is None else min(wanted, room),
             eos_token_ids=self.eos_token_ids,
             arrival=arrival,
             times=ReqTimes(self.clock),
         )
+        req.namespace = self.namespace_of(req)
+        if message.carried is not None and self.kv.may_carry:
+            self.sessions.carry(req.session_id, message.carried, self.epoch, self.kv.key_of(req), req.namespace)
         if self.media_keys.is_large:
             self._trim_media_keys([req, *others])
         self._begin_grammar(req)
@@ -98,6 +104,10 @@ class Intake:
         if message.mm_inputs is not None and req.prefetch is None and not remote:
             req.media.hold_from(self.kv.matched_len(req))
         return req
+
+    def namespace_of(self, req: Req) -> bytes:
+        """Return the namespace of KV that is computed for a request now."""
+        return self.epoch + req.salt
 
     def _begin_prefetch(self, req: Req) -> Future[Any] | None:
         """Read the part of its prefix that is only on disk, while the request waits."""

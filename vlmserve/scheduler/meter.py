@@ -188,11 +188,14 @@ def describe(before: SchedulerStats | None, now: SchedulerStats, seconds: float)
     return ", ".join(parts)
 
 
-def check_pools(stats: SchedulerStats, *, held_bytes: int, sessions: int, held_states: int = 0) -> None:
+def check_pools(
+    stats: SchedulerStats, *, held_bytes: int, sessions: int, held_states: int = 0, held_windows: int = 0
+) -> None:
     """Check an idle scheduler for lost memory: free + cached = total, for KV slots, the request pool and states of
     recurrent layers, and no embeddings are held. Raises EngineError.
 
-    sessions: conversations that keep KV locked. held_states: states that are neither free nor cached.
+    sessions: conversations that keep KV. held_states: states that are neither free nor cached. held_windows: the
+    same for slots of layers with windows.
     """
     problems = []
     if stats.kv_locked_tokens and not sessions:
@@ -205,6 +208,8 @@ def check_pools(stats: SchedulerStats, *, held_bytes: int, sessions: int, held_s
         problems.append(f"{stats.req_pool_free} of {stats.req_pool_total} places in the request pool are free")
     if held_states:
         problems.append(f"{held_states} states of recurrent layers are neither free nor cached")
+    if held_windows and not sessions:
+        problems.append(f"{held_windows} slots of layers with windows are neither free nor cached")
     if held_bytes:
         problems.append(f"{held_bytes} bytes of embeddings are held")
     if problems:

@@ -73,7 +73,7 @@ def part_results(batch: ScheduleBatch, result: ModelWorkerResult) -> Iterator[Pa
                 asked=rows.asked[scored_asked : scored_asked + (last - first) * num_ids],
             )
             scored, scored_asked = here.stop, scored_asked + (last - first) * num_ids
-        if part.returns_hidden:
+        if part.hidden:
             assert result.hidden_states is not None
             state = result.hidden_states[hidden : hidden + 1]
             hidden += 1

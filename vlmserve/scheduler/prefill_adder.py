@@ -13,6 +13,10 @@ MIN_TEXT_CHUNK = 256
 """Text before a picture that is not ready: fewer tokens than these wait for the picture with the rest."""
 
 
+_MOST_PASSES = 64
+"""Steps after which nobody passes a request that waits for room for its adapter."""
+
+
 class AddReqResult(enum.Enum):
     """Why a request is in the step, or is not."""
 
@@ -33,9 +37,12 @@ class PrefillAdder:
       prompts, and the rest of their output, clipped, times new_token_ratio. Requests that ignore the end token use all
       of their output; for them it is checked that slots last until each of them has ended.
     - prompt tokens of a step (max_prefill_tokens).
-    - tokens of a chunk (chunk_size; 0 or less leaves prompts whole, unless their pictures come bit by bit).
+    - tokens of a chunk (chunk_size; 0 or less leaves prompts whole, unless their pictures come bit by bit). The last
+      chunk of a prompt may have `stretch` tokens more.
 
     A chunk ends before the first embedding that is not ready.
+
+    There may be max_adapters LoRA adapters among all admitted requests.
 
     running: requests that decode. in_progress: requests whose prompts were begun. max_running: the most of both.
     can_run: the requests of the step. full: a budget has cut a chunk, so nothing more fits.
@@ -51,14 +58,18 @@ class PrefillAdder:
         max_prefill_tokens: int,
         chunk_size: int,
         max_running: int,
+        stretch: int = 0,
         mixed_decode_tokens: int = 0,
+        max_adapters: int = 1,
     ) -> None:
         self.kv = kv
+        self._max_adapters = max_adapters
         self.can_run: list[Req] = []
         self.full = False
         self._admitted = [*running, *in_progress]
         self._ratio = new_token_ratio
         self._max_running = max_running
+        self._stretch = stretch
         self._reserved: float | None = None  # computed when the first request is tried
         # decoding takes part of a mixed step, but a prompt in progress always gets on
         self._rem_input = max(max_prefill_tokens - mixed_decode_tokens, kv.page_size)
@@ -102,6 +113,10 @@ class PrefillAdder:
         """
         if self._rem_input <= 0 or (self._rem_chunk is not None and self._rem_chunk <= 0):
             return AddReqResult.OTHER
+        if req.adapter is not None and not self._has_place(req):
+            req.adapter_waits += 1
+            # those behind it may pass, but not for ever
+            return AddReqResult.NOT_READY if req.adapter_waits < _MOST_PASSES else AddReqResult.OTHER
         match = self.kv.start(req) if len(self._admitted) < self._max_running else None
         if match is None:
             return AddReqResult.NO_ROW
@@ -124,6 +139,11 @@ class PrefillAdder:
         # `reachable` is less by the slots of its chunk now
         self._reserved += self._expected(req) - (req.kv_allocated_len - req.kv_len)
         return result
+
+    def _has_place(self, req: Req) -> bool:
+        """Whether a request's adapter may join those of admitted requests."""
+        adapters = {other.adapter.digest for other in self._admitted if other.adapter is not None}
+        return req.adapter is None or req.adapter.digest in adapters or len(adapters) < self._max_adapters
 
     def _expected(self, req: Req) -> int:
         """Return how many slots a request takes in all, from its cached prefix on."""
@@ -180,6 +200,8 @@ class PrefillAdder:
         if self._rem_chunk is None:
             return 0 if self.can_run else ready
         self.full = True
+        if ready == req.extend_len and ready <= min(limit + self._stretch, self._rem_input):
+            return ready
         # a chunk smaller than a page only where it is all that the settings allow
         return self._whole_pages(req, limit) or (0 if self.can_run else limit)
 

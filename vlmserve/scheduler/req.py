@@ -11,7 +11,7 @@ import numpy as np
 from vlmserve.ipc.messages import FinishReason, Guesses, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.memory.radix_tree import RadixNode
 from vlmserve.scheduler.grammar.matcher import Matcher
-from vlmserve.scheduler.req_life import MOVES, PromptScores, ReqStatus, ReqTimes
+from vlmserve.scheduler.req_life import MOVES, PooledStates, PromptScores, ReqStatus, ReqTimes
 from vlmserve.scheduler.req_media import ReqMedia
 
 TURNS_PER_CHOICE = 8
@@ -58,14 +58,17 @@ class Req:
 
     The first `protected_len` of its KV slots belong to the prefix cache. The request has locked them, and `last_node`
     is the lock's handle. The slots from there to kv_len are the request's own.
+    window_start: it holds the slots of layers with windows from this token on, where a page begins.
     prefix_unsent: the worker does not know yet which slots hold the first kv_len tokens.
     state: the request's state of recurrent layers, if the model has such layers and the request has a place. state_lag:
     how many of the committed tokens are not in that state yet, because they were computed as guesses.
+    namespace: in the prefix cache; salt: the part of it that its client has given.
     flow: the requests that it takes turns with, see `WaitingQueue`.
     awaits_kv: its KV is on its way from another server, so its slots beyond kv_len are written to. computed_here: it is
     not to be ordered elsewhere (again).
     prefetch: under way while more of its prefix is read from disk.
     grammar: has taken all of `output_ids`. grammar_compiles: the request waits for it.
+    adapter_waits: steps that had no room for its adapter.
     arrival counts requests as they come. turn is the arrival, and more for later ones of several answers to one prompt.
     """
 
@@ -90,13 +93,14 @@ class Req:
         self.num_logprobs = 0 if message.num_logprobs is None and asks else message.num_logprobs
         self.input_embeds = message.input_embeds
         self.logits_processors = message.logits_processors
-        scores = message.returns.prompt_logprobs is not None
-        self.prompt_scores = PromptScores(message.input_ids, message.returns) if scores else None
+        self.begin_scores()
         self.priority = message.priority
         self.flow = f"{message.client} {'media' if message.mm_inputs is not None else 'text'}"
         self.client = message.client
         self.unattended = message.unattended
-        self.namespace = message.cache_salt.encode()
+        self.namespace = self.salt = message.cache_salt.encode()
+        self.adapter = message.adapter
+        self.adapter_waits = 0
         self.prefetch: Future[Any] | None = None
         self.awaits_kv = self.computed_here = False
         self.grammar_compiles = False
@@ -132,6 +136,7 @@ class Req:
         self.kv_allocated_len = 0
         self.kv_committed_len = 0
         self.protected_len = 0
+        self.window_start = 0
         self.last_node: RadixNode | None = None
         self.prefix_unsent = False
         self.cached_tokens = 0
@@ -156,12 +161,18 @@ class Req:
         them one by one."""
         return not self.in_flight and not self.logits_processors and self.returns.hidden_states != "all"
 
+    def begin_scores(self) -> None:
+        """Begin with what is made of its prompt's logprobs and hidden states; again, if weights have changed."""
+        ids, returns = self.origin_input_ids, self.returns
+        self.prompt_scores = PromptScores(ids, returns) if returns.prompt_logprobs is not None else None
+        self.pooled = None if returns.pooling is None else PooledStates(returns.pooling, len(ids))
+
     @property
     def matchable_len(self) -> int:
-        """Return how many of its tokens may come from the prefix cache: not the last one, and none whose logprobs are
-        asked for."""
-        end = self.fill_len - 1
-        return end if self.prompt_scores is None else min(end, self.prompt_scores.matchable_len)
+        """Return how many of its tokens may come from the prefix cache: not the last one, and none whose logprobs or
+        hidden states are needed."""
+        needs = (self.prompt_scores, self.pooled)
+        return min([self.fill_len - 1, *(need.matchable_len for need in needs if need is not None)])
 
     @property
     def prompt_token_ids(self) -> np.ndarray:
@@ -223,6 +234,11 @@ class Req:
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """Return M-RoPE positions, int64 [3, end - start]. A generated token sits at index + delta."""
+        positions = self.given_positions(start, end)
+        return self.media.place_chosen(positions, start) if self.media.chooses else positions
+
+    def given_positions(self, start: int, end: int) -> np.ndarray:
+        """Return `positions` as they were before embeddings were chosen; see `ReqMedia.place_chosen`."""
         media = self.mm_inputs
         if media is not None and end <= self.prompt_len:
             return media.mrope_positions[:, start:end]

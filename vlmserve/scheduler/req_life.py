@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vlmserve.executor.model_worker_batch import RowLogprobs
-from vlmserve.ipc.messages import PromptLogprobs, ReturnOptions, StageTimes
+from vlmserve.ipc.messages import Pooling, PromptLogprobs, ReturnOptions, StageTimes
 
 
 class ReqStatus(enum.Enum):
@@ -172,6 +172,41 @@ class PromptScores:
             top_logprobs=np.concatenate([wide(part.top_logprobs) for part in parts]),
             token_ids_logprobs=np.concatenate([part.asked.reshape(len(part.ranks), num_asked) for part in parts]),
         )
+
+
+class PooledStates:
+    """Sums up the hidden states that a prompt's vector is made of, chunk by chunk. See `PromptScores`.
+
+    The prefix cache has no hidden states, so a mean computes all tokens.
+    """
+
+    def __init__(self, pooling: Pooling, prompt_len: int) -> None:
+        self._pooling, self._end = pooling, prompt_len
+        self._next = self._start = prompt_len - 1 if pooling.how == "last" else 0
+        self._sum: np.ndarray | None = None
+
+    @property
+    def matchable_len(self) -> int:
+        """Return how many tokens of the prompt may come from the prefix cache."""
+        return self._next
+
+    def wanted(self, start: int, end: int) -> int:
+        """Return how many of the last ones of the tokens [start, end) are to be summed up."""
+        return max(0, min(end, self._end) - max(start, self._next))
+
+    def take(self, count: int, total: np.ndarray) -> None:
+        """Take the sum, float32 [1, hidden], over the next `count` tokens."""
+        self._sum = total if self._sum is None else self._sum + total
+        self._next += count
+
+    def vector(self) -> np.ndarray:
+        """Return the vector, float32 [1, dimensions]."""
+        assert self._sum is not None, "no token has been computed"
+        assert self._next == self._end, (self._next, self._end)
+        found = self._sum[:, : self._pooling.dimensions] / (self._end - self._start)
+        if self._pooling.normalize:
+            found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+        return found.astype(np.float32)
 
 
 def _nothing(num_asked: int) -> RowLogprobs:

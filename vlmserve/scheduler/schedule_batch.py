@@ -22,7 +22,7 @@ class ScheduledReq(NamedTuple):
     completes: all tokens up to the ones to be sampled are in it. output_index: of the first token that is sampled; None
     if none is, because the prompt goes on, or no answer is wanted. drafts: its last tokens, if they are guesses, -1 for
     those that the worker makes; one more token is sampled than there are drafts. scored: prompt positions [first, last)
-    whose logprobs are wanted. returns_hidden: hidden states of its last token are returned.
+    whose logprobs are wanted. hidden: the sum of the hidden states of so many of its last tokens is returned.
     """
 
     req: Req
@@ -32,7 +32,7 @@ class ScheduledReq(NamedTuple):
     completes: bool = True
     drafts: tuple[int, ...] = ()
     scored: tuple[int, int] = (0, 0)
-    returns_hidden: bool = False
+    hidden: int = 0
 
     @property
     def tokens_sampled(self) -> int:
@@ -74,11 +74,13 @@ class RunningBatch:
 
     def check_decode_mem(self, reqs: Sequence[Req]) -> bool:
         """Return True if there are slots for a step of these requests, free or by eviction."""
-        size = self._kv.page_size
-        if len(reqs) * size <= self._kv.allocator.available_size():
+        room, windows = self._kv.allocator.available_size(), self._kv.windows
+        if windows is not None:
+            room = min(room, windows.available_size())
+        if len(reqs) * self._kv.page_size <= room:
             return True
         needed = sum(self._kv.allocator.tokens_needed(req.kv_len, req.fill_len) for req in reqs)
-        return needed <= self._kv.reachable()
+        return needed <= self._kv.reachable() and (windows is None or needed <= windows.available_size())
 
     def retract_decode(self) -> Req:
         """Remove and return the request with the least output, the newest among equals."""
@@ -135,17 +137,16 @@ class ScheduleBatch:
         start, end = req.kv_len, req.kv_allocated_len
         req.kv_len = end
         scored = req.prompt_scores.wanted(start, end) if req.prompt_scores is not None else (0, 0)
+        hidden = 0 if req.pooled is None else req.pooled.wanted(start, end)
         output_index = len(req.output_ids) + req.in_flight
         if end < req.prompt_len + output_index:
-            return ScheduledReq(req, start, end, None, completes=False, scored=scored)
-        hidden = req.returns.hidden_states
-        returns_hidden = hidden == "all" or (hidden == "last" and not output_index)
+            return ScheduledReq(req, start, end, None, completes=False, scored=scored, hidden=hidden)
+        returns = req.returns.hidden_states
+        hidden = hidden or int(returns == "all" or (returns == "last" and not output_index))
         if output_index >= req.max_new_tokens:
-            return ScheduledReq(req, start, end, None, scored=scored, returns_hidden=returns_hidden)
+            return ScheduledReq(req, start, end, None, scored=scored, hidden=hidden)
         req.in_flight += 1 + len(req.drafts)
-        return ScheduledReq(
-            req, start, end, output_index, drafts=req.drafts, scored=scored, returns_hidden=returns_hidden
-        )
+        return ScheduledReq(req, start, end, output_index, drafts=req.drafts, scored=scored, hidden=hidden)
 
     def sampling_info(self) -> SamplingBatchInfo:
         """Return how its tokens are sampled, by all that is known now."""
@@ -170,6 +171,10 @@ class ScheduleBatch:
         ones = self.reqs[single:]
         places = starts[single:]
         moved = places + _ints([part.req.position_delta for part in ones])
+        slots = np.concatenate(
+            [*(self.kv.slots(*span) for span in spans), self.kv.req_pool.slots_at(rows[single:], places)]
+        )
+        windows = self.kv.windows
         return ModelWorkerBatch(
             step=step,
             forward_mode=int(self.forward_mode),
@@ -193,16 +198,20 @@ class ScheduleBatch:
             ),
             seq_lens=ends,
             prefix_lens=starts,
-            out_cache_loc=np.concatenate(
-                [*(self.kv.slots(*span) for span in spans), self.kv.req_pool.slots_at(rows[single:], places)]
-            ),
+            out_cache_loc=slots,
+            window_cache_loc=slots[:0] if windows is None else windows.slots(slots),
             prefix_slots=self._unsent_prefixes(),
             **_embeds(spans),
             **self._returned(ends - starts),
             num_drafts=_ints([len(part.drafts) for part in self.reqs] if self._has_drafts else []),
             **self._states(),
             kv_copies=self.kv.prefix_cache.take_copy_jobs(),
+            adapters=self._adapters(),
         )
+
+    def _adapters(self) -> tuple[str, ...]:
+        adapters = [part.req.adapter for part in self.reqs]
+        return tuple("" if one is None else one.digest for one in adapters) if any(adapters) else ()
 
     def _states(self) -> dict[str, Any]:
         states = self.kv.states
@@ -219,17 +228,20 @@ class ScheduleBatch:
 
     def _returned(self, lengths: np.ndarray) -> dict[str, Any]:
         """Return what the worker sends back besides tokens. lengths: int64 [B], tokens of each request."""
-        if not any(part.returns_hidden or part.scored[1] > part.scored[0] for part in self.reqs):
+        if not any(part.hidden or part.scored[1] > part.scored[0] for part in self.reqs):
             return {}
         lasts = lengths.cumsum() - 1
         firsts = (lasts + 1 - lengths).tolist()
         scored = [(part, at) for part, at in zip(self.reqs, firsts, strict=True)]
+        hidden = _ints([part.hidden for part in self.reqs])
+        counts = hidden[hidden > 0]
         return {
             # position p of a prompt follows token p - 1
             "prompt_logprobs": prompt_rows(
                 [(part.req, *part.scored, at + part.scored[0] - 1 - part.start) for part, at in scored]
             ),
-            "hidden_tokens": lasts[[part.returns_hidden for part in self.reqs]],
+            "hidden_tokens": lasts[hidden > 0],
+            "hidden_counts": counts if (counts > 1).any() else counts[:0],
         }
 
     def _unsent_prefixes(self) -> tuple[PrefixSlots, ...]:
@@ -239,8 +251,9 @@ class ScheduleBatch:
                 part.req.prefix_unsent = False
                 if part.start:
                     assert part.req.req_pool_idx is not None
-                    slots = self.kv.slots(part.req, 0, part.start)
-                    found.append(PrefixSlots(req_pool_idx=part.req.req_pool_idx, slots=slots))
+                    slots, windows = self.kv.slots(part.req, 0, part.start), self.kv.windows
+                    own = slots[:0] if windows is None else windows.slots(slots)
+                    found.append(PrefixSlots(req_pool_idx=part.req.req_pool_idx, slots=slots, window_slots=own))
         return tuple(found)
 
 

@@ -119,7 +119,11 @@ class Scheduler:
         self.running_batch = RunningBatch(kv)
         self.encoder = encoder
         self.sessions = Sessions(
-            kv.prefix_cache, max_sessions=args.max_sessions, timeout_s=args.session_timeout_s, clock=clock
+            kv.prefix_cache,
+            max_sessions=args.max_sessions,
+            timeout_s=args.session_timeout_s,
+            clock=clock,
+            windows=kv.windows,
         )
         self.intake = Intake(
             args=args,
@@ -133,6 +137,7 @@ class Scheduler:
             encoder_order=encoder_order or FairOrder(),
             clock=clock,
             remote=remote,
+            sessions=self.sessions,
         )
         self._reqs: dict[str, Req] = {}
         self._ratio = NewTokenRatio(args.schedule_conservativeness)
@@ -415,9 +420,32 @@ class Scheduler:
             self._ratio.raise_after_retraction(self.running_batch.reqs)
             log.info("retracted %s: %d requests go on", req.rid, len(self.running_batch))
         self.kv.release(req)
+        req.namespace = self.intake.namespace_of(req)  # its KV may have been of older weights
         self.meter.preempted(req)
         req.move_to(ReqStatus.RETRACTED)
         self.waiting_queue.add(req)
+
+    def retract_all(self) -> None:
+        """Let all requests wait again. No step may be in flight."""
+        for req in self.running_batch.reqs:
+            self.running_batch.remove(req)
+            self._retract(req)
+        for req in self.waiting_queue.in_progress:
+            self._retract(req)
+
+    def weights_changed(self, epoch: bytes) -> None:
+        """Go on with other weights. What was cached under the old ones is out of reach: KV by its namespace, which
+        begins with the epoch, and embeddings by their keys. KV of requests under way stays, and is found by nobody."""
+        self.flush_cache()
+        self.intake.epoch = epoch
+        self.due = Due()
+        for req in self._reqs.values():
+            if req.status.is_queued:
+                req.namespace = self.intake.namespace_of(req)
+                if not req.output_ids:
+                    req.begin_scores()
+            if req.prefetch is None and req.status is not ReqStatus.TRANSFERRING:
+                req.media.renew(req.kv_committed_len)
 
     def _resolve_stall(self) -> bool:
         """Find out why no request can be computed: they wait for the encoder, or block each other. Returns whether
@@ -486,6 +514,8 @@ class Scheduler:
             if brought.prompt is not None:
                 assert req.prompt_scores is not None
                 req.prompt_scores.take(part.scored[0], brought.prompt)
+            if req.pooled is not None and brought.hidden is not None:
+                req.pooled.take(part.hidden, brought.hidden)
             if not part.completes:
                 continue
             if not part.output_index:
@@ -526,9 +556,14 @@ class Scheduler:
             self._costs.answered(len(req.output_ids))
             self._end(req, reason)
             self._finished += 1
-        return token_output(req, brought.tokens, brought.logprobs, brought.hidden)
+        hidden = brought.hidden if req.pooled is None else req.pooled.vector()
+        return token_output(req, brought.tokens, brought.logprobs, hidden)
 
     # ------------------------------------------------------------ state
+
+    def adapters_in_use(self) -> set[str]:
+        """Return the digests of the adapters that requests have."""
+        return {req.adapter.digest for req in self._reqs.values() if req.adapter is not None}
 
     def is_idle(self) -> bool:
         """Return True if there is no request, and no slot that another server's KV is written to."""
@@ -556,12 +591,13 @@ class Scheduler:
 
     def check_pools(self, *, held_bytes: int) -> None:
         """Check an idle scheduler for lost memory, see `meter.check_pools`. held_bytes: embeddings held by error."""
-        states = self.kv.states
+        states, windows = self.kv.states, self.kv.windows
         check_pools(
             self.stats(),
             held_bytes=held_bytes,
             sessions=len(self.sessions),
             held_states=states.held if states is not None else 0,
+            held_windows=windows.size - windows.available_size() if windows is not None else 0,
         )
 
     def stats(self) -> SchedulerStats:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vlmserve_common.checkpoint.fields import read_json
-from vlmserve_common.checkpoint.stream import Part, Progress, StoredTensor, Stream, copies_to
+from vlmserve_common.checkpoint.stream import Copies, Part, Progress, StoredTensor, Stream, copies_to
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
 
@@ -80,7 +80,7 @@ class CheckpointReader:
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         for file, expected in _files(folder):
-            stored = _read_header(file)
+            stored = read_header(file)
             if expected is not None:
                 _check_against_index(file, stored, expected)
             self.tensors.update(stored)
@@ -97,9 +97,22 @@ class CheckpointReader:
             by_device.setdefault(target.device, []).append(part)
         progress = Progress(sum(part.size for parts in by_device.values() for part in parts))
         for device, parts in by_device.items():
-            stream = Stream(copies_to(device), threads=_THREADS, part_bytes=_PART_BYTES)
-            stream.run(sorted(parts, key=lambda part: (part.stored.file, part.start)), progress.add)
+            read_parts(parts, copies_to(device), progress.add)
         progress.end()
+
+
+class GivenTensors(CheckpointReader):
+    """Tensors that lie in files of any kind. folder: their name in errors."""
+
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor]) -> None:
+        self.folder, self.tensors = folder, tensors
+
+
+def read_parts(parts: Iterable[Part], copies: Copies, done: Callable[[int], object], *, largest: int = 0) -> None:
+    """Fill the targets of parts, in the order of their bytes. largest: bytes that are read at once, if `cut` needs more
+    than usual. done, errors: those of `Stream.run`."""
+    stream = Stream(copies, threads=_THREADS, part_bytes=max(_PART_BYTES, largest))
+    stream.run(sorted(parts, key=lambda part: (part.stored.file, part.start)), done)
 
 
 def _files(folder: Path) -> list[tuple[Path, set[str] | None]]:
@@ -139,7 +152,8 @@ def _check_against_index(file: Path, stored: dict[str, StoredTensor], expected: 
         raise CheckpointError(f"{file}: {_some(unlisted)} is in it, and not in {INDEX_FILE}")
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file. CheckpointError names the file and the key at fault."""
     try:
         with file.open("rb", buffering=0) as source:
             size = file.stat().st_size

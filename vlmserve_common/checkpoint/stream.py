@@ -126,11 +126,11 @@ def copies_to(device: torch.device) -> Copies:
 
 
 def cut(part: Part, most: int) -> Iterator[Part]:
-    """Cut a part into parts of at most `most` bytes."""
-    count = most // part.stored.dtype.itemsize
-    step = max(1, count // part.stored.row) if part.stored.row else count
+    """Cut a part into parts of at most `most` bytes, between entries of its target."""
+    each = (part.stored.row or math.prod(part.target.shape[1:])) * part.stored.dtype.itemsize
+    step = max(1, most // each)
     for first in range(0, len(part.target), step):
-        start = part.start + first * (part.stored.row or 1) * part.stored.dtype.itemsize
+        start = part.start + first * each
         yield replace(part, start=start, target=part.target[first : first + step])
 
 

@@ -35,13 +35,14 @@ class TextTokenizer:
         self.num_ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._bytes: list[bytes | None] = [None] * self.num_ids
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a rendered prompt; nothing is added, and special tokens' text becomes their ids."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered prompt; special tokens' text becomes their ids. add_special_tokens: add those that
+        tokenizer.json puts around a text, if any."""
         # The library's call for one text holds the interpreter to its end. The one for several texts does not. To give
         # it up and wait for it again costs more than a short text's tokens.
         if len(text) <= _SHORT_CHARS:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def continue_text(self, ids: Sequence[int], text: str) -> list[int]:
         """Ids of the text that `ids` stand for, followed by `text`: its end may join the beginning of `text`.

@@ -11,7 +11,7 @@ not hold has some of these methods. Each is given the module's own name.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from vlmserve_common.checkpoint.reader import CheckpointReader, StoredTensor, parts_of
 from vlmserve_common.compute.linear import Linear
 from vlmserve_common.compute.shard import Box, Cut, Cuts
+from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.errors import CheckpointError
 
 _LISTED = 12
@@ -49,6 +50,16 @@ class WeightRules:
         return any(re.search(pattern, name) for pattern in self.ignored)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What is asked of tensors that replace those of a model. dtypes: of its own checkpoint's tensors, by our names;
+    dtype: of all others. is_part: they need not be all."""
+
+    dtypes: Mapping[str, torch.dtype]
+    dtype: torch.dtype
+    is_part: bool
+
+
 def load_weights(module: nn.Module, reader: CheckpointReader, rules: WeightRules) -> None:
     """Fill all parameters of `module` from a checkpoint, cast to their dtype. Errors: those of `match_weights`."""
     reader.read_into(match_weights(module, reader, rules))
@@ -62,17 +73,19 @@ def match_weights(
     otherwise: Collection[str] = (),
     passed_over: Collection[str] = (),
     eight_bit: Collection[str] = (),
+    update: Update | None = None,
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
     """Match a checkpoint's tensors with the parameters of `module` that they fill. Reading casts to the module's dtype.
 
     otherwise: our names of parameters that are loaded in another way. passed_over: published names of tensors for these
     parameters. eight_bit: our names of parameters that may be stored as 8-bit floats; their scales are loaded in
-    another way. Raises CheckpointError that lists all missing, unexpected, doubled and misshaped tensors.
+    another way. update: what is asked of tensors that replace others. Raises CheckpointError that lists all missing,
+    unexpected, doubled and misshaped tensors.
     """
     targets = {name: target for name, target in stored_tensors(module) if name not in otherwise}
     cuts, elsewhere = stored_cuts(module), stored_elsewhere(module)
     found: dict[str, StoredTensor] = {}
-    unexpected, doubled, misshaped, whole, unscaled = [], [], [], [], []
+    unexpected, doubled, misshaped, whole, unscaled, others = [], [], [], [], [], []
     for name, stored in reader.tensors.items():
         if name in passed_over:
             continue
@@ -93,7 +106,11 @@ def match_weights(
                 whole.append(f"{name} is of {stored.dtype}")
             elif stored.dtype.itemsize == 1 and ours not in eight_bit:
                 unscaled.append(name)
+            elif update is not None and stored.dtype != (dtype := update.dtypes.get(ours, update.dtype)):
+                others.append(f"{name} is {dtype_name(stored.dtype)}, not {dtype_name(dtype)}")
     missing = [_with_siblings(name, found.keys()) for name in targets if name not in found]
+    if update is not None and update.is_part:
+        missing = []
     problems = [
         f"{len(entries)} {what}: {'; '.join(entries[:_LISTED])}{'; ...' if len(entries) > _LISTED else ''}"
         for what, entries in (
@@ -103,11 +120,13 @@ def match_weights(
             ("of the wrong shape", misshaped),
             ("of whole numbers", whole),
             ("of 8-bit floats without a scale", unscaled),
+            ("of another dtype", others),
         )
         if entries
     ]
     if problems:
-        raise CheckpointError(f"{reader.folder}: the tensors do not fit the configuration. " + ". ".join(problems))
+        fit = "the configuration" if update is None else "the model that is served"
+        raise CheckpointError(f"{reader.folder}: the tensors do not fit {fit}. " + ". ".join(problems))
     return [
         part
         for name, stored in found.items()

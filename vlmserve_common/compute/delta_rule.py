@@ -15,6 +15,7 @@ few tokens of which some may be dropped and leaves the state alone, and `advance
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,30 @@ from torch.nn import functional as F
 CHUNK = 64
 """Tokens of a chunk. A run that is cut at multiples of it is computed as if it were not cut."""
 _EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkTable:
+    """The chunks of several requests' tokens, on the device, for kernels. No chunk has over `CHUNK` tokens.
+
+    chunks: int32 [chunks, 5], one request's behind another's: its first token in the batch, the one behind its last,
+    the request's first token, the state that the request goes on from, and the state that is to be kept behind the
+    chunk, or -1. starts: int32 [requests + 1], the first chunk of each.
+    """
+
+    chunks: torch.Tensor
+    starts: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptGuesses:
+    """Where kernels keep what `advance` needs, or find it: keys [places, T or more, heads, key_dim], corrections [...,
+    value_dim], decay [places, T or more, heads], the sums of g; float32. rows: int64 [n], the place of each request."""
+
+    keys: torch.Tensor
+    corrections: torch.Tensor
+    decay: torch.Tensor
+    rows: torch.Tensor
 
 
 def unit_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -147,9 +172,15 @@ def _scaled(q: torch.Tensor) -> torch.Tensor:
 def causal_conv(before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Convolve each channel over a token and those before it, and apply SiLU: before [..., width - 1, C], x [..., T,
     C], weight [C, width] -> [..., T, C]. The sum is in float32, in the same order whatever T is."""
-    every, length = torch.cat((before, x), dim=-2), x.shape[-2]
+    return dilated_conv(torch.cat((before, x), dim=-2), weight, 1)
+
+
+def dilated_conv(x: torch.Tensor, weight: torch.Tensor, dilation: int) -> torch.Tensor:
+    """Compute `causal_conv` of the last T of x [..., (width - 1) * dilation + T, C], with inputs `dilation` tokens
+    apart -> [..., T, C]."""
     taps = weight.float()
-    total = every.narrow(-2, 0, length).float() * taps[:, 0]
+    length = x.shape[-2] - (weight.shape[1] - 1) * dilation
+    total = x.narrow(-2, 0, length).float() * taps[:, 0]
     for tap in range(1, weight.shape[1]):
-        total.addcmul_(every.narrow(-2, tap, length).float(), taps[:, tap])
+        total.addcmul_(x.narrow(-2, tap * dilation, length).float(), taps[:, tap])
     return F.silu(total.to(x.dtype))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -15,18 +16,24 @@ from vlmserve_common.compute.communicator import ALONE, Communicator
 from vlmserve_common.compute.expert_exchange import Choice, Dispatched, Slots, make_exchange
 from vlmserve_common.compute.expert_part import ExpertPart, part_of_experts
 from vlmserve_common.compute.fp8 import FP8, ExpertScales
+from vlmserve_common.compute.int_weights import ExpertInts
 from vlmserve_common.compute.linear import Linear, Workspace, linear, pack_weight
 from vlmserve_common.compute.shard import Box, Cut
 from vlmserve_common.errors import CheckpointError
+from vlmserve_common.kernels import fused
 from vlmserve_common.kernels import packed_linear as native
 from vlmserve_common.kernels.packed_linear import PackedWeight, can_pack, stacked
-from vlmserve_common.kernels.quantized import Mode
+from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, pack_quantized
+
+if TYPE_CHECKING:
+    from vlmserve_common.compute.lora import ActiveAdapters
 
 ExpertLayout = Literal["inputs_first", "outputs_first", "each"]
 """The layout of experts' weights in a checkpoint. All of them are in one tensor, [experts, inputs, outputs] (as
 published) or [experts, outputs, inputs] (as `transformers` 5 has them in memory). Or each has its own name."""
 
-# What names of an expert's tensors end with.
+_EACH = re.compile(r"\d+\.(gate|up|down)_proj\.")
+# What names of tensors of all experts end with.
 _KNOWN = (".weight", "gate_up_proj", "down_proj", "_scale_inv", "_scale")
 _PARTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -62,9 +69,10 @@ class Experts(nn.Module):
     this process has, and how much of each.
 
     gate_up_proj, gates first, and down_proj lie as in the checkpoint (see `lay_out`), so they are read without a copy.
-    `weights` always have the same layout.
+    `weights` always have the same layout. adapters: what active adapters add, under which name; see `compute.lora`.
     """
 
+    adapters: tuple[ActiveAdapters, str] | None = None
     gate_up_proj: nn.Parameter | None
     down_proj: nn.Parameter | None
 
@@ -78,10 +86,12 @@ class Experts(nn.Module):
         self.layout: ExpertLayout = "outputs_first"
         self.packed: tuple[PackedWeight, PackedWeight] | None = None
         self.fp8: ExpertScales | None = None
+        self.ints: ExpertInts | None = None
 
     @property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views [experts, 2 * intermediate_size, size] and [experts, size, intermediate_size]; there until `pack`."""
+        """Views [experts, 2 * intermediate_size, size] and [experts, size, intermediate_size]; there until `pack`, and
+        not with `ints`."""
         assert self.gate_up_proj is not None
         assert self.down_proj is not None
         if self.layout == "inputs_first":
@@ -117,12 +127,24 @@ class Experts(nn.Module):
         )
         self.fp8 = scales
 
+    def hold_ints(self, ints: ExpertInts) -> None:
+        """Have weights of whole numbers, uninitialised, in place of the plain ones, which go."""
+        self.gate_up_proj = self.down_proj = None
+        self.ints = ints
+
+    def take(self, gate_up: Iterable[QuantizedWeight], down: Iterable[QuantizedWeight]) -> None:
+        """Compute with quantised weights of each slot, which `can_pack_quantized`, in place of `ints`, which go."""
+        assert self.ints is not None
+        count, dtype, self.ints = len(self.part.own), self.ints.down.form.dtype, None
+        packed_gate_up = stacked((pack_quantized(weight, None, dtype, gated=True) for weight in gate_up), count)
+        self.packed = packed_gate_up, stacked((pack_quantized(weight, None, dtype) for weight in down), count)
+
     def pack(self, mode: Mode | None = None) -> None:
         """Lay the weights out for this process's operators, if these can use them; the plain ones go.
 
         mode: how weights are quantised, if they can be.
         """
-        if self.packed is not None or not all(can_pack(weights[0]) for weights in self.weights):
+        if self.gate_up_proj is None or not all(can_pack(weights[0]) for weights in self.weights):
             return
         # one after the other: of the first there is then no more than one
         gate_up, down = self.weights
@@ -172,13 +194,13 @@ class Experts(nn.Module):
         """Return the layout of a checkpoint whose experts have tensors of these names and shapes; the published one if
         these do not tell. CheckpointError for quantised ones."""
         for name in shapes:
+            if _EACH.match(name):
+                return "each"
             if not name.endswith(_KNOWN):
                 raise CheckpointError(
-                    f"{name}: experts of whole numbers are not supported; take the plain checkpoint, or that of 8-bit "
-                    "floats (on a CPU, --quantization int8 or int4 quantises the plain one at the start)"
+                    f"{name}: whole numbers of all experts in one tensor are not supported; take a checkpoint with a "
+                    "name for each expert, the plain one, or that of 8-bit floats"
                 )
-        if any(name.endswith("_proj.weight") for name in shapes):
-            return "each"
         whole = self.part.count, self.part.inner
         for leaf, outputs, inputs in (("gate_up_proj", 2 * whole[1], self.size), ("down_proj", self.size, whole[1])):
             if outputs != inputs and shapes.get(leaf) == (whole[0], outputs, inputs):
@@ -198,12 +220,16 @@ class Experts(nn.Module):
         experts elsewhere.
         """
         ids, scores = choice
+        if self.adapters is not None and any(one.has_experts for one in self.adapters[0].adapters):
+            out = self._one_by_one(x, ids, scores, workspace)
+            return out if residual is None else out.add_(residual)
         if self.packed is not None:
             return native.run_experts(x, ids, scores, *self.packed, act=self.act.name, residual=residual)
-        if x.is_cuda and self.act.name == "silu":
+        if self.act.name == "silu" and (x.is_cuda or (self.ints is not None and fused.usable(x))):
             from vlmserve_common.kernels.gpu.experts import run_experts  # not where there is no GPU
 
-            return run_experts(x, ids.int(), scores, *self.weights, residual, self.fp8)
+            gate_up, down = self.weights if self.ints is None else (self.ints.gate_up, self.ints.down)
+            return run_experts(x, ids.int(), scores, gate_up, down, residual, self.fp8)
         out = self._one_by_one(x, ids, scores, workspace)
         return out if residual is None else out.add_(residual)
 
@@ -221,9 +247,9 @@ class Experts(nn.Module):
         for expert, count in enumerate(slots[slots >= 0].bincount(minlength=len(self.part.own)).tolist()):
             if count:
                 own = slice(first, first + count)
-                gate_up, down = self._weights_of(expert, x.dtype)
-                gates, rest = linear(rows[own], gate_up, workspace=workspace).chunk(2, dim=-1)
-                made[order[own]] = linear(self.act(gates).mul_(rest), down, workspace=workspace)
+                tokens = order[own] // chosen
+                inside = self._product("gate_up_proj", expert, rows[own], tokens, workspace)
+                made[order[own]] = self._product("down_proj", expert, inside, tokens, workspace)
                 first += count
         made = made.view(len(x), chosen, x.shape[1])
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -231,15 +257,31 @@ class Experts(nn.Module):
             total.addcmul_(made[:, place].float(), scores[:, place, None].float())
         return total.to(x.dtype)
 
-    def _weights_of(self, slot: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_up, down = (weights[slot] for weights in self.weights)
+    def _product(
+        self, leaf: str, slot: int, x: torch.Tensor, tokens: torch.Tensor, workspace: Workspace | None
+    ) -> torch.Tensor:
+        """Multiply by one expert's weight; by gate_up_proj: act(gates) * rest. tokens: int64, whose rows x are."""
+        gated, added = leaf == "gate_up_proj", None
+        if self.adapters is not None and self.adapters[0].adapters:
+            active, name = self.adapters
+            added = active.added((f"{name}.{leaf}", slot), x, active.rows[tokens.cpu().numpy()])
+        if self.packed is not None:
+            weight = self.packed[0 if gated else 1].one(slot)
+            return native.linear(x, weight, act=self.act.name if gated else "", added=added)
+        if self.ints is not None:
+            out = (self.ints.gate_up if gated else self.ints.down).product(x, index=slot)
+        else:
+            out = linear(x, self._weight_of(0 if gated else 1, slot, x.dtype), workspace=workspace)
+        if added is not None:
+            out += added
+        return self.act.gate(out) if gated else out
+
+    def _weight_of(self, index: int, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        weight = self.weights[index][slot]
         if self.fp8 is None:
-            return gate_up, down
-        wide = [
-            weight.float() * scales[: weight.shape[0], : weight.shape[1]]
-            for weight, scales in zip((gate_up, down), self.fp8.spread(slot), strict=True)
-        ]
-        return wide[0].to(dtype), wide[1].to(dtype)
+            return weight
+        scales = tuple(self.fp8.spread(slot))[index]
+        return (weight.float() * scales[: weight.shape[0], : weight.shape[1]]).to(dtype)
 
 
 class SparseMLP(nn.Module):
@@ -295,7 +337,7 @@ def pack_experts(module: nn.Module, mode: Mode | None = None) -> None:
 
 def choose_layouts(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Give all `Experts` in `module` a checkpoint's layout, before they are filled. shapes: of its tensors, by our
-    names. CheckpointError for quantised experts."""
+    names. CheckpointError for experts of whole numbers in one tensor."""
     for name, child in module.named_modules():
         if isinstance(child, Experts):
             prefix = f"{name}."

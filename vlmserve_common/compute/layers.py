@@ -14,6 +14,7 @@ from vlmserve_common.compute.linear import MergedLinear, row_linear
 from vlmserve_common.compute.shard import Cut
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.rows import can_normalise, layer_norm, rms_norm
+from vlmserve_common.kernels.streams import stream_norm
 
 
 class _Norm(nn.Module):
@@ -53,24 +54,37 @@ def rms_normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class ZeroCentredRMSNorm(_Norm):
-    """x / rms(x) * (1 + weight) over the last dimension, all in float32, rounded once (hybrid models)."""
+    """x / rms(x) * (1 + weight) over the last dimension, all in float32, rounded once (hybrid models). streams: so many
+    equal parts of that dimension are normalised each by itself."""
+
+    def __init__(self, size: int, eps: float, streams: int = 1) -> None:
+        super().__init__(size, eps)
+        self._streams = streams
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape and dtype."""
-        factor = self.weight.float() + 1
-        if x.dtype == torch.float32 and can_normalise(x):
-            return rms_norm(x, factor, self.eps)
-        wide = x.float()
+        if can_normalise(x):
+            return stream_norm(x, self.weight, self._streams, self.eps)
+        wide = x.float().unflatten(-1, (self._streams, -1))
         scale = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return (wide * scale).mul_(factor).to(x.dtype)
+        factor = (self.weight.float() + 1).view(self._streams, -1)
+        return (wide * scale).mul_(factor).flatten(-2).to(x.dtype)
 
 
 class GatedRMSNorm(_Norm):
-    """x / rms(x) * weight * silu(gate) over the last dimension (hybrid models)."""
+    """x / rms(x) * weight * act(gate) over the last dimension (hybrid models). act: silu or sigmoid."""
+
+    def __init__(self, size: int, eps: float, act: str = "silu") -> None:
+        super().__init__(size, eps)
+        self._act = F.silu if act == "silu" else torch.sigmoid
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x, gate [..., size] -> the same shape and dtype."""
-        return (rms_normalise(x, self.eps).mul_(self.weight) * F.silu(gate.float())).to(x.dtype)
+        """x, gate [N, heads, size] -> the same shape and dtype."""
+        if fused.usable(x) and gate[:1].is_contiguous():
+            from vlmserve_common.kernels.gpu import norm
+
+            return norm.gated_rms_norm(x, self.weight, gate, self.eps, sigmoid=self._act is torch.sigmoid)
+        return (rms_normalise(x, self.eps).mul_(self.weight) * self._act(gate.float())).to(x.dtype)
 
 
 class LayerNorm(_Norm):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,10 +22,22 @@ from torch.nn import functional as F
 from vlmserve_common.compute.activations import Activation
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.fp8 import FP8, Fp8Scales
+from vlmserve_common.compute.int_weights import IntWeights
 from vlmserve_common.compute.shard import Cut, Cuts, Shard
 from vlmserve_common.kernels import packed_linear as packed_products
 from vlmserve_common.kernels.packed_linear import PackedWeight
-from vlmserve_common.kernels.quantized import Mode, QuantizedWeight, can_quantize, pack_quantized, quantize
+from vlmserve_common.kernels.quantized import (
+    MODE_BITS,
+    Mode,
+    QuantizedWeight,
+    can_quantize,
+    pack_quantized,
+    quantize,
+    requantize,
+)
+
+if TYPE_CHECKING:
+    from vlmserve_common.compute.lora import ActiveAdapters
 
 # Rows of x up to which the native 16-bit product is faster.
 NATIVE_ROWS = 4
@@ -106,9 +119,11 @@ def _widened_linear(
 class Linear(nn.Module):
     """`linear` with its weight [out_features, in_features] and bias; uninitialised, inference only.
 
-    gated: the first half of the outputs, through the activation, are gates of the other half.
+    gated: the first half of the outputs, through the activation, are gates of the other half. adapters: what active
+    adapters add to it, under which name; see `compute.lora`.
     """
 
+    adapters: tuple[ActiveAdapters, str] | None = None
     weight: nn.Parameter | None
     may_be_quantised = True
     """Whether `pack` may quantise it: False for few outputs that matter much."""
@@ -121,12 +136,15 @@ class Linear(nn.Module):
         self.workspace: Workspace | None = None
         self.packed: PackedWeight | None = None
         self.fp8: Fp8Scales | None = None
+        self.ints: IntWeights | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that it computes in."""
         if self.fp8 is not None:
             return self.fp8.dtype
+        if self.ints is not None:
+            return self.ints.form.dtype
         return self.packed.dtype if self.weight is None else self.weight.dtype  # type: ignore[union-attr]
 
     def pack(self, mode: Mode | None = None) -> None:
@@ -140,10 +158,13 @@ class Linear(nn.Module):
             self.weight = self.bias = None
 
     def take(self, weight: QuantizedWeight) -> None:
-        """Compute with a quantised weight, which `can_pack_quantized`, in place of the plain one, which goes."""
-        assert self.weight is not None
-        self.packed = pack_quantized(weight, self.bias, self.weight.dtype, gated=self.gated)
-        self.weight = self.bias = None
+        """Compute with a quantised weight, which `can_pack_quantized`, in place of the one before, which goes."""
+        self.packed = pack_quantized(weight, self.bias, self.dtype, gated=self.gated)
+        self.weight = self.bias = self.ints = None
+
+    def hold_ints(self, ints: IntWeights) -> None:
+        """Have a weight of whole numbers, uninitialised, in place of the plain one, which goes."""
+        self.weight, self.ints = None, ints
 
     def hold_fp8(self, scales: Fp8Scales) -> None:
         """Have a weight of 8-bit floats, uninitialised, in place of the plain one, which goes."""
@@ -158,24 +179,47 @@ class Linear(nn.Module):
         (self.weight if self.fp8 is None else self.fp8.weights).mul_(by)
         return True
 
+    def in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [n, inputs] of the stored weight with the inputs in the order in which they are packed."""
+        return rows
+
     def forward(
         self, x: torch.Tensor, act: Activation | None = None, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x [M, in_features] -> residual + act(product) [M, out_features]; gated: + act(gates) * rest, half as wide."""
+        added = self._added(x)
         if self.packed is not None:
             name = "" if act is None else act.name
-            return packed_products.linear(x, self.packed, act=name, residual=residual)
-        assert self.weight is not None
-        if self.fp8 is None:
-            out = linear(x, self.weight, self.bias, self.workspace)
+            return packed_products.linear(x, self.packed, act=name, residual=residual, added=added)
+        if self.ints is not None:
+            out = self.ints.product(x, self.bias)
         else:
-            out = self.fp8(x, self.weight, self.bias)
+            assert self.weight is not None
+            if self.fp8 is None:
+                out = linear(x, self.weight, self.bias, self.workspace)
+            else:
+                out = self.fp8(x, self.weight, self.bias)
+        if added is not None:
+            out = out.add_(added)
         if self.gated:
             assert act is not None
             out = act.gate(out)
         elif act is not None:
             out = act(out)
         return out if residual is None else out.add_(residual)
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write `forward` of x to out [M, out_features], whose rows may lie apart."""
+        if self.packed is None:
+            out.copy_(self(x))
+        else:
+            packed_products.linear(x, self.packed, added=self._added(x), out=out)
+
+    def _added(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.adapters is None or not self.adapters[0].adapters:
+            return None
+        active, name = self.adapters
+        return active.added((name, 0), x)
 
 
 class MergedLinear(Linear):
@@ -313,6 +357,15 @@ def pack_weight(
     if mode is not None and can_quantize(weight, mode):
         return pack_quantized(quantize(weight, mode), bias, weight.dtype, gated=gated, mode=mode)
     return packed_products.pack(weight, bias, gated=gated)
+
+
+def rewrite_rows(packed: PackedWeight, first: int, rows: torch.Tensor, *, index: int = 0) -> None:
+    """Put other rows [n, inner] in the place of those from number `first` on, in the way of `pack_weight`. index: which
+    of several weights in one."""
+    if packed.kind in MODE_BITS:
+        requantize(packed, first, rows, index=index)
+    else:
+        packed_products.repack(packed, first, rows.to(packed.dtype), index=index)
 
 
 def pack_linears(module: nn.Module, mode: Mode | None = None) -> None:

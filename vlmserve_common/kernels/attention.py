@@ -80,13 +80,18 @@ def write_kv(
 
 
 def attend(
-    qkv: torch.Tensor, scale: float, requests: torch.Tensor, table: torch.Tensor, cache: CacheLayer
+    qkv: torch.Tensor,
+    scale: float,
+    requests: torch.Tensor,
+    table: torch.Tensor,
+    cache: CacheLayer,
+    window: int = 0,
 ) -> torch.Tensor:
     """Compute causal attention of a step's queries. Returns [N, heads * dim].
 
     qkv [N, heads + 2 * kv_heads, dim], after `write_kv`. table int32 [rows, most]: the slots of each request's tokens.
     requests int64 [B, 4]: a request's row in `table`, its tokens before this step, its tokens in this step, and the row
-    of the first of them in qkv.
+    of the first of them in qkv. window: the tokens that a query sees, its own the last of them; 0: all before it.
     """
     tokens, all_heads, dim = qkv.shape
     kv_heads = cache.keys.shape[1]
@@ -107,5 +112,6 @@ def attend(
         table.stride(0),
         requests.data_ptr(),
         len(requests),
+        window,
     )
     return out

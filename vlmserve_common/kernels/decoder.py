@@ -36,7 +36,8 @@ class MLPWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """A layer: norms [hidden] in front of attention and MLP, and its products."""
+    """A layer: norms [hidden] in front of attention and MLP, and its products. window: see
+    `kernels.attention.attend`."""
 
     attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
@@ -44,6 +45,7 @@ class LayerWeights:
     qkv: PackedWeight
     out: PackedWeight
     mlp: MLPWeights
+    window: int = 0
 
 
 class Sums(Protocol):
@@ -58,6 +60,14 @@ class Sums(Protocol):
         0."""
 
 
+class LayerAdapters(Protocol):
+    """What adapters add to the products of all layers."""
+
+    def of_step(self) -> tuple[int | None, int | None, int]:
+        """Return the addresses of int32 [N], the number of each row's adapter or -1, and of `FactorsStruct`s [layers,
+        4, adapters], of qkv, out, gate_up and down; and the number of adapters. They last until the next step."""
+
+
 class CacheTable:
     """The addresses of all layers' caches, for the library. It keeps the tensors alive."""
 
@@ -69,20 +79,25 @@ class CacheTable:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderStep:
-    """A step over N tokens. cos, sin: of `compute.rotary.rotation`; slots: int64 [N]; the rest: see
-    `kernels.attention.attend`."""
+    """A step over N tokens. cos, sin: of `compute.rotary.rotation`; slots: int64 [N]; window_slots, window_table: those
+    of layers with windows, of the same shapes; the rest: see `kernels.attention.attend`."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     slots: torch.Tensor
     requests: torch.Tensor
     table: torch.Tensor
+    window_slots: torch.Tensor
+    window_table: torch.Tensor
     caches: CacheTable
 
 
 class DecoderLayers:
     """The layers of a decoder whose weights are all packed. The tensors stay as long as this does. sums: of a part of
-    each layer. eps: of all norms; scale: what scores are multiplied by; act: its name."""
+    each layer. eps: of all norms; scale: what scores are multiplied by; act: its name. adapters: what those of a step
+    add, if there may be any."""
+
+    adapters: LayerAdapters | None = None
 
     def __init__(
         self,
@@ -124,6 +139,7 @@ class DecoderLayers:
         assert x.dtype == self._dtype
         assert x.is_contiguous()
         scratch = torch.empty(x.shape[0] * self._scratch, dtype=x.dtype)
+        adapted = (None, None, 0) if self.adapters is None else self.adapters.of_step()
         passed = _Step(
             x.shape[0],
             step.requests.shape[0],
@@ -133,9 +149,12 @@ class DecoderLayers:
             step.requests.data_ptr(),
             step.table.data_ptr(),
             step.table.stride(0),
+            step.window_slots.data_ptr(),
+            step.window_table.data_ptr(),
             ctypes.addressof(step.caches.structs),
             int(step.cos.dtype == torch.bfloat16),
             step.caches.kind,
+            *adapted,
         )
         lost = operators().vs_decoder_layers(
             ctypes.byref(self._decoder), ctypes.byref(passed), first, last, x.data_ptr(), scratch.data_ptr()
@@ -159,6 +178,7 @@ class _Layer(ctypes.Structure):
         ("chosen", c_int64),
         ("first", c_int64),
         ("here", c_int64),
+        ("window", c_int64),
     ]
 
 
@@ -191,9 +211,14 @@ class _Step(ctypes.Structure):
         ("plan", c_void_p),
         ("table", c_void_p),
         ("table_stride", c_int64),
+        ("window_slots", c_void_p),
+        ("window_table", c_void_p),
         ("caches", c_void_p),
         ("narrow_turns", c_int32),
         ("cache_kind", c_int32),
+        ("of_row", c_void_p),
+        ("factors", c_void_p),
+        ("adapters", c_int64),
     ]
 
 
@@ -213,4 +238,5 @@ def _layer(layer: LayerWeights) -> _Layer:
         mlp.chosen,
         mlp.first,
         mlp.gate_up.count,
+        layer.window,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ log = logging.getLogger(__name__)
 
 Choice = Literal["auto", "triton", "torch"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DELTA_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 _device_type: str | None = None
 
 
@@ -39,9 +41,23 @@ def activate(choice: Choice, device: torch.device) -> str:
     return f"torch's operators, which are slower: those in Triton cannot be used: {problem}"
 
 
+def active_on(device: torch.device) -> bool:
+    """Whether the fused operators are active on a device."""
+    return device.type == _device_type
+
+
 def usable(x: torch.Tensor) -> bool:
     """Whether a fused operator may take x: contiguous, in a dtype that they know, and where they are active."""
-    return x.device.type == _device_type and x.dtype in _DTYPES and x.is_contiguous()
+    return _takes(x) and x.is_contiguous()
+
+
+def _takes(x: torch.Tensor) -> bool:
+    return active_on(x.device) and x.dtype in _DTYPES
+
+
+def runs_delta_nets(x: torch.Tensor, key_dim: int, value_dim: int) -> bool:
+    """Whether gated delta nets are computed by Triton's kernels, for inputs like x and heads of these sizes."""
+    return _takes(x) and delta_kernels_work(x.device, x.dtype, key_dim, value_dim)
 
 
 def _trial(device: torch.device) -> str:
@@ -60,15 +76,32 @@ def _trial(device: torch.device) -> str:
 @functools.cache
 def gpu_kernels_work(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
     """Try the kernels of attention inside segments for such tensors. If they fail, a line in the log says why."""
+    return _work("vision attention", device, 0.05, lambda: trial(device, dtype, dim))
+
+
+@functools.cache
+def delta_kernels_work(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """Try the kernels of gated delta nets for such heads. If they fail, a line in the log says why."""
+
+    def run() -> float:
+        from vlmserve_common.kernels.gpu import delta_trial
+
+        return delta_trial.trial(device, dtype, key_dim, value_dim)
+
+    return _work("gated delta nets", device, _DELTA_TOLERANCE[dtype], run)
+
+
+def _work(what: str, device: torch.device, most: float, run: Callable[[], float]) -> bool:
+    """Return True if a trial is off by less than `most`. If not, a line in the log says why."""
     try:
-        apart = trial(device, dtype, dim)
+        apart = run()
     except Exception as error:  # whatever a compiler, a driver or a missing package raises
         why = f"{type(error).__name__}: {first_line(error)}"
     else:
-        if apart < 0.05:
+        if apart < most:
             return True
         why = f"its kernels are wrong on this device, by {apart:.3g}"
-    log.warning("vision attention by torch on %s, not by Triton: %s", device, why)
+    log.warning("%s by torch on %s, not by Triton: %s", what, device, why)
     return False
 
 

@@ -49,6 +49,11 @@ class PackedWeight:
         """The bytes of memory."""
         return self.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    def one(self, number: int) -> PackedWeight:
+        """Return one of several weights, in the same memory."""
+        size = len(self.data) // self.count
+        return replace(self, data=self.data[number * size : (number + 1) * size], count=1)
+
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether this process has the library, and it multiplies by such a weight."""
@@ -66,11 +71,8 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False
     rows, inner = weight.shape
     order = column_order(rows, gated=gated)
     wide = weight.dtype == torch.float32
-    data = torch.empty(len(order) * inner, dtype=weight.dtype)
-    lib = operators()
-    (lib.vs_pack_f32 if wide else lib.vs_pack_bf16)(
-        weight.data_ptr(), inner, order.ctypes.data, len(order), data.data_ptr()
-    )
+    data = torch.zeros(len(order) * inner, dtype=weight.dtype)
+    _pack_rows(weight, order, data)
     return PackedWeight(
         data=data,
         bias=packed_bias(bias, order),
@@ -85,6 +87,53 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False
     )
 
 
+def _pack_rows(weight: torch.Tensor, order: np.ndarray, data: torch.Tensor) -> None:
+    lib = operators()
+    (lib.vs_pack_f32 if weight.dtype == torch.float32 else lib.vs_pack_bf16)(
+        weight.data_ptr(), weight.shape[1], order.ctypes.data, len(order), data.data_ptr()
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedRows:
+    """The place of some rows of a weight that is packed: `panels` of it, of which column c is row order[c] of these; or
+    another row if that is negative."""
+
+    panels: torch.Tensor
+    columns: slice
+    order: np.ndarray
+
+
+def place_of_rows(packed: PackedWeight, first: int, count: int, *, index: int = 0) -> PackedRows:
+    """Find rows first .. first + count - 1 of a packed weight. index: which of its `count` weights."""
+    order = column_order(packed.outputs * (1 + packed.gated), gated=packed.gated)
+    there = (order >= first) & (order < first + count)
+    at = np.flatnonzero(there.reshape(-1, PANEL).any(1))
+    panels = slice(int(at[0]), int(at[-1]) + 1)
+    columns = slice(panels.start * PANEL, panels.stop * PANEL)
+    return PackedRows(
+        panels=packed.data.view(packed.count, packed.panels, -1)[index, panels],
+        columns=columns,
+        order=np.ascontiguousarray(np.where(there, order - first, -1)[columns]),
+    )
+
+
+def repack(packed: PackedWeight, first: int, rows: torch.Tensor, *, index: int = 0) -> None:
+    """Pack rows [n, inner] of another weight, from number `first` on, in place; other rows stay. index: see
+    `place_of_rows`. For weights that are not quantised."""
+    rows = rows.contiguous()
+    place = place_of_rows(packed, first, len(rows), index=index)
+    _pack_rows(rows, place.order, place.panels)
+
+
+def rewrite_bias(packed: PackedWeight, first: int, bias: torch.Tensor) -> None:
+    """Put another bias [n] in the place of the rows from number `first` on."""
+    assert packed.bias is not None
+    place = place_of_rows(packed, first, len(bias))
+    here = torch.from_numpy(np.flatnonzero(place.order >= 0))
+    packed.bias[place.columns][here] = bias.to(packed.dtype).float()[torch.from_numpy(place.order)[here]]
+
+
 def linear(
     x: torch.Tensor,
     weight: PackedWeight,
@@ -92,14 +141,20 @@ def linear(
     act: str = "",
     residual: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    added: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, inner] of the weight's dtype -> residual + act(x W^T + bias) [M, outputs]; gated: act(gate) * up.
+    """x [M, inner] of the weight's dtype -> residual + act(x W^T + bias + added) [M, outputs]; gated: act(gate) * up.
 
-    Rounded once, to out_dtype: x's, or float32 without a residual.
+    Rounded once, to out_dtype: x's, or float32 without a residual. added: of `kernels.lora.added`. out: where the
+    result goes, in rows that may lie apart.
     """
     assert weight.count == 1
     assert x.shape[1] == weight.inner
-    out = torch.empty((len(x), weight.outputs), dtype=out_dtype or x.dtype)
+    if out is None:
+        out = torch.empty((len(x), weight.outputs), dtype=out_dtype or x.dtype)
+    assert out.shape == (len(x), weight.outputs)
+    assert out.stride(1) == 1
     operators().vs_linear(
         KINDS[weight.kind],
         int(x.dtype == torch.bfloat16),
@@ -114,6 +169,7 @@ def linear(
         weight.group,
         int(weight.shifted),
         pointer(weight.bias),
+        pointer(added),
         ACTS[act],
         int(weight.gated),
         pointer(residual),
@@ -182,7 +238,9 @@ def column_order(rows: int, *, gated: bool) -> np.ndarray:
 
 def packed_bias(bias: torch.Tensor | None, order: np.ndarray) -> torch.Tensor | None:
     """A bias [rows] in the order of the packed columns, float32."""
-    return None if bias is None else bias.float()[torch.from_numpy(np.maximum(order, 0))]
+    if bias is None:
+        return None
+    return bias.float()[torch.from_numpy(np.maximum(order, 0))].masked_fill_(torch.from_numpy(order < 0), 0)
 
 
 def _padded(order: np.ndarray, size: int) -> np.ndarray:
@@ -241,3 +299,46 @@ def run_experts(
 def experts_scratch(gate_up: PackedWeight) -> int:
     """Return how many elements of memory the library needs for a token in an expert."""
     return gate_up.inner + gate_up.outputs
+
+
+class SharedMLP:
+    """A sparse MLP with one more expert, which all tokens go through, times a gate, in one call. The weights stay as
+    long as this does. router, gate_up, down: as of `run_experts`; the shared expert's; its gate."""
+
+    def __init__(
+        self,
+        router: PackedWeight,
+        gate_up: PackedWeight,
+        down: PackedWeight,
+        shared_gate_up: PackedWeight,
+        shared_down: PackedWeight,
+        shared_gate: PackedWeight,
+        *,
+        chosen: int,
+        act: str,
+    ) -> None:
+        self.weights = router, gate_up, down, shared_gate_up, shared_down, shared_gate
+        assert gate_up.count == router.outputs
+        self._structs = [weight_struct(weight) for weight in self.weights]
+        self._addresses = [ctypes.addressof(struct) for struct in self._structs]
+        self._chosen, self._act = chosen, ACTS[act]
+        self._scratch = (
+            router.outputs + chosen * (1 + experts_scratch(gate_up)) + shared_gate_up.outputs + router.inner + 1
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, size], contiguous -> [N, size]."""
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        scratch = x.new_empty(len(x) * self._scratch)
+        operators().vs_shared_mlp(
+            int(x.dtype == torch.bfloat16),
+            *self._addresses,
+            self._chosen,
+            self._act,
+            x.data_ptr(),
+            len(x),
+            out.data_ptr(),
+            scratch.data_ptr(),
+        )
+        return out

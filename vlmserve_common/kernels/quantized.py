@@ -7,10 +7,19 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
 import torch
 
 from vlmserve_common.kernels.library import active, multiplies_bytes, operators
-from vlmserve_common.kernels.packed_linear import KINDS, PANEL, Kind, PackedWeight, column_order, packed_bias
+from vlmserve_common.kernels.packed_linear import (
+    KINDS,
+    PANEL,
+    Kind,
+    PackedWeight,
+    column_order,
+    packed_bias,
+    place_of_rows,
+)
 
 Mode = Literal["int8", "int4", "w8a8"]
 """How `--quantization` packs weights. w8a8: int8, and activations are rounded to 8 bits, too."""
@@ -51,6 +60,8 @@ def merged(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Weights with the same inputs and groups, one below the other."""
     first = parts[0]
     assert all((part.bits, part.group) == (first.bits, first.group) for part in parts)
+    if len(parts) == 1:
+        return first
     return QuantizedWeight(
         numbers=torch.cat([part.numbers for part in parts]),
         scales=torch.cat([part.scales for part in parts]),
@@ -94,11 +105,10 @@ def quantize(weight: torch.Tensor, mode: Mode) -> QuantizedWeight:
     return QuantizedWeight(numbers=numbers, scales=scales, zeros=zeros.short(), bits=bits, group=group)
 
 
-def can_pack_quantized(weight: QuantizedWeight) -> bool:
-    """Whether this process has the library, and it multiplies by such a weight."""
-    multiple = _multiple("int4" if weight.bits == 4 else "int8")
-    inner = weight.numbers.shape[1]
-    return active() is not None and inner % multiple == 0 and (weight.group % multiple == 0 or weight.group >= inner)
+def can_pack_quantized(bits: int, inner: int, group: int) -> bool:
+    """Whether this process has the library, and it multiplies by a weight of so many inputs with groups of `group`."""
+    multiple = _multiple("int4" if bits == 4 else "int8")
+    return active() is not None and inner % multiple == 0 and (group % multiple == 0 or group >= inner)
 
 
 def pack_quantized(
@@ -112,25 +122,11 @@ def pack_quantized(
     """A copy for products with x of `dtype`. bias [N]; gated: see `PackedWeight`; mode: w8a8 only for a weight that
     `quantize` made in it."""
     rows, inner = weight.numbers.shape
-    groups = weight.scales.shape[1]
     order = column_order(rows, gated=gated)
     kind: Kind = mode or ("int4" if weight.bits == 4 else "int8")
-    # held until the call is over
-    numbers, scales = weight.numbers.contiguous(), weight.scales.contiguous()
-    shifts = (2 ** (weight.bits - 1) - weight.zeros).half().contiguous()
     # for each column its numbers and, for each group, a scale and a shift of 16 bits
-    data = torch.empty(len(order) * (inner * weight.bits // 8 + groups * 4), dtype=torch.uint8)
-    operators().vs_pack_quantised(
-        KINDS[kind],
-        numbers.data_ptr(),
-        inner,
-        scales.data_ptr(),
-        shifts.data_ptr(),
-        groups,
-        order.ctypes.data,
-        len(order),
-        data.data_ptr(),
-    )
+    data = torch.zeros(len(order) * (inner * weight.bits // 8 + weight.scales.shape[1] * 4), dtype=torch.uint8)
+    shifted = _pack_rows(kind, weight, order, data)
     return PackedWeight(
         data=data,
         bias=packed_bias(bias, order),
@@ -139,10 +135,37 @@ def pack_quantized(
         panels=len(order) // PANEL,
         outputs=rows // 2 if gated else rows,
         group=weight.group,
-        shifted=bool(shifts.any()),
+        shifted=shifted or mode == "int4",  # whatever comes in its place
         gated=gated,
         dtype=dtype,
     )
+
+
+def requantize(packed: PackedWeight, first: int, rows: torch.Tensor, *, index: int = 0) -> None:
+    """Do `packed_linear.repack` for a weight that `quantize` made, in the same mode."""
+    assert packed.kind != "float32"
+    assert packed.kind != "bfloat16"
+    place = place_of_rows(packed, first, len(rows), index=index)
+    _pack_rows(packed.kind, quantize(rows.to(packed.dtype), packed.kind), place.order, place.panels)
+
+
+def _pack_rows(kind: Kind, weight: QuantizedWeight, order: np.ndarray, data: torch.Tensor) -> bool:
+    """Return whether any zero is not in the middle."""
+    # held until the call is over
+    numbers, scales = weight.numbers.contiguous(), weight.scales.contiguous()
+    shifts = (2 ** (weight.bits - 1) - weight.zeros).half().contiguous()
+    operators().vs_pack_quantised(
+        KINDS[kind],
+        numbers.data_ptr(),
+        numbers.shape[1],
+        scales.data_ptr(),
+        shifts.data_ptr(),
+        scales.shape[1],
+        order.ctypes.data,
+        len(order),
+        data.data_ptr(),
+    )
+    return bool(shifts.any())
 
 
 def _multiple(mode: Mode) -> int:

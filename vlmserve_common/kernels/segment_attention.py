@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vlmserve_common.kernels.library import active, operators
+from vlmserve_common.kernels.library import active, operators, pointer
 
 BLOCK_PATCHES = 16
 """Patches that are packed together: those of a segment from its begin on."""
@@ -22,12 +22,12 @@ def can_attend(qkv: torch.Tensor) -> bool:
 class SegmentAttention:
     """Attention inside segments, in several calls: `pack` the keys and values of all, then `attend`.
 
-    Queries and keys are turned by their positions; scores are divided by sqrt(dim). A patch's result depends on
-    its own segment only, bit for bit.
+    Queries and keys are turned by their positions, if there are any; scores are divided by sqrt(dim). A patch's result
+    depends on its own segment only, bit for bit.
 
-    qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim]; bounds int64 [segments +
-    1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in the dtype
-    of qkv: the result.
+    qkv [P, 3, heads, dim]; cos and signed sin (`compute.rotary.rotation`) float32 [P, 1, dim], or None; bounds int64
+    [segments + 1] on the CPU: where segments begin among the P patches, and the end of the last. out [P, heads, dim] in
+    the dtype of qkv: the result.
 
     pieces: how many there are for `attend`: 96 queries of one head, or fewer at the end of a segment; head by head in a
     segment. threads: that share a call's pieces.
@@ -36,13 +36,13 @@ class SegmentAttention:
     def __init__(
         self,
         qkv: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
+        cos: torch.Tensor | None,
+        signed_sin: torch.Tensor | None,
         bounds: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         lib = operators()
-        assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin, bounds, out))
+        assert all(tensor.is_contiguous() for tensor in (qkv, cos, signed_sin, bounds, out) if tensor is not None)
         _, _, heads, dim = qkv.shape
         narrow = int(qkv.dtype == torch.bfloat16)
         lengths = bounds.diff()
@@ -55,8 +55,8 @@ class SegmentAttention:
         self._arguments = (
             narrow,
             qkv.data_ptr(),
-            cos.data_ptr(),
-            signed_sin.data_ptr(),
+            pointer(cos),
+            pointer(signed_sin),
             heads,
             dim,
             bounds.data_ptr(),

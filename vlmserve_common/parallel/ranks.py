@@ -44,6 +44,7 @@ class Ranks:
         # on one machine, the starter of the ranks looks after them
         self.presence = None if place.is_file else Presence(place, self._store, self.rank)
         self._groups: list[ProcessGroup] = []
+        self._failures = 0
         # from the first stage on, so that no rank waits for one that waits for it
         self.group = self._make(f"stage {stage}", shard.rank, width) if width > 1 else None
         before = self._make(f"link {self.rank - width}", 1, 2) if stage else None
@@ -83,6 +84,15 @@ class Ranks:
         of all ranks there, and nothing elsewhere."""
         self._store.set(f"{what}/{self.rank}", fact)  # type: ignore[arg-type]
         return [self._store.get(f"{what}/{rank}") for rank in range(self.size)] if self.rank == 0 else []
+
+    def failure(self, own: str) -> str:
+        """Return why a rank could not do what all ranks were to do; "" if all could. own: this rank's reason. All ranks
+        call this; the others learn their own reason only."""
+        if self.smallest(not own):
+            return ""
+        self._failures += 1
+        told = self.tell_first(f"failure {self._failures}", own.encode())
+        return next((fact.decode() for fact in told if fact), own)
 
     def close(self) -> None:
         """Disconnect; the other ranks see that this one is gone."""

@@ -50,6 +50,7 @@ class Block:
         self.path = path
         self.nbytes = nbytes
         self._address: int | None = None
+        self.reused = False  # its maker writes other arrays to it later
         self._lease: weakref.ref[_Lease] | None = None
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
@@ -161,24 +162,46 @@ class SharedArrays:
         If `mapped`, a large array is the block itself, read-only, and frees it when it goes.
         """
         path = self._path(name)
-        nbytes = _size(shape, dtype)
         with open(path, "rb", buffering=0) as file:
             try:
-                if os.fstat(file.fileno()).st_size < nbytes:
-                    raise ValueError(f"shared block {name!r} does not hold {nbytes} bytes")
-                if self._mapped and nbytes >= MAPPED_FROM_BYTES and self._has_room(0):
-                    own = self._own_path()
-                    with contextlib.suppress(OSError):  # no more mappings or names to be had: copied, then
-                        os.link(path, own)
-                        return Block(own, file.fileno(), nbytes, writable=False).array(shape, dtype)
-                array = np.empty(shape, dtype)
-                target = array.reshape(-1).view(np.uint8).data
-                read = 0
-                while count := file.readinto(target[read:]) or 0:
-                    read += count
-                return array
+                return self._read(file, path, dtype, shape)
             finally:
                 path.unlink()  # not before: its maker would use it again
+
+    def look_at(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the array of a block that stays its holder's (`hold`). OSError if it is gone, ValueError if it is
+        smaller."""
+        path = self._path(name)
+        with open(path, "rb", buffering=0) as file:
+            return self._read(file, path, dtype, shape)
+
+    def hold(self, array: np.ndarray) -> tuple[np.ndarray, str]:
+        """Return an array in a block of its own, which goes with the array, and the block's name. An array that lies
+        in one already is returned as it is. OSError when memory is full."""
+        block = block_of(array)
+        if block is None or block.reused or block.path.parent != self.directory:
+            block = self._new_block(max(1, array.nbytes))
+            held = block.array(array.shape, array.dtype)
+            held[...] = array
+            held.flags.writeable = False
+            array = held
+        return array, block.path.name
+
+    def _read(self, file: Any, path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+        nbytes = _size(shape, dtype)
+        if os.fstat(file.fileno()).st_size < nbytes:
+            raise ValueError(f"shared block {path.name!r} does not hold {nbytes} bytes")
+        if self._mapped and nbytes >= MAPPED_FROM_BYTES and self._has_room(0):
+            own = self._own_path()
+            with contextlib.suppress(OSError):  # no more mappings or names to be had: copied, then
+                os.link(path, own)
+                return Block(own, file.fileno(), nbytes, writable=False).array(shape, dtype)
+        array = np.empty(shape, dtype)
+        target = array.reshape(-1).view(np.uint8).data
+        read = 0
+        while count := file.readinto(target[read:]) or 0:
+            read += count
+        return array
 
     def discard(self, name: str) -> None:
         """Free a block that will not be taken."""
@@ -214,23 +237,27 @@ class SharedArrays:
         return None
 
     def _make(self, nbytes: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        block = self._new_block(nbytes)
+        array = block.array(shape, dtype)  # before anyone may see the block, who would think it free
+        with self._lock:
+            if sum(one.nbytes for one in self._kept) + nbytes <= self._spare_bytes:
+                block.reused = True
+                self._kept.append(block)
+        return array
+
+    def _new_block(self, nbytes: int) -> Block:
         if not self._has_room(nbytes):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.directory))
         path = self._own_path()
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # or a write to it would end the process when there is no room
-            block = Block(path, fd, nbytes, writable=True)
+            return Block(path, fd, nbytes, writable=True)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
             os.close(fd)
-        array = block.array(shape, dtype)  # before anyone may see the block, who would think it free
-        with self._lock:
-            if sum(one.nbytes for one in self._kept) + nbytes <= self._spare_bytes:
-                self._kept.append(block)
-        return array
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether half of the file system would still be free."""

@@ -2,8 +2,8 @@
 
 A message is a dataclass. Frame 0 is its type's name, frame 1 its MessagePack body. There ``[dtype, shape, place]``
 stands for an array. A place is a frame's index or, for large arrays with a `SharedArrays`, a block's name. A tensor
-goes as the array of its values on the CPU. Decoding a message of unknown type, or one that does not fit its type,
-raises `WireError`.
+goes as the array of its values on the CPU. The place of a `HeldArray` is the block that holds it. Decoding a message of
+unknown type, or one that does not fit its type, raises `WireError`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from vlmserve_common.errors import VlmserveError
+from vlmserve_common.transport.held import HeldArray
 from vlmserve_common.transport.shm import SharedArrays
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class WireCodec:
     def _encode_value(self, value: object) -> object:
         if isinstance(value, np.ndarray):
             return self._encode_array(value)
+        if isinstance(value, HeldArray):
+            return self._encode_held(value)
         if isinstance(value, np.generic):
             return value.item()
         # not by isinstance: processes without tensors do without torch
@@ -141,6 +144,17 @@ class WireCodec:
         array, dtype = to_array(value.detach().cpu())
         self._kept.append(array)  # for as long as its id stands for it
         return [dtype, *self._encode_array(array)[1:]]
+
+    def _encode_held(self, value: HeldArray) -> object:
+        if self._shared is not None and value.nbytes:
+            try:
+                array, name = self._shared.hold(value.array)
+            except OSError as error:
+                logger.debug("no room to hold an array in shared memory (%s): it goes with its message", error)
+            else:
+                value.move(array)
+                return [value.dtype.str, list(value.shape), name]
+        return self._encode_array(value.array)
 
     def _encode_array(self, value: np.ndarray) -> list[object]:
         if value.dtype.kind not in _KINDS:
@@ -166,6 +180,8 @@ class WireCodec:
     def _decode_value(self, cls: type, value: Any) -> Any:
         if cls is np.ndarray:
             return self._decode_array(*value)
+        if cls is HeldArray:
+            return self._decode_held(*value)
         if cls.__module__ == "torch" and cls.__name__ == "Tensor":
             return self._decode_tensor(*value)
         raise NotImplementedError(f"cannot receive a {cls.__name__}")
@@ -175,10 +191,15 @@ class WireCodec:
 
         return from_array(self._decode_array(_BITS.get(dtype_name, dtype_name), shape, place), dtype_name)
 
+    def _decode_held(self, dtype_name: str, shape: list[int], place: int | str) -> HeldArray:
+        shared = self._shared
+        if not isinstance(place, str) or shared is None or shared.is_block_name(place):
+            return HeldArray(self._decode_array(dtype_name, shape, place))
+        dtype, size = _checked_dtype(dtype_name), tuple(shape)
+        return HeldArray.elsewhere(lambda: shared.look_at(place, dtype, size), dtype, size)
+
     def _decode_array(self, dtype_name: str, shape: list[int], place: int | str) -> np.ndarray:
-        dtype = np.dtype(dtype_name)
-        if dtype.kind not in _KINDS:
-            raise ValueError(f"refused an array of {dtype}")
+        dtype = _checked_dtype(dtype_name)
         if place not in self._arrays:
             self._arrays[place] = self._fetch(place, dtype, tuple(shape))
         return self._arrays[place]
@@ -189,6 +210,13 @@ class WireCodec:
         if self._shared is None:
             raise ValueError("a shared block on a channel without shared memory")
         return self._shared.take(place, dtype, shape)
+
+
+def _checked_dtype(name: str) -> np.dtype:
+    dtype = np.dtype(name)
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"refused an array of {dtype}")
+    return dtype
 
 
 class MessageChannel:

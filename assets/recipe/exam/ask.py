@@ -18,17 +18,17 @@ from assets.recipe.exam.report import Ask, Outcome, examine
 MOST_TOKENS = 64
 
 
-def asker(base_url: str, model: str | None = None) -> Ask:
+def asker(base_url: str, model: str | None = None, body: dict[str, Any] | None = None) -> Ask:
     """Asks the chat completions API at `base_url`, greedily; `model` is the first that the server lists by default.
 
-    The environment variable OPENAI_API_KEY has the key, for servers that want one.
+    `body`: more fields of each request. The environment variable OPENAI_API_KEY has the key, for servers that want one.
     """
     client = OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"))
     name = model or client.models.list().data[0].id
 
     def ask(messages: list[Message]) -> str:
         reply = client.chat.completions.create(
-            model=name, messages=cast(Any, messages), temperature=0, max_tokens=MOST_TOKENS
+            model=name, messages=cast(Any, messages), temperature=0, max_tokens=MOST_TOKENS, extra_body=body
         )
         return reply.choices[0].message.content or ""
 
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the exam, print its report and write it where asked; 1 if the accuracy is below `--at-least`."""
     options = _parser().parse_args(arguments)
     questions = make_questions(options.level, options.count, options.seed)
-    report = examine(questions, asker(options.base_url, options.model), options.concurrency)
+    report = examine(questions, asker(options.base_url, options.model, options.body), options.concurrency)
     for outcome in report.wrong[: options.show_wrong]:
         print(_shown(outcome))
     print(report)
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m assets.recipe.exam.ask", description=__doc__)
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1", help="of the OpenAI-compatible API")
     parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--body", type=json.loads, metavar="JSON", help="more fields of each request")
     parser.add_argument("--level", choices=LEVELS, default="v1", help="v3: texts and boxes; v4: clips")
     parser.add_argument("--count", type=_positive, default=500, help="questions")
     parser.add_argument("--seed", type=int, default=1, help="settles scenes and questions")

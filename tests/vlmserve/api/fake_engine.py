@@ -28,7 +28,7 @@ from vlmserve.config.settings import ServerSettings
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler
 from vlmserve.frontend.detokenizer import DetokenizerManager
-from vlmserve.ipc.control_messages import ControlRequest, ControlResult
+from vlmserve.ipc.control_messages import ControlRefused, ControlRequest, ControlResult
 from vlmserve.ipc.messages import (
     AbortReq,
     BatchTokenizedGenerateReqInput,
@@ -47,6 +47,7 @@ from vlmserve.ipc.messages import (
     TokenLogprobs,
     TokenOutput,
 )
+from vlmserve.ipc.weight_messages import WeightsDone, WeightsOrder
 from vlmserve_common.checkpoint.text_tokenizer import TextTokenizer, load_text_tokenizer
 
 MODEL = "org/tiny"
@@ -61,12 +62,27 @@ WAIT_S = 20.0  # a bound for waits on other threads, never waited for when all i
 Script = Callable[[TokenizedGenerateReqInput, int], int]
 
 
+class FakeWeights:
+    """Notes all orders, and refuses those whose type it is given a reason for."""
+
+    are_there = True
+
+    def __init__(self) -> None:
+        self.orders: list[WeightsOrder] = []
+        self.refuses: dict[type, ControlRefused] = {}
+        self.missing = 0
+
+    def handle(self, order: WeightsOrder) -> WeightsDone | ControlRefused:
+        self.orders.append(order)
+        return self.refuses.get(type(order)) or WeightsDone(nbytes=8, missing=self.missing)
+
+
 class FakeScheduler:
     """Answers each request token by token, as `script(request, index)` says, one event loop turn a token.
 
     encodes_pictures: says in its stages that pictures were encoded. pause_after: requests stop before the token of that
-    index until they are aborted. encodes: media to be encoded ahead of time, which are answered at once unless
-    pause_encodes.
+    index until they are aborted, or `lift_pauses`. encodes: media to be encoded ahead of time, which are answered at
+    once unless pause_encodes.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -77,6 +93,7 @@ class FakeScheduler:
         self.pause_encodes = False
         self.aborts: list[AbortReq] = []
         self.pause_after: int | None = None
+        self.lift_pauses = False
         self.fail_with: FinishReason | None = None
         self.encodes_pictures = False
         self.answers_stats = True
@@ -85,7 +102,8 @@ class FakeScheduler:
         self._detokenizer = DetokenizerManager(tokenizer)
         self._changed = threading.Condition()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.control = EngineControl(self, Profiler(), device="cpu", dtype="float32")
+        self.weights, self.retracted = FakeWeights(), False
+        self.control = EngineControl(self, Profiler(), self.weights, device="cpu", dtype="float32")
 
     @property
     def num_active(self) -> int:
@@ -138,6 +156,9 @@ class FakeScheduler:
     def drain(self) -> None:
         pass
 
+    def retract_all(self) -> None:
+        self.retracted = True
+
     def stats(self) -> SchedulerStats:
         return make_stats(num_running_reqs=len(self._tasks))
 
@@ -165,9 +186,15 @@ class FakeScheduler:
             del self._tasks[request.rid]
             self._deliver(self._output(request.rid, (), self.fail_with, length, 0))
             return
+        if not params.max_new_tokens:
+            await asyncio.sleep(0)
+            del self._tasks[request.rid]
+            output = self._output(request.rid, (), FinishReason(type="length"), length, 0)
+            self._deliver(output._replace(first=True, stages=self._stages(request, 0)))
         for index in range(params.max_new_tokens):
             if index == self.pause_after:
-                await asyncio.Event().wait()
+                while not self.lift_pauses:
+                    await asyncio.sleep(0.002)
             await asyncio.sleep(0)
             token = self.script(request, index)
             finish = None

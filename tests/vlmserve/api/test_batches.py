@@ -322,7 +322,7 @@ def test_batches_hold_up_nobody_else(client: TestClient, monkeypatch: pytest.Mon
     ("body", "param"),
     [
         ({"input_file_id": "file-none"}, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/rerank"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds"),
     ],

@@ -40,7 +40,7 @@ def test_the_ways_to_send_them(client, served):
         assert np.array_equal(item.feature, ROWS.numpy())
         ((start, end),) = item.offsets
         assert end - start == 6
-        keys.add(item.media_key)
+        keys.add(tuple(item.patch_keys))
     assert len(keys) == 1
 
 

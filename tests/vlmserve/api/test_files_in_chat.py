@@ -62,7 +62,7 @@ def test_a_picture_by_id_is_the_picture(client, served):
         {"type": "image_url", "image_url": {"file_id": name, "detail": "auto"}},
     ):
         (item,) = media_of(served, client, part)
-        assert item.media_key == expected.media_key
+        assert item.patch_keys == expected.patch_keys
 
 
 def test_what_stands_beside_an_id_counts(client, served):
@@ -82,7 +82,7 @@ def test_a_video_by_id_is_the_video(client, served):
         {"type": "video_url", "video_url": {"file_id": name}},
     ):
         (item,) = media_of(served, client, part)
-        assert item.media_key == expected.media_key
+        assert item.patch_keys == expected.patch_keys
     (fewer,) = media_of(served, client, {"type": "video_url", "video_url": {"file_id": name}, "nframes": 2})
     assert fewer.grid_thw[0] < expected.grid_thw[0]
 
@@ -112,7 +112,7 @@ def test_frames_by_id_are_those_frames(client, served):
     (expected,) = media_of(served, client, {"type": "video", "video": [red, png_url(), blue]})
     mixed = [{"file_id": names[0]}, png_url(), {"file_id": names[1]}]
     (item,) = media_of(served, client, {"type": "video", "video": mixed, "fps": 2})
-    assert item.media_key == expected.media_key
+    assert item.patch_keys == expected.patch_keys
 
 
 def test_frames_by_id_that_are_refused(client):

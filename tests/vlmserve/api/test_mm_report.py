@@ -11,6 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.processors.clips import make_clip
+from tests.processors.fake_embedder import fake_embedder
+from tests.processors.test_sampling_by_question import coloured
 from tests.vlmserve.api.fake_engine import CHAT, MODEL, Served, png_url, serving
 from tests.vlmserve.api.test_generation import stream
 
@@ -75,7 +77,47 @@ def test_a_pictures_report(client):
         "clamps": [],
         "ignored": [],
         "video": None,
+        "audio": None,
+        "pruning": None,
     }
+
+
+def test_what_leaves_a_medium_is_told(client):
+    white = image(png_url(size=(300, 200)), skip_repeats=True)
+    [medium] = report(client, white)
+    assert medium["pruning"] == {
+        "repeats": 54 - medium["tokens"],
+        "before_tower": 54 - medium["tokens"],
+        "unchanged": 0,
+        "video_pruning_rate": 0,
+        "tokens_of_patches": [medium["tokens"]],
+    }
+    clip = {"type": "video", "video": CLIP}
+    [whole] = report(client, clip)
+    fields = {
+        "mm_processor_kwargs": {"video_pruning_rate": 0.5},
+        "return_usage_details": True,
+        "return_mm_report": True,
+    }
+    got = answer(client, clip, **fields)
+    [fewer] = got["mm_report"]["media"]
+    details = got["usage"]["prompt_tokens_details"]
+    assert fewer["tokens"] == whole["tokens"] // 2 == details["video_tokens"]
+    assert fewer["pruning"]["unchanged"] == details["pruned_tokens"] == whole["tokens"] - fewer["tokens"]
+    assert (fewer["scale"], fewer["grid_thw"]) == (whole["scale"], whole["grid_thw"])
+    assert "pruned_tokens" not in answer(client, clip, return_usage_details=True)["usage"]["prompt_tokens_details"]
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        ({"skip_repeats": "yes"}, "skip_repeats"),
+        ({"video_pruning_rate": 1}, "video_pruning_rate"),
+        ({"sampling": "smart"}, "sampling"),
+    ],
+)
+def test_what_cannot_leave_is_refused(client, part, word):
+    assert word in str(refused(client, {"type": "video", "video": CLIP, **part}))
 
 
 def test_media_are_in_prompt_order(client):
@@ -160,6 +202,46 @@ def test_kwargs_reach_videos(client):
     assert few["video"]["frame_indices"] == [0, 7, 15, 22]
     assert own["video"]["frame_indices"] == [0, 15]
     assert own["tokens"] <= 4
+
+
+# ---------------------------------------------------------------- sampling by the question
+
+
+def test_a_question_chooses_frames(checkpoint_folder):
+    clip = coloured((60, 70, (220, 20, 20)))
+    url = "data:video/mp4;base64," + base64.b64encode(clip).decode()
+    video = {"type": "video_url", "video_url": {"url": url}, "nframes": 16, "sampling": "question", "max_pixels": 784}
+    with (
+        fake_embedder() as embedder,
+        serving(checkpoint_folder, {"embedder_url": embedder.url + "/", "embedder_model": "colours"}) as served,
+        TestClient(served.app, raise_server_exceptions=False) as client,
+    ):
+        content = [video, {"type": "text", "text": "When is it red?"}]
+        asked = body(return_mm_report=True, messages=[{"role": "user", "content": content}])
+        reply = client.post(CHAT, json=asked).json()
+        assert "warnings" not in reply, reply
+        found = reply["mm_report"]["media"][0]["video"]
+        assert found["sampling"] == "question"
+        assert sum(58 <= at < 72 for at in found["timestamps"]) >= 10
+        assert embedder.asked == ["When is it red?"]
+        embedder.answers = (503, b"")
+        content[1]["text"] = "When is it green?"
+        reply = client.post(CHAT, json=asked).json()
+        found = reply["mm_report"]["media"][0]["video"]
+        assert (found["sampling"], found["fallback"]) == (
+            "adaptive",
+            "the server of embeddings answers with HTTP status 503",
+        )
+        assert reply["warnings"] == [
+            "messages[0].content[0]: frames were chosen by changes, not by the question: the server of embeddings "
+            "answers with HTTP status 503"
+        ]
+
+
+def test_without_an_embedder_a_question_is_refused(client):
+    error = refused(client, {"type": "video_url", "video_url": {"url": CLIP}, "sampling": "question"})
+    assert error["param"] == "messages[0].content[0]"
+    assert "--embedder-url" in error["message"]
 
 
 # ---------------------------------------------------------------- clamps

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from tests.vlmserve.api.fake_engine import MODEL, Served
+from tests.vlmserve.api.fake_engine import MODEL, Served, ids_of, png_url
+from vlmserve.api.responses import held
 from vlmserve.api.responses.api import ResponseStore
 from vlmserve.api.responses.items import to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.protocol import ResponsesRequest
@@ -238,14 +241,14 @@ def test_no_owner_pushes_out_another(store: ResponseStore, many: int, text: str)
 def test_a_conversation_is_all_that_it_goes_back_to(store: ResponseStore) -> None:
     store.add("me", _response("a"), [{"text": "1"}])
     store.add("me", _response("b", "a"), [{"text": "2"}])
-    assert [item["text"] for item in store.conversation("me", "b")] == ["1", "a", "2", "b"]
+    assert [[item["text"] for item in one.items] for one in store.chain("me", "b")] == [["2", "b"], ["1", "a"]]
     for owner, name in (("you", "b"), ("me", "x")):
         with pytest.raises(BadRequestError) as caught:
-            store.conversation(owner, name)
+            store.chain(owner, name)
         assert (caught.value.status, caught.value.param) == (404, "previous_response_id")
     store.delete("me", "a")
     with pytest.raises(BadRequestError, match="which 'b' goes back to"):
-        store.conversation("me", "b")
+        store.chain("me", "b")
 
 
 def test_it_is_there_after_a_restart(store: ResponseStore, stores: Stores) -> None:
@@ -253,3 +256,121 @@ def test_it_is_there_after_a_restart(store: ResponseStore, stores: Stores) -> No
     store.close()
     with contextlib.closing(ResponseStore(stores, most=5, most_bytes=1000)) as again:
         assert again.find("me", "a").response == _response("a")
+
+
+# ---------------------------------------------------------------- media of earlier responses
+
+RESPONSES = "/v1/responses"
+
+
+def _shown(seed: int, **fields: Any) -> dict[str, Any]:
+    part = {"type": "input_image", "image_url": png_url((seed, 60, 30))}
+    return {"input": [{"role": "user", "content": [part, {"type": "input_text", "text": "And?"}]}], **fields}
+
+
+def _respond(client: TestClient, **body: Any) -> str:
+    answer = client.post(RESPONSES, json={"model": MODEL, "max_output_tokens": 2, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
+
+
+def _digests(served: Served) -> list[bytes]:
+    return [item.digest for item in served.scheduler.requests[-1].mm_inputs.items]
+
+
+def _loads(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many media each request loads."""
+    pool, found = served.frontend.manager._media._pool, []
+    load = pool.load
+
+    async def counted(requests: Any, **options: Any) -> Any:
+        found.append(len(requests))
+        return await load(requests, **options)
+
+    monkeypatch.setattr(pool, "load", counted)
+    return found
+
+
+def test_pictures_of_earlier_responses_are_not_loaded_again(
+    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the engine is asked is what it is asked without a memory of them."""
+    loads = _loads(served, monkeypatch)
+    first = _respond(client, **_shown(1))
+    assert served.scheduler.requests[-1].session_id == ""
+    second = _respond(client, **_shown(2), previous_response_id=first)
+    _respond(client, input="Why?", previous_response_id=second)
+    third = served.scheduler.requests[-1]
+    assert [sum(loads[at : at + 2]) for at in (0, 2, 4)] == [1, 1, 0]
+    assert third.session_id.endswith(f"responses from {first}")
+    digests = _digests(served)
+    client.app.state.response_media.forget(first)
+    _respond(client, input="Why?", previous_response_id=second)
+    again = served.scheduler.requests[-1]
+    assert sum(loads[6:]) == 1, "what is gone is loaded again"
+    assert (ids_of(again), _digests(served)) == (ids_of(third), digests)
+    branch = _respond(client, **_shown(3), previous_response_id=first, store=False, stream=False)
+    assert len(_digests(served)) == 2
+    assert branch.startswith("resp")
+
+
+def test_a_response_that_had_to_load_them_again_keeps_all(
+    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _respond(client, **_shown(1))
+    client.app.state.response_media.forget(first)
+    second = _respond(client, **_shown(2), previous_response_id=first)
+    loads = _loads(served, monkeypatch)
+    _respond(client, **_shown(3), previous_response_id=second)
+    assert sum(loads) == 1
+    assert len(_digests(served)) == 3
+
+
+def test_turns_that_are_left_out_take_their_pictures_with_them(client: TestClient, served: Served) -> None:
+    first = _respond(client, **_shown(1))
+    second = _respond(client, **_shown(2), previous_response_id=first)
+    _respond(client, input="word " * 45, previous_response_id=second, truncation="auto")
+    assert len(served.scheduler.requests[-1].mm_inputs.items if served.scheduler.requests[-1].mm_inputs else ()) < 2
+
+
+def test_pictures_that_others_need_to_be_found_are_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response is of no use to one that goes on from it without those in between."""
+    monkeypatch.setattr(held, "nbytes_of", lambda _: 1)
+
+    async def found() -> list[Any]:
+        media = held.HeldMedia(3, ttl=60.0)
+        for number, name in enumerate("abc"):
+            media.keep(name, [name], whole=not number)  # type: ignore[list-item]
+        assert media.find("cba") == ["a", "b", "c"]
+        media.keep("d", ["d"], whole=False)  # type: ignore[list-item]
+        return media.find("dcba")
+
+    assert asyncio.run(found()) == ["b", "c", "d"]
+
+
+def test_memory_of_earlier_pictures_is_bounded(serve: Callable[..., tuple[Served, TestClient]]) -> None:
+    _, client = serve(max_response_media_bytes=8000, open_session_timeout_s=0.5)
+    with client:
+        held = client.app.state.response_media
+        names = [_respond(client, **_shown(seed)) for seed in range(3)]
+        assert list(held._kept) == names[2:], "4704 bytes each"
+        assert client.delete(f"{RESPONSES}/{names[2]}").status_code == 200
+        assert (held._kept, held.nbytes) == ({}, 0)
+        _respond(client, **_shown(9))
+        until = time.monotonic() + 10
+        while held.nbytes:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+    _, client = serve(max_response_media_bytes=0)
+    with client:
+        first = _respond(client, **_shown(1))
+        _respond(client, input="Why?", previous_response_id=first)
+
+
+def test_errors_name_the_places_of_the_request(client: TestClient) -> None:
+    first = _respond(client, **_shown(1))
+    bad = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    body = {"model": MODEL, "input": [{"role": "user", "content": [bad]}], "previous_response_id": first}
+    answer = client.post(RESPONSES, json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[0].content[0]"

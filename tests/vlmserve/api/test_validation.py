@@ -240,15 +240,15 @@ def test_what_comes_back_of_a_value_is_short(client):
         ("POST", "/v1/nope", 404, "served are /v1/chat/completions, /v1/completions, "),
         (
             "POST",
-            "/v1/embeddings",
+            "/v1/images/generations",
             404,
-            "takes POST; this version serves no embeddings; served are /v1/chat/completions, ",
+            "takes POST; this version serves no images; served are /v1/chat/completions, ",
         ),
         (
             "POST",
             "/v1/audio/speech",
             404,
-            "takes POST; this version serves no audio; served are /v1/chat/completions, ",
+            "takes POST; this version serves no audio/speech; served are /v1/chat/completions, ",
         ),
         ("GET", "/x", 404, "there is nothing at /x that takes GET; served are /v1/chat/completions, "),
         ("GET", CHAT, 405, f"there is nothing at {CHAT} that takes GET; it takes POST"),
@@ -265,7 +265,6 @@ UNSUPPORTED = [
     ({"audio": {"voice": "x", "format": "wav"}}, "modalities"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
     ({"web_search_options": {}}, "web_search_options"),
-    (part({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0].content[0]"),
 ]
 
 

@@ -44,7 +44,7 @@ def test_media_are_those_of_a_chat_request_and_every_one_is_answered_for(client,
     chat["messages"][0]["content"][-1]["text"] = "what"
     assert client.post("/v1/chat/completions", json=chat).status_code == 200
     wanted = served.scheduler.requests[-1].mm_inputs.items
-    assert [item.media_key for item in asked.items] == [item.media_key for item in wanted]
+    assert [item.patch_keys for item in asked.items] == [item.patch_keys for item in wanted]
     assert not asked.pin
     assert served.scheduler.aborts == []
 

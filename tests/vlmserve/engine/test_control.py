@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vlmserve.api.fake_engine import make_stats
+from tests.vlmserve.api.fake_engine import FakeWeights, make_stats
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler
 from vlmserve.ipc.control_messages import (
@@ -56,7 +56,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def control(engine: FakeEngine) -> EngineControl:
-    return EngineControl(engine, Profiler(clock=lambda: 5.0), device="cpu", dtype="float32")
+    return EngineControl(engine, Profiler(clock=lambda: 5.0), FakeWeights(), device="cpu", dtype="float32")
 
 
 def refusal(result: object, status: int = 409) -> str:

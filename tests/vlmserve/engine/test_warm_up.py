@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.tiny_checkpoints import make_checkpoint
+from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.warm_up import warm_up
 from vlmserve_common.kernels import fused
@@ -77,8 +77,9 @@ def answers(llm: LLM) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has no interpreter, and is warmed up before it serves")
-def test_requests_find_all_kernels_built(tmp_path):
-    folder = str(make_checkpoint("qwen3_vl", tmp_path))
+@pytest.mark.parametrize("family", ["qwen3_vl", HYBRID])
+def test_requests_find_all_kernels_built(tmp_path, family):
+    folder = str(make_checkpoint(family, tmp_path))
     try:
         with (
             LLM(folder, attention_backend="triton", gpu_kernels="triton", **SETTINGS, **MIXED) as llm,
@@ -92,10 +93,12 @@ def test_requests_find_all_kernels_built(tmp_path):
     assert asked - at_start == set()
     kinds = {name for name, *_ in at_start}
     assert {"split_kernel", "extend_kernel", "position_and_store_kernel", "noisy_best_kernel"} <= kinds
+    assert ("follow_kernel" in kinds) is (family == HYBRID)
 
 
-def test_it_changes_no_answer(tmp_path):
-    folder = str(make_checkpoint("qwen3_vl", tmp_path))
+@pytest.mark.parametrize("family", ["qwen3_vl", HYBRID])
+def test_it_changes_no_answer(tmp_path, family):
+    folder = str(make_checkpoint(family, tmp_path))
     with LLM(folder, **SETTINGS) as llm:
         wanted = answers(llm)
         llm.flush_cache()

@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 
 from tests.fake_graphs import CallsAgain, Recorder
 from tests.tiny_checkpoints import FAMILIES, HYBRID, make_checkpoint
+from tests.vlmserve.executor.captured import capture_steps
 from tests.vlmserve.executor.paged_backend import PagedBackend
 from tests.vlmserve.models.batches import forward_batch
 from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.graph_planning import batch_sizes
-from vlmserve.engine.recurrent import state_shape
 from vlmserve.executor.cuda_graphs import DecodeGraphs
 from vlmserve.memory.kv_cache import KVCache
-from vlmserve.memory.recurrent_cache import RecurrentCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.registry import load_model
@@ -217,25 +216,13 @@ def test_the_same_tokens_with_and_without(folders: dict[str, Path], family: str)
     pools = {"max_running_requests": 5, "max_total_tokens": 320, "page_size": 4, "schedule_conservativeness": 0.1}
     with LLM(str(folders[family]), num_threads=1, cpu_kernels="off", **pools) as llm:
         wanted = list(answers(llm))
-        runner, capturer = llm._runner, Recorder()
+        capturer = Recorder()
         llm.flush_cache()
-        runner.attn_backend = PagedBackend()
-        shape = state_shape(runner.model.config, runner.model.dtype)
-        if shape is not None:
-            runner.recurrent_cache = RecurrentCache(runner.recurrent_cache.num_states, shape, CPU, padded=True)
-        graphs = DecodeGraphs(
-            3,
-            model=runner.model,
-            kv_cache=runner.kv_cache,
-            req_to_token_pool=runner.req_to_token_pool,
-            attn_backend=runner.attn_backend,
-            capturer=capturer,
-            recurrent_cache=runner.recurrent_cache,
-        )
-        graphs.capture(batch_sizes(3))  # steps of four and five are computed as ever
-        runner.attach_graphs(graphs)
+        capture_steps(llm, batch_sizes(3), capturer)  # steps of four and five are computed as ever
         assert list(answers(llm)) == wanted
         assert capturer.replayed > NEW
-        if shape is not None:
-            assert not runner.recurrent_cache.recurrent[0].any()
-            assert runner.recurrent_cache.recurrent[-1].any()
+        states = llm._runner.recurrent_cache
+        assert (states is None) == (family != HYBRID)
+        if states is not None:
+            assert not states.recurrent[0].any()
+            assert states.recurrent[-1].any()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from processors.video.options import VideoKnobs
+from processors.video.options import Focus, VideoKnobs
 from tests.vlmserve.tiny_tokenizer import TEMPLATE
 from vlmserve.frontend.chat_messages import ImageRef, VideoRef, to_template_messages
 from vlmserve.frontend.chat_template import ChatTemplate, load_chat_template
+from vlmserve.frontend.media import same_media
 from vlmserve_common.errors import BadRequestError, CheckpointError
 
 HI = [{"role": "user", "content": "hi"}]
@@ -234,7 +236,11 @@ def test_unknown_fields_of_a_part_are_refused(part, param):
             {"role": "user", "content": [{"type": "video", "video": "x", "fps": 1, "sample_fps": 1}]},
             "messages[0].content[0]",
         ),
-        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "messages[0].content[0]"),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "messages[0].content[0].input_audio.data",
+        ),
+        ({"role": "system", "content": [{"type": "audio", "audio": "x"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": [{"type": "hologram"}]}, "messages[0].content[0].type"),
         ({"role": "system", "content": [{"type": "image", "image": "x"}]}, "messages[0].content[0]"),
         ({"role": "user", "content": "a <pad> b"}, "messages[0].content"),
@@ -244,3 +250,34 @@ def test_bad_messages(message, param):
     with pytest.raises(BadRequestError) as caught:
         to_template_messages([message], reserved=["<pad>"])
     assert caught.value.param == param
+
+
+def test_the_question_about_a_video_is_its_messages_text_or_the_next_one():
+    clip = {"type": "video", "video": "u", "sampling": "question"}
+    other = {"type": "video", "video": "v"}
+
+    def text(said):
+        return {"type": "text", "text": said}
+
+    _, media = to_template_messages(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [text("See"), clip, text("this."), other]},
+            {"role": "assistant", "content": "Fine."},
+            {"role": "user", "content": [clip]},
+            {"role": "assistant", "content": "And?"},
+            {"role": "user", "content": " What is red? "},
+            {"role": "user", "content": [clip]},
+        ]
+    )
+    assert [one.question for one in media] == ["See this.", "See this.", "What is red?", ""]
+    assert [one.asked.focus for one in media] == [
+        Focus(question="See this."),
+        None,
+        Focus(question="What is red?"),
+        Focus(question=""),
+    ]
+    assert same_media(media[1:2], [replace(media[1], question="else")])
+    assert not same_media(media[:1], [replace(media[0], question="else")])
+    long = replace(media[0], question="x" * 3000 + "end").asked.focus.question
+    assert (len(long), long[-3:]) == (2000, "end")

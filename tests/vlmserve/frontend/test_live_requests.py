@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.vlmserve.frontend.test_tokenizer_manager import PICTURE, STOP, House, ask, run
-from vlmserve.frontend.live_requests import FinishRate, RequestAbortedError, RequestTimeoutError
+from vlmserve.frontend.live_requests import FinishRate, LiveRequest, RequestAbortedError, RequestTimeoutError
 from vlmserve.frontend.requests import GenerateReqInput, WarmupInput
 from vlmserve.ipc.messages import AbortReq, TokenizedGenerateReqInput
 from vlmserve_common.errors import BadRequestError
@@ -151,6 +151,20 @@ def test_the_time_to_come_again_follows_from_how_fast_answers_end() -> None:
         await waiting[0]
 
     run(scenario)
+
+
+def test_an_end_that_comes_too_late_to_interrupt_the_work_ends_the_request_all_the_same() -> None:
+    async def scenario() -> None:
+        request: LiveRequest[str] = LiveRequest(request_id="a", n=1, started=0.0)
+
+        async def work() -> None:
+            await asyncio.sleep(0)
+            request.end(RequestAbortedError("by an operator"))  # the work is over before it can be cancelled
+
+        with pytest.raises(RequestAbortedError, match="by an operator"):
+            await request.interruptible(work())
+
+    asyncio.run(scenario())
 
 
 def test_rates() -> None:

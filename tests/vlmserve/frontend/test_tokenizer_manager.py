@@ -41,6 +41,8 @@ PICTURE = {"type": "image_url", "image_url": {"url": "u"}}
 class FakeMedia:
     """Every picture is one token; `gate` holds loading up."""
 
+    sees, pads = True, ()
+
     def __init__(self) -> None:
         self.gate = asyncio.Event()
         self.gate.set()
@@ -55,10 +57,13 @@ class FakeMedia:
             self.cancelled += 1
             raise
         fetched()
-        return [image.source for image in images]
+        return [SimpleNamespace(source=image.source, parts=()) for image in images]
+
+    def check(self, media):
+        pass
 
     def report(self, media, processed):
-        return tuple(SimpleNamespace(kind="image", grid_thw=(1, 2, 2)) for _ in processed)
+        return tuple(SimpleNamespace(kind="image", patches=4, pruned_tokens=0) for _ in processed)
 
     def process(self, prompt_ids, images):
         return ExpandedPrompt(input_ids=np.asarray(prompt_ids, np.int64), mm_inputs=None)

@@ -13,7 +13,16 @@ import pytest
 
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.ipc.channels import Channels
-from vlmserve.ipc.control_messages import ControlResult, EngineState, FlushCacheReq
+from vlmserve.ipc.control_messages import (
+    AdapterLoaded,
+    ControlRefused,
+    ControlRequest,
+    ControlResult,
+    EngineState,
+    FlushCacheReq,
+    LoadAdapterReq,
+    UnloadAdapterReq,
+)
 from vlmserve.ipc.engines import Engines, connect
 from vlmserve.ipc.messages import (
     AbortReq,
@@ -29,6 +38,8 @@ from vlmserve.ipc.messages import (
     TokenOutput,
 )
 from vlmserve.ipc.sockets import ControlServer, Receiver
+from vlmserve.routing.replicas import ReplicaRouter
+from vlmserve_common.checkpoint.adapter_ref import AdapterRef
 
 PATIENCE_S = 20.0
 
@@ -156,3 +167,37 @@ def test_operators_reach_all(replicas: Replicated):
     finally:
         for server in servers:
             server.close()
+
+
+class Adapting:
+    """The control channel of a replica that answers the loading of an adapter. asked: everything that it was asked."""
+
+    def __init__(self, answer: ControlResult) -> None:
+        self.answer, self.asked = answer, list[ControlRequest]()
+
+    async def ask(self, question: ControlRequest) -> ControlResult:
+        self.asked.append(question)
+        idle = EngineState(paused=False, num_running_reqs=0, num_waiting_reqs=0)
+        return self.answer if isinstance(question, LoadAdapterReq) else idle
+
+
+def test_an_adapter_that_one_replica_refuses_is_at_none() -> None:
+    def loaded(digest: str, *, is_new: bool = True) -> AdapterLoaded:
+        return AdapterLoaded(adapter=AdapterRef(digest=digest, path="/a", tower=False), is_new=is_new)
+
+    def ask(*answers: ControlResult) -> tuple[ControlResult, list[list[ControlRequest]]]:
+        replicas = [Adapting(answer) for answer in answers]
+        engines = Engines([], replicas, ReplicaRouter(len(replicas)))  # type: ignore[arg-type]
+        answer = asyncio.run(engines.ask(LoadAdapterReq(path="/a")))
+        return answer, [one.asked[1:] for one in replicas]
+
+    forget = [UnloadAdapterReq(digest="x")]
+    assert ask(loaded("x"), loaded("x")) == (loaded("x"), [[], []])
+    answer, further = ask(loaded("x"), ControlRefused(message="no", status=400), loaded("x", is_new=False))
+    assert isinstance(answer, ControlRefused)
+    assert answer.message == "replica 1: no"
+    assert further == [forget, [], []], "the third one has it by another name"
+    answer, further = ask(loaded("x"), loaded("y"))
+    assert isinstance(answer, ControlRefused)
+    assert "changed while replicas read it" in answer.message
+    assert further == [forget, [UnloadAdapterReq(digest="y")]]

@@ -120,9 +120,9 @@ TestStates = StatesMachine.TestCase
 TestStates.settings = SETTINGS
 
 
-@pytest.mark.parametrize("hidden", [0, 7])
-def test_memory_is_counted_as_it_is_taken(hidden):
-    shape = StateShape(conv=(2, 3, 8), recurrent=(2, 4, 6, 5), conv_dtype=torch.bfloat16, hidden=hidden)
+@pytest.mark.parametrize("more", [{}, {"hidden": 7}, {"ngram_conv": (1, 9, 12), "ngram_ids": 2}])
+def test_memory_is_counted_as_it_is_taken(more):
+    shape = StateShape(conv=(2, 3, 8), recurrent=(2, 4, 6, 5), conv_dtype=torch.bfloat16, **more)
     cache, guesses = RecurrentCache(3, shape, torch.device("cpu")), GuessCache(2, 5, shape, torch.device("cpu"))
     taken = [
         sum(part.nbytes for part in vars(one).values() if isinstance(part, torch.Tensor)) for one in (cache, guesses)

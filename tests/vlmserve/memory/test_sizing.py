@@ -166,3 +166,13 @@ def test_the_hosts_slots(monkeypatch):
         slots(enable_hierarchical_cache=True, tp_size=2)
     with pytest.raises(EngineError, match=r"--hicache-size-gib is 0.03, room for 0 tokens of 1048576 bytes"):
         slots(enable_hierarchical_cache=True, hicache_size_gib=0.03)
+
+
+@pytest.mark.parametrize("windowed", [1, 30, 99])
+def test_layers_with_windows_take_less(windowed: int) -> None:
+    windows = sizing.WindowRoom(1000, windowed)
+    assert sizing.kv_bytes(5000, 100, windows) == 5000 * (100 - windowed) + 1000 * windowed
+    for nbytes in range(0, 300_000, 777):
+        tokens = sizing.kv_tokens(nbytes, 100, windows)
+        assert sizing.kv_bytes(tokens, 100, windows) <= nbytes < sizing.kv_bytes(tokens + 1, 100, windows)
+    assert sizing.kv_bytes(10**9, 100, sizing.WindowRoom(1000, 100)) == 100_000

@@ -11,6 +11,7 @@ from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.req_to_token import ReqToTokenPool
 from vlmserve.models.attention.base import AttentionBackend, ForwardBatch, ForwardMode
 from vlmserve.models.config import ModelConfig
+from vlmserve_common.checkpoint.rope import Rope
 
 
 def forward_batch(
@@ -56,11 +57,11 @@ def make_config(**changes: Any) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 32,
         "vocab_size": 50,
-        "max_position_embeddings": 4096,
+        "context_length": 4096,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "attention_bias": False,
-        "rope_theta": 500.0,
+        "rope": Rope(theta=500.0),
         "mrope_section": (6, 5, 5),
         "tie_word_embeddings": True,
         "eos_token_ids": (1,),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny_checkpoints import make_checkpoint
-from vlmserve_common.kernels import library
+from vlmserve_common.kernels import fused, library
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,12 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
     library.activate("auto" if request.param == "operators" else "off", threads=1)
     yield request.param
     library.activate("off", threads=1)
+
+
+@pytest.fixture
+def triton() -> None:
+    """With the GPU's operators, under Triton's interpreter."""
+    fused.activate("triton", torch.device("cpu"))
 
 
 @pytest.fixture

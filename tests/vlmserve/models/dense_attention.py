@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.recurrent_cache import RecurrentCache, RecurrentStep, Span
 from vlmserve.models.attention.base import (
     AttentionBackend,
@@ -108,7 +109,9 @@ def reference_logits(folder: Path) -> torch.Tensor:
 def logits_of(model: VisionLanguageModel) -> torch.Tensor:
     """What a model computes for IDS: [length, vocab]."""
     model.pack()
-    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0])
+    shape = state_shape(model.config, model.dtype)
+    states = None if shape is None else RecurrentCache(1, shape, torch.device("cpu"))
+    batch = make_batch(DenseAttention(), [IDS], [POSITIONS], [0], states)
     return model.compute_logits(model(model.embed_tokens(IDS), batch.positions, batch))
 
 

@@ -1,18 +1,32 @@
-"""A gated delta net over the steps of an engine: wherever prompts are cut, and whoever is in the batch."""
+"""A gated delta net over the steps of an engine: wherever prompts are cut, and whoever is in the batch. By torch, and
+by the kernels of a GPU."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.vlmserve.models.launch_counter import launches
+from tests.vlmserve_common.kernels.triton_device import DEVICE
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.recurrent_cache import GuessCache, GuessedTokens, RecurrentCache, RecurrentStep, Span
 from vlmserve.memory.recurrent_states import StateCopy
 from vlmserve.models.delta_net import GatedDeltaNet
 from vlmserve.models.registry import load_model
+from vlmserve_common.kernels import fused
 
 TOKENS = 300
+
+
+@pytest.fixture(autouse=True, params=["torch", pytest.param("triton", marks=pytest.mark.slow)])
+def operators(request):
+    """What computes: torch, or the kernels of a GPU under Triton's interpreter."""
+    if request.param == "triton" and (find_spec("triton") is None or DEVICE.type != "cpu"):
+        pytest.skip("needs Triton's interpreter")
+    fused.activate(request.param, torch.device("cpu"))
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +43,7 @@ def new_cache(config) -> RecurrentCache:
 
 def run(net, x, cache, spans=(), singles=(), guessed=()) -> torch.Tensor:
     """singles: pairs of a token of x and a state."""
-    tokens, states = torch.tensor(singles, dtype=torch.int64).view(-1, 2).unbind(1)
+    tokens, states = torch.tensor(singles, dtype=torch.int64).view(-1, 2).T.contiguous()
     step = RecurrentStep(
         cache=cache,
         spans=tuple(spans),
@@ -105,7 +119,7 @@ def test_batch_mates_change_nothing(net):
 def test_a_state_goes_back_behind_wrong_guesses(net, right):
     """Of two requests with guesses, beside one that decodes; a snapshot is made on the way."""
     net, config = net
-    x = torch.randn(80, config.hidden_size, generator=torch.Generator().manual_seed(6))
+    x = torch.randn(90, config.hidden_size, generator=torch.Generator().manual_seed(6))
     cache, alone = new_cache(config), new_cache(config)
     cache.guesses = GuessCache(3, 5, state_shape(config, torch.float32), torch.device("cpu"))
     for part in (cache.guesses.keys, cache.guesses.corrections, cache.guesses.decay):
@@ -127,3 +141,19 @@ def test_a_state_goes_back_behind_wrong_guesses(net, right):
     for part, want in ((cache.recurrent, alone.recurrent), (cache.conv, alone.conv)):
         torch.testing.assert_close(part[1:3, 1], want[1:3, 1], rtol=1e-4, atol=1e-5)
     assert torch.allclose(cache.recurrent[4, 1], cache.recurrent[1, 1], rtol=1e-4, atol=1e-5) == (right == 1)
+
+
+@torch.inference_mode()
+def test_launches_of_a_decode_step(net, operators):
+    """Three products, and three launches between them."""
+    net, config = net
+    x, cache = torch.ones(2, config.hidden_size), new_cache(config)
+    for _ in range(2):  # the first time there is a trial
+        with launches() as names:
+            run(net, x, cache, singles=[(0, 1), (1, 2)])
+    names = names[names.index("linear") :]
+    if operators == "triton":
+        between = ["convolve_few_kernel", "few_kernel", "gated_rms_norm_kernel"]
+        assert names[:-1] == ["linear", "linear", *between, "linear"], names  # and the residual
+    else:
+        assert len(names) > 50

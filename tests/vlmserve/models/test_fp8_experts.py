@@ -81,7 +81,7 @@ def test_of_a_part_scales_are_those_of_its_elements(folders: tuple[Path, Path], 
             assert all((weights.dtype == FP8) is keep for weights in experts.weights)
             inner = slice(experts.part.first, experts.part.first + experts.part.size)
             for slot, expert in enumerate(experts.part.own):
-                gate_up, down = experts._weights_of(slot, torch.float32)
+                gate_up, down = (experts._weight_of(index, slot, torch.float32) for index in range(2))
                 wanted = expected.weights[0][expert].unflatten(0, (2, 40))[:, inner].flatten(0, 1)
                 torch.testing.assert_close(gate_up, wanted, rtol=1e-6, atol=0)
                 torch.testing.assert_close(down, expected.weights[1][expert][:, inner], rtol=1e-6, atol=0)

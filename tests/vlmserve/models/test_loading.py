@@ -158,8 +158,24 @@ DEFAULTS = ModelDefaults(rope_theta=1e6, mrope_section=(2, 3, 3))
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type 'yarn' is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window is true, which this family does not have"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4.0}},
+            "type 'longrope' is not supported; supported: default, ",
+        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "factor is 0.5, and must be from 1 to 2097151"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "must be from 1 to 2097151"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor is nan"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": -1}}, "beta_fast is -1.0, and must be above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "attention_factor": 0}}, "attention_factor is 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "mscale": 1, "mscale_all_dim": -9}}, "mscale_all_dim is -9"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}},
+            "high_freq_factor is 1.0, and must be above low_freq_factor, 4.0",
+        ),
+        ({"rope_scaling": {"full_attention": {"type": "yarn"}}}, r"kinds of layers \(full_attention\)"),
+        ({"rope_theta": 1}, "rope_theta is 1.0, and must be above 1"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 4]}}, "sum of half a head"),
         ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads 3"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -250,11 +266,16 @@ def test_experts_are_read_in_every_layout(tmp_path):
         (
             "each",
             lambda t: t.update({EXPERTS + "5.up_proj.qweight": torch.zeros(1, 1)}),
-            r"2\.mlp\.experts\.5\.up_proj\.qweight: experts of whole numbers are not supported",
+            r"1 unexpected: \S+experts\.5\.up_proj\.qweight",
+        ),
+        (
+            "inputs_first",
+            lambda t: t.update({EXPERTS + "down_proj.qweight": torch.zeros(1, 1)}),
+            r"2\.mlp\.experts\.down_proj\.qweight: whole numbers of all experts in one tensor are not supported",
         ),
         ("inputs_first", lambda t: t.pop(EXPERTS[:-8] + "gate.weight"), r"1 missing: \S+2\.mlp\.gate\.weight"),
     ],
-    ids=["head", "no-gate", "too-many", "shape", "scale", "quantised", "router"],
+    ids=["head", "no-gate", "too-many", "shape", "scale", "quantised", "together", "router"],
 )
 def test_every_expert_and_the_head_are_accounted_for(tmp_path, made, change, message):
     kind = {"tied": False} if made == "untied" else {"experts": made}

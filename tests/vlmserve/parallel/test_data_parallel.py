@@ -30,6 +30,9 @@ from vlmserve.engine.rank_processes import replica_args
 from vlmserve_common.errors import EngineError
 
 PICTURES = ("shapes.png", "receipt.png")
+# answers that last until their clients leave, however fast the machine
+SLOW = ("--logits-processors", "tests.vlmserve.forbidding:Slow")
+ENDLESS = {"stream": True, "max_tokens": 3900, "ignore_eos": True, "logits_processors": ["slow"]}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,8 @@ def question(text: str, picture: str | None = None) -> list[dict[str, Any]]:
 
 
 def answer(client: openai.OpenAI, messages: list[dict[str, Any]], **options: Any) -> Any:
-    extra = {name: options.pop(name) for name in ("data_parallel_rank", "session_id", "ignore_eos") if name in options}
+    ours = ("data_parallel_rank", "session_id", "ignore_eos", "logits_processors")
+    extra = {name: options.pop(name) for name in ours if name in options}
     return client.chat.completions.create(
         model="tiny",
         messages=messages,  # type: ignore[arg-type]
@@ -172,19 +176,19 @@ def test_a_request_does_not_wait_where_its_prompt_is_cached_while_another_replic
 ):
     """It is computed at once. Beyond what all replicas together take, and only then, there is a 429."""
     flags = ("--dp-size", "2", "--max-running-requests", "1", "--max-queued-requests", "1")
-    with serving(tmp_path / "run", *flags, model=default_model) as server, server.client() as client:
-        endless = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
-        streams = [answer(client, question("Go on and on. " * 20), **endless) for _ in range(2)]
+    with serving(tmp_path / "run", *flags, *SLOW, model=default_model) as server, server.client() as client:
+        streams = [answer(client, question("Go on and on. " * 20), **ENDLESS) for _ in range(2)]
         for stream in streams:
             next(iter(stream))
-        assert figures(server, "requests_running") == [1, 1]
+        deadline = time.monotonic() + PATIENCE_S
+        while figures(server, "requests_running") != [1, 1]:
+            assert time.monotonic() < deadline
         with ThreadPoolExecutor(2) as pool:
             named = [pool.submit(answer, client, question("Hi"), data_parallel_rank=0) for _ in range(2)]
-            deadline = time.monotonic() + PATIENCE_S
             while figures(server, "requests_waiting") != [2, 0]:
                 assert time.monotonic() < deadline
             with pytest.raises(openai.RateLimitError, match=r"4 answers are waiting or running .* the limit is 4"):
-                answer(client, question("Hi"))
+                answer(client.with_options(max_retries=0), question("Hi"))  # a later try may find room
             for stream in streams:
                 stream.close()
             assert all(waited.result().choices for waited in named)
@@ -192,15 +196,12 @@ def test_a_request_does_not_wait_where_its_prompt_is_cached_while_another_replic
 
 @pytest.mark.slow
 def test_when_a_replica_dies_the_streams_of_all_end_and_so_does_the_server(default_model: Path, tmp_path: Path):
-    with serving(tmp_path / "run", "--dp-size", "2", model=default_model) as server:
+    with serving(tmp_path / "run", "--dp-size", "2", *SLOW, model=default_model) as server:
         with server.client() as client:
             children = {name_of(pid): pid for pid in children_of(server.process.pid)}
             directories = server.directories()
             assert {"r0-scheduler", "r1-scheduler", "r0-detokenizer", "r1-detokenizer"} <= children.keys()
-            streams = [
-                answer(client, question("Go on."), stream=True, max_tokens=3000, ignore_eos=True, data_parallel_rank=n)
-                for n in range(2)
-            ]
+            streams = [answer(client, question("Go on."), data_parallel_rank=n, **ENDLESS) for n in range(2)]
             for stream in streams:
                 next(iter(stream))
             os.kill(children["r1-scheduler"], signal.SIGKILL)

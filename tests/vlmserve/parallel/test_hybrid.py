@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, make_checkpoint
+from tests.tiny_checkpoints import HYBRID, HYBRID_MOE, STREAMED, make_checkpoint
 from tests.vlmserve.parallel.sharing import assert_alike
 from tests.vlmserve.reference import ask, picture
 from vlmserve import LLM, SamplingOverrides
@@ -28,7 +28,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("family", [HYBRID, pytest.param(HYBRID_MOE, marks=pytest.mark.slow)])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in (HYBRID_MOE, STREAMED)]
+
+
+@pytest.mark.parametrize("family", [HYBRID, *SLOW])
 def test_the_same_answers_as_alone(family: str, tmp_path: Path):
     """Chunks of prompts, pictures, prefixes that are found, requests that are taken back, steps in flight."""
     folder = make_checkpoint(family, tmp_path)
@@ -50,7 +53,8 @@ def test_the_same_answers_as_alone(family: str, tmp_path: Path):
             states.append((cache.conv.shape, cache.recurrent.shape, llm._runner.model.config.num_kv_layers))
             if size == 2:
                 group, layers = llm.engine.ranks.group, len(llm._runner.model.language_model.layers)
-                assert group.counts["all_reduce"] == llm.stats().forward_steps_total * (2 * layers + 1)
+                tables = 2 if family == STREAMED else 0
+                assert group.counts["all_reduce"] == llm.stats().forward_steps_total * (2 * layers + 1 + tables)
     assert_alike(*answers)
     (conv, recurrent, _), (own_conv, own_recurrent, _) = states
     assert own_conv[-1] == conv[-1] / 2

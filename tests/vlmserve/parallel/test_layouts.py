@@ -12,7 +12,7 @@ import pytest
 
 from tests.fp8_checkpoints import make_fp8
 from tests.quantized_checkpoints import make_quantized
-from tests.tiny_checkpoints import ALL_FAMILIES, FAMILIES, HYBRID_MOE, HYBRIDS, MOE, make_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, FAMILIES, HYBRID_MOE, HYBRIDS, MOE, STREAMED, make_checkpoint
 from tests.vlmserve.models.test_fp8_experts import make_fp8_experts
 from tests.vlmserve.parallel.sharing import EVERYTHING, GREEDY, LAYERS, PENALTIES, SETTINGS, assert_alike
 from tests.vlmserve.reference import conversations
@@ -20,6 +20,7 @@ from vlmserve import LLM, SamplingOverrides
 from vlmserve.engine.step import OneGroup
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch
 from vlmserve.ipc.messages import GrammarSpec
+from vlmserve.models.qwen4_exp.ngrams import NGramTable
 from vlmserve_common.compute.expert_part import first_placement
 from vlmserve_common.compute.experts import SparseMLP
 
@@ -27,7 +28,8 @@ HIDDEN = 64
 SAMPLED = SamplingOverrides(temperature=0.9, top_p=0.8, max_new_tokens=6, ignore_eos=True, seed=3)
 DIGITS = SamplingOverrides(temperature=0.0, max_new_tokens=6, grammar=GrammarSpec(kind="regex", text="[0-9]{3}"))
 
-SPARSE, EVERY = (MOE, HYBRID_MOE), (*ALL_FAMILIES, *HYBRIDS)
+SPARSE, RECURRENT = (MOE, HYBRID_MOE, STREAMED), (*HYBRIDS, STREAMED)
+EVERY = (*ALL_FAMILIES, *RECURRENT)
 QUANTIZED = ("awq", "gptq", "compressed-tensors", "fp8")
 TP, PP = {"tp_size": 2}, {"pp_size": 2}
 SUMS, ROWS = ({"tp_size": 2, "ep_size": 2, "moe_a2a_backend": how} for how in ("none", "torch"))
@@ -63,6 +65,7 @@ ONCE: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_vl", {"pp_size": 3, "encoder_dp_size": 1}),
     ("qwen3_vl", PP | {"chunked_prefill_size": 4}),
     ("qwen3_vl", PP | {"speculative_algorithm": "ngram"}),
+    (STREAMED, PP | {"speculative_algorithm": "ngram"}),
     (MOE, ROWS),
     (MOE, SUMS | MOVING),
     (MOE, GROUPS | SUMS | MOVING),
@@ -71,6 +74,7 @@ ONCE: list[tuple[str, dict[str, Any]]] = [
     (MOE, GROUPS | {"mm_encoder_tp_mode": "data"}),
     *((family, sizes) for family in QUANTIZED for sizes in (TP, TP | PP)),
     *(("fp8 experts", sizes) for sizes in (TP, ROWS, ROWS | PP)),
+    *(("awq experts", sizes) for sizes in (TP, SUMS | MOVING, ROWS | PP)),
 ]
 
 
@@ -97,6 +101,9 @@ def make_folder(family: str, base: Path) -> Path:
     """Make a checkpoint; of hybrids, with layers of both kinds in each of two stages."""
     if family == "fp8 experts":
         return make_fp8_experts(base, "each")[0]
+    if family == "awq experts":
+        plain = make_checkpoint(MOE, base / "plain", sizes={"moe_intermediate_size": 128})
+        return make_quantized(plain, base, "awq")[0]
     if family not in QUANTIZED:
         return make_checkpoint(family, base / "model", mixers=("linear_attention", "full_attention") * 2)
     plain = make_checkpoint("qwen2_5_vl", base / "plain")
@@ -113,7 +120,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     def of(family: str) -> tuple[Path, list]:
         folder = make_folder(family, tmp_path_factory.mktemp("alone"))
         with started(folder) as llm:
-            return folder, answers(llm, finds_prefixes=family not in HYBRIDS)
+            return folder, answers(llm, finds_prefixes=family not in RECURRENT)
 
     return of
 
@@ -165,7 +172,7 @@ def test_the_answers_are_those_of_one_process(family: str, settings: dict[str, A
         if staged:
             counted = Counting(llm.engine.loop.worker.worker)
             llm.engine.loop.worker = OneGroup(counted)
-        got = answers(llm, finds_prefixes=family not in HYBRIDS and not grouped)
+        got = answers(llm, finds_prefixes=family not in RECURRENT and not grouped)
         if "enable_eplb" in settings:
             assert_experts_moved(llm, grouped)
         if grouped:
@@ -186,11 +193,13 @@ def test_the_answers_are_those_of_one_process(family: str, settings: dict[str, A
 
 
 def assert_sums_added(llm: LLM, *, rows_sent: bool) -> None:
-    """Two sums a layer and one of the embedding; none of experts that rows are sent to, but for a shared one."""
+    """Two sums a layer, and one of the embedding and of each table of n-grams; none of experts that rows are sent to,
+    but for a shared one."""
     counts, stats = llm.engine.ranks.group.counts, llm.stats()
     experts = [part for part in llm._runner.model.modules() if isinstance(part, SparseMLP)] if rows_sent else []
     sparse, shared = len(experts), sum(getattr(part, "shared_expert", None) is not None for part in experts)
-    sums = 2 * len(llm._runner.model.language_model.layers) + 1 - (sparse - shared)
+    tables = sum(isinstance(part, NGramTable) for part in llm._runner.model.modules())
+    sums = 2 * len(llm._runner.model.language_model.layers) + 1 + tables - (sparse - shared)
     assert counts["all_reduce"] == stats.forward_steps_total * sums + stats.experts.rebalances_total
     if stats.experts.rebalances_total == 0:  # which moves weights in the same way
         assert counts["all_to_all"] == stats.forward_steps_total * sparse * 4

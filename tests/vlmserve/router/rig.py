@@ -7,8 +7,10 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
+
+from starlette.websockets import WebSocket
 
 from tests.vlmserve.api.fake_engine import WAIT_S, real_server
 from tests.vlmserve.server_process import await_that
@@ -27,7 +29,7 @@ class FakeServer:
     """An ASGI application that notes requests and answers as `script` says: status, headers, parts of the body.
 
     A part may be a function, which is called in its place; None breaks the connection. health: status and body of
-    /health, which waits for `hangs`.
+    /health, which waits for `hangs`. talk: works with WebSockets.
     """
 
     def __init__(self, name: str, model: str = "tiny") -> None:
@@ -40,12 +42,15 @@ class FakeServer:
         self.seen: list[tuple[str, str, dict[str, str], bytes]] = []
         self.left = threading.Event()
         self.things: set[str] = set()
+        self.talk: Callable[[WebSocket], Awaitable[None]] = WebSocket.close
         self.script: Callable[[str, dict[str, str]], tuple[int, dict[str, str], list[Any]]] = lambda path, headers: (
             *(200, {"content-type": "application/json"}),
             [json.dumps({**ANSWER, "model": self.name}).encode()],
         )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "websocket":
+            return await self.talk(WebSocket(scope, receive, send))
         path, body, more = scope["path"], b"", True
         while more:
             message = await receive()
@@ -62,7 +67,9 @@ class FakeServer:
         if path == "/v1/models":
             return await self._json(send, 200, {"object": "list", "data": [{"id": self.model}]})
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        if scope["method"] == "GET" and path.startswith(("/v1/files/", "/v1/batches/", "/v1/responses/")):
+        if scope["method"] == "GET" and path.startswith(
+            ("/v1/files/", "/v1/batches/", "/v1/responses/", "/v1/sessions/")
+        ):
             there = path.removeprefix("/v1/") in self.things
             return await self._json(send, 200 if there else 404, {"at": self.name})
         self.seen.append((scope["method"], path, headers, body))

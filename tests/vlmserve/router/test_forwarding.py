@@ -162,6 +162,20 @@ def test_an_id_leads_to_the_server_that_made_it(servers, router):
     assert {server.name: len(server.seen) > 0 for server in servers} == {"a": True, "b": True}
 
 
+def test_all_of_a_session_goes_to_one_server(servers, router):
+    for server in servers:
+        said = {"id": f"session-{server.name}", "data": [{"id": server.name}]}
+        server.script = lambda path, headers, said=said: (200, {}, [json.dumps(said).encode()])
+    for number in range(4):
+        made = json.loads(router.ask("POST", "/v1/sessions", {"system": f"{number}" * 500})[2])["id"]
+        for what in ("append", "ask"):
+            answer = router.ask("POST", f"/v1/sessions/{made}/{what}", {"content": f"{number}" * 500})
+            assert json.loads(answer[2])["id"] == made
+    assert {server.name: len(server.seen) > 0 for server in servers} == {"a": True, "b": True}
+    listed = json.loads(router.ask("GET", "/v1/sessions")[2])["data"]
+    assert sorted(one["id"] for one in listed) == ["a", "b"]
+
+
 @pytest.mark.parametrize("where", [0, 1])
 def test_an_id_that_nobody_remembers_is_looked_for(servers, router, where):
     servers[where].things.add("files/file-7")
@@ -228,6 +242,13 @@ def test_bodies_of_all_sizes_are_looked_into(servers, router, size):
     body = {"messages": [{"role": "user", "content": "x" * size}], "session_id": "s"}
     names = {json.loads(router.ask("POST", CHAT, body)[2])["model"] for _ in range(3)}
     assert len(names) == 1
+
+
+def test_a_form_is_not_read_as_json(servers):
+    with routing("--replica", servers[0].url, "--max-json-values", "1000") as router:
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        assert router.ask("POST", "/v1/audio/transcriptions", b"," * 2000, headers)[0] == 200
+        assert router.ask("POST", CHAT, b"," * 2000)[0] == 400
 
 
 # ---- prefill and decode

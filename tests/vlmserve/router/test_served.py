@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import contextlib
 import json
 import signal
 import sys
@@ -12,6 +15,9 @@ import openai
 import pytest
 
 from tests.vlmserve.server_process import SAMPLES, ServerProcess, await_that, data_url, serving
+from tests.vlmserve.test_live_served import png
+from vlmserve.commands.client.chat_client import ChatClient
+from vlmserve.commands.client.live import LiveSession
 
 MODEL = "tiny"
 PICTURE = [
@@ -59,8 +65,8 @@ def test_answers_are_those_of_a_server(router, shared_server):
     assert len(chunks) > 5
     with pytest.raises(openai.NotFoundError, match="no model"):
         client.chat.completions.create(model="none", messages=[{"role": "user", "content": "x"}])
-    with pytest.raises(openai.NotFoundError, match="there is nothing at /v1/embeddings"):
-        client.embeddings.create(model=MODEL, input="x")
+    with pytest.raises(openai.NotFoundError, match="there is nothing at /v1/moderations"):
+        client.moderations.create(model=MODEL, input="x")
 
 
 def test_what_lives_at_one_server_is_found(router, shared_server):
@@ -83,6 +89,40 @@ def test_what_lives_at_one_server_is_found(router, shared_server):
     first = client.responses.create(model=MODEL, input="What is red?", max_output_tokens=8)
     second = client.responses.create(model=MODEL, input="And blue?", previous_response_id=first.id, max_output_tokens=8)
     assert client.responses.retrieve(second.id).previous_response_id == first.id
+
+
+def test_live_video_goes_to_the_server_of_its_session(router, shared_server, other):
+    """With the client of `vlmserve watch` and the demo. Answers are those of a chat with all frames."""
+    files = [png(seed) for seed in range(4)]
+    asked = {"max_tokens": 8, "temperature": 0}
+
+    async def watch():
+        client = ChatClient(f"http://127.0.0.1:{router.port()}")
+        async with contextlib.AsyncExitStack() as stack:
+            sessions = [
+                await stack.enter_async_context(LiveSession(client, {"live": {"fps": 2}, "model": MODEL}))
+                for _ in range(4)
+            ]
+            for place, file in enumerate(files):
+                for session in sessions:
+                    await session.show(place / 2, file)
+            flushed = [await session.flush() for session in sessions]
+            assert [one["done"] for one in flushed] == [4] * 4
+            held = [len(json.loads(server.get("v1/sessions")[1])["data"]) for server in (shared_server, other)]
+            answers = [await session.ask("Why?", return_mm_report=True, **asked) for session in sessions]
+            standing = [one async for one in sessions[0].standing("Why?", 1, max_answers=1, **asked)]
+            return held, [*answers, *(one["answer"] for one in standing)]
+
+    held, answers = asyncio.run(watch())
+    assert sum(held) == 4
+    assert all(held), "on both servers"
+    size = answers[0]["mm_report"]["media"][0]["final_size"]
+    urls = [f"data:image/png;base64,{base64.b64encode(file).decode()}" for file in files]
+    sized = {"resized_width": size["width"], "resized_height": size["height"]}
+    question = [{"type": "video", "video": urls, "sample_fps": 2, **sized}, {"type": "text", "text": "Why?"}]
+    whole = ask(router.client(), question, max_tokens=8).choices[0].message.content
+    assert [one["choices"][0]["message"]["content"] for one in answers] == [whole] * 5
+    assert json.loads(router.get("v1/sessions")[1])["data"] == []
 
 
 def test_a_server_that_is_killed_is_replaced_and_a_router_ends_cleanly(router, shared_server, other):

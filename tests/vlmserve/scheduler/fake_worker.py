@@ -57,9 +57,11 @@ def score(history: list[tuple], token: int) -> float:
 
 
 class FakeWorker:
-    def __init__(self, num_slots: int, rows: int, context: int) -> None:
+    def __init__(self, num_slots: int, rows: int, context: int, *, window: int = 0) -> None:
         self.kv: list[tuple | None] = [None] * num_slots
-        self.table = np.zeros((rows, context), np.int64)
+        self.window_kv: dict[int, tuple | None] = {}
+        self.window = window
+        self.table, self.window_table = np.zeros((2, rows, context), np.int64)
         self.host: dict[int, tuple | None] = {}
         self.last = np.zeros(rows, np.int64)
         self.batches: list[ModelWorkerBatch] = []
@@ -87,6 +89,7 @@ class FakeWorker:
                 what[part.token + k] = ("media", *row)
         for prefix in batch.prefix_slots:
             self.table[prefix.req_pool_idx, : len(prefix.slots)] = prefix.slots
+            self.window_table[prefix.req_pool_idx, : len(prefix.window_slots)] = prefix.window_slots
         assert len(set(batch.out_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
         for copy in batch.state_copies:
             assert copy.target != BLANK
@@ -109,11 +112,32 @@ class FakeWorker:
                 at += 1
             histories.append([self.kv[slot] for slot in self.table[row, :end]])
             before += [(histories[-1], position + 1) for position in range(start, end)]
+        self._write_windows(batch, histories)
         self._advance_states(batch, histories, num_drafts)
         asked = batch.prompt_logprobs
         scores = None if asked is None else self._scores([before[token] for token in asked.tokens], asked)
-        hidden = [[score(history[:end], 0)] for history, end in (before[token] for token in batch.hidden_tokens)]
+        counts = batch.hidden_counts if len(batch.hidden_counts) else [1] * len(batch.hidden_tokens)
+        hidden = [
+            [sum(score(history[:end], 0) for history, end in before[token + 1 - count : token + 1])]
+            for token, count in zip(batch.hidden_tokens, counts, strict=True)
+        ]
         return batch, before, scores, np.array(hidden, np.float32).reshape(-1, 1), drafts if made_here else []
+
+    def _write_windows(self, batch: ModelWorkerBatch, histories: list[list]) -> None:
+        """What lies in the window of a token must be what its request's slots hold."""
+        if not self.window:
+            return
+        assert len(set(batch.window_cache_loc.tolist())) == len(batch.out_cache_loc), "a slot is written twice"
+        at, parts = 0, list(zip(batch.req_pool_indices, batch.prefix_lens, batch.seq_lens, histories, strict=True))
+        for row, start, end, history in parts:
+            for position in range(start, end):
+                self.window_table[row, position] = batch.window_cache_loc[at]
+                self.window_kv[int(batch.window_cache_loc[at])] = history[position]
+                at += 1
+        for row, start, end, history in parts:
+            seen = slice(max(0, start + 1 - self.window), end)
+            kept = [self.window_kv.get(slot) for slot in self.window_table[row, seen].tolist()]
+            assert kept == history[seen], "a window of other tokens"
 
     def _advance_states(self, batch: ModelWorkerBatch, histories: list[list], num_drafts: np.ndarray) -> None:
         """What a state is of must be what its request's slots hold."""

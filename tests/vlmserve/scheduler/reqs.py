@@ -10,6 +10,7 @@ from tests.vision.fake_backend import FakeBackend, make_pool
 from vlmserve.ipc.messages import SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_media import ReqMedia
+from vlmserve_common.checkpoint.adapter_ref import AdapterRef
 
 
 def make_req(
@@ -22,6 +23,7 @@ def make_req(
     choice: int = 0,
     priority: int = 0,
     ignore_eos: bool = False,
+    adapter: str = "",
 ) -> Req:
     message = TokenizedGenerateReqInput(
         rid=f"r{arrival}",
@@ -31,6 +33,7 @@ def make_req(
         group=group,
         choice=choice,
         priority=priority,
+        adapter=AdapterRef(digest=adapter, path="", tower=False) if adapter else None,
     )
     return Req(
         message,

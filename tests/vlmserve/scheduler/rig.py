@@ -27,11 +27,13 @@ from vlmserve.memory.media_keys import MediaKeyTable
 from vlmserve.memory.radix_cache import RadixCache
 from vlmserve.memory.recurrent_states import RecurrentStates
 from vlmserve.memory.req_to_token import ReqPoolAllocator
+from vlmserve.memory.window_pool import WindowPool
 from vlmserve.routing.replicas import ReplicaRouter
 from vlmserve.scheduler.drafts import Drafter, WorkerDrafter
 from vlmserve.scheduler.guessing import Guesser
 from vlmserve.scheduler.handover import HandedPrompts, Receivers, RemotePrompts, Sender
 from vlmserve.scheduler.kv_cache_manager import KVCacheManager
+from vlmserve.scheduler.req import Req
 from vlmserve.scheduler.req_life import ReqStatus
 from vlmserve.scheduler.req_media import FairOrder
 from vlmserve.scheduler.request_states import RequestStates
@@ -42,7 +44,7 @@ from vlmserve.scheduler.scheduler import Scheduler
 class Knobs:
     """drafts: tokens guessed at a time; guesses_there: by the worker. encoders: beside the loop; 0: in its
     process. warmup_patches: of media encoded ahead of time. snapshots: states
-    for these, of a model with recurrent layers."""
+    for these, of a model with recurrent layers. window: of layers that have one; window_slots: their own slots."""
 
     pool: int = 256
     page: int = 4
@@ -61,6 +63,8 @@ class Knobs:
     context: int = 128
     conservativeness: float = 0.3
     snapshots: int | None = None
+    window: int = 0
+    window_slots: int = 0
     encoders: int = 0
     max_patches: int = 64
     space_rows: int = 1000
@@ -160,8 +164,12 @@ class Rig:
             cache = RadixCache(allocator, shares=knobs.radix)
         max_req_len = min(knobs.context, knobs.pool - knobs.page)
         rows = ReqPoolAllocator(knobs.rows, max_req_len + knobs.page)
-        kv = KVCacheManager(allocator, cache, rows, states=self._states())
-        self.workers.append(fake.FakeWorker(knobs.pool + knobs.page, knobs.rows, max_req_len + knobs.page))
+        num_slots = knobs.pool + knobs.page
+        windows = None
+        if knobs.window:
+            windows = WindowPool(knobs.window_slots, window=knobs.window, num_slots=num_slots, page_size=knobs.page)
+        kv = KVCacheManager(allocator, cache, rows, states=self._states(), windows=windows)
+        self.workers.append(fake.FakeWorker(num_slots, knobs.rows, max_req_len + knobs.page, window=knobs.window))
         return Scheduler(
             EngineArgs(
                 model="none",
@@ -302,6 +310,25 @@ class Rig:
             own = sum(-(-req.kv_allocated_len // page) * page - req.protected_len for req in reqs)
             cached = kv.prefix_cache.evictable_size() + kv.prefix_cache.protected_size()
             assert kv.allocator.available_size() + cached + own == total
+            if kv.windows is not None:
+                self.check_windows(scheduler, [req for req in reqs if req.req_pool_idx is not None])
+
+    def check_windows(self, scheduler: Scheduler, reqs: Sequence[Req]) -> None:
+        """Check that the pages of layers with windows are held by those requests and sessions alone that need them."""
+        kv, page, held = scheduler.kv, self.knobs.page, defaultdict(int)
+        windows = kv.windows
+        for turn in scheduler.sessions._sessions.values():
+            for number in turn.pages.tolist():
+                held[number] += 1
+        for req in reqs:
+            last = max(0, req.kv_committed_len // page * page + 1 - windows.window)
+            assert req.window_start == last // page * page, req.rid
+            for number in kv._pages(req, req.window_start, req.kv_allocated_len).tolist():
+                held[number] += 1
+        assert windows.size - windows.available_size() == len(held) * page
+        assert {number: int(windows._holders[number]) for number in held} == held
+        places = windows._place[windows._place > 0].tolist()
+        assert sorted([*places, *windows._free]) == list(range(1, windows.size // page + 1))
 
     def check_answers(self, *messages) -> None:
         """Check that each message has the answer that it would have alone."""
@@ -319,6 +346,7 @@ class Rig:
         for kv in (one.kv for one in self.loop.schedulers):
             assert kv.allocator.available_size() == self.knobs.pool
             assert kv.states is None or not kv.states.pool.resumable(np.arange(self.knobs.pool))
+            assert kv.windows is None or len(kv.windows._free) * self.knobs.page == kv.windows.size
         while self.encode():  # what nobody waits for any more
             self.step()
         assert self.pool.stats().queued == self.pool.stats().under_way == 0
@@ -331,13 +359,22 @@ ABORTS = st.lists(
 )
 
 
+def window_pages(page: int, window: int) -> int:
+    """Return the pages that one request may have to hold: a whole prompt, or its window and what is in flight."""
+    return (128 + window) // page + 4
+
+
 @st.composite
-def knobs(draw) -> Knobs:
-    """Any engine. Pools are small, so requests are retracted and prefixes evicted often, and encoders lag behind."""
+def knobs(draw, *, windows: bool = False) -> Knobs:
+    """Any engine. Pools are small, so requests are retracted and prefixes evicted often, and encoders lag behind.
+    windows: of a model that has layers with windows."""
     page = draw(st.sampled_from([1, 4, 16]))
-    snapshots = draw(st.sampled_from([None, None, 0, 3, 20]))
-    only_without_states = st.just(0) if snapshots is not None else st.sampled_from([0, 4, 40])
+    snapshots = None if windows else draw(st.sampled_from([None, None, 0, 3, 20]))
+    only_without_states = st.just(0) if snapshots is not None or windows else st.sampled_from([0, 4, 40])
+    window = draw(st.sampled_from([1, 5, 16, 33])) if windows else 0
     return Knobs(
+        window=window,
+        window_slots=(window_pages(page, window) + draw(st.integers(0, 20))) * page if windows else 0,
         page=page,
         pool=max(draw(st.integers(6, 40)) * page, 96 // page * page),
         chunk=draw(st.sampled_from([None, 5, 16, 64])),

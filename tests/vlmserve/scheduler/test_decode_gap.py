@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler.closed_loops import COSTS, ClosedLoops
 from vlmserve.scheduler.decode_gap import CEILING_S, CEILING_STEPS, FlowLoad, GapCosts, GapRule
+from vlmserve.scheduler.estimates import StepCosts
 
 STEP_S = COSTS.step_s + COSTS.decode_row_s
 COST = st.builds(
@@ -49,6 +50,24 @@ def test_a_slow_machine_does_more_than_decode():
     slow = GapCosts(decode_s=0.2, join_s=5.0, answer_tokens=64)
     assert GapRule(slowdown=2.0).gap([FlowLoad(1)], slow) == (pytest.approx(0.8), True)
     assert GapRule(slowdown=2.0, ceiling_s=CEILING_S).gap([FlowLoad(1)], slow) == (pytest.approx(0.2), False)
+
+
+def test_short_prompts_that_are_quick_do_not_make_chunks_shorter():
+    """A step that was held up once halves the chunk. Prompts of any length make it longer again."""
+    costs = StepCosts(GapRule(slowdown=2.0), max_step_s=0.2, page_size=16)
+
+    def compute(tokens: int, seconds: float) -> int:
+        allowed_s = costs.allowed_s(beside=False)
+        costs.observe(prompt_tokens=tokens, decoding=0, allowed_s=allowed_s, joined=1, seconds=seconds)
+        return costs.chunk_tokens(beside=False) or 0
+
+    held_up = compute(42, 1.0)
+    assert held_up <= 21
+    sizes = [compute(min(42, size), 0.001 * min(42, size)) for size in [held_up] * 3]
+    assert sizes == sorted(sizes)
+    settled = [compute(42, 0.042) for _ in range(10)]
+    assert settled == sorted(settled)
+    assert settled[-1] > 42
 
 
 @pytest.mark.parametrize(("clients", "in_flight"), [(1, 16), (4, 4)])

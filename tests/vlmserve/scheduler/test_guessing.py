@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Knobs, Rig
+from vlmserve.scheduler.drafts import WorkerDrafter
 from vlmserve.scheduler.guessing import Guesser, Payoff
 from vlmserve.scheduler.req import GuessRate
 
@@ -29,6 +30,25 @@ def test_the_better_kind_of_step_goes_on_and_a_change_is_noticed():
     assert share_of_guesses(payoff, seconds=1.5, tokens=1.1) < 0.6  # found out at the next trial
     assert share_of_guesses(payoff, seconds=1.5, tokens=1.1) < 0.03
     assert share_of_guesses(Payoff(), seconds=1.0, tokens=1.0) > 0.95  # of equals, and where nothing was guessed
+
+
+def test_steps_that_bring_no_more_are_no_better_by_chance():
+    payoff = Payoff()
+    payoff.hopeful = False
+    assert share_of_guesses(payoff, seconds=0.97, tokens=1.0) < 0.05
+    assert share_of_guesses(payoff, seconds=0.97, tokens=1.2) > 0.5  # found out at the next trial
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_requests_whose_guesses_were_wrong_give_no_hope(right):
+    guesser = Guesser(WorkerDrafter(1), most=1, adapts=True)
+    payoff = guesser._payoff(1)
+    for _ in range(40):
+        req = cast(Any, SimpleNamespace(guess_rate=None, is_forced=False, drafts=(-1,), grammar=None))
+        guesser.guesses([req])
+        guesser.checked(req, int(right))
+    guesser.guesses([req])
+    assert payoff.hopeful is right
 
 
 @pytest.mark.parametrize(("right", "worth"), [(1.0, 4), (0.8, 4), (0.4, 1), (0.0, 0)])

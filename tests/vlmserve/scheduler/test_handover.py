@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from tests.vlmserve.scheduler.handed import Pair
 from tests.vlmserve.scheduler.prompts import request
 from tests.vlmserve.scheduler.rig import Knobs, knobs, requests
 from vlmserve.disaggregation.messages import LEASE_S
-from vlmserve.ipc.messages import AbortReq
+from vlmserve.ipc.messages import AbortReq, Pooling, ReturnOptions
 
 
 @pytest.fixture
@@ -31,6 +32,18 @@ def test_all_but_the_last_token_is_computed_there(pair):
     pair.run(again)
     pair.decode.check_answers(first, again)
     assert pair.decode.cached["b"] == 28, "whole pages are here already"
+
+
+def test_a_mean_needs_the_prompt_here(pair):
+    last, mean = (
+        replace(request(how, list(range(30)), new=0), returns=ReturnOptions(pooling=Pooling(how=how)))
+        for how in ("last", "mean")
+    )
+    pair.run(last)
+    assert sum(len(batch.input_ids) for batch in pair.decode.worker.batches) == 1
+    pair.run(mean)
+    assert sum(len(batch.input_ids) for batch in pair.decode.worker.batches) == 1 + 30
+    assert [len(pair.decode.outputs[how][0].hidden_states) for how in ("last", "mean")] == [1, 1]
 
 
 @settings(max_examples=60)

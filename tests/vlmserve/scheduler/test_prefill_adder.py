@@ -41,7 +41,9 @@ class Rig:
         self.kv = KVCacheManager(allocator, cache, ReqPoolAllocator(self.rows, self.pool + self.page))
         self.running: list[Req] = []
 
-    def adder(self, *, in_progress=(), ratio=1.0, prefill=1000, chunk=-1, rows=None, mixed=0) -> PrefillAdder:
+    def adder(
+        self, *, in_progress=(), ratio=1.0, prefill=1000, chunk=-1, rows=None, mixed=0, adapters=1, stretch=0
+    ) -> PrefillAdder:
         return PrefillAdder(
             self.kv,
             running=self.running,
@@ -49,8 +51,10 @@ class Rig:
             new_token_ratio=ratio,
             max_prefill_tokens=prefill,
             chunk_size=chunk,
+            stretch=stretch,
             max_running=rows or self.rows,
             mixed_decode_tokens=mixed,
+            max_adapters=adapters,
         )
 
     def compute(self, req: Req) -> None:
@@ -102,6 +106,17 @@ def test_chunks_are_cut_to_the_budget_on_page_boundaries(page, first, second):
     assert adder.add_one_req(reqs[1]) is CONTINUE
     assert adder.full
     assert [req.kv_allocated_len for req in reqs[:2]] == [first, second]
+
+
+def test_a_chunk_that_ends_its_prompt_may_be_longer():
+    sizes = []
+    for prompt, prefill in ((20, 1000), (21, 1000), (20, 18)):
+        rig, req = Rig(page=4), text(0, prompt, 2)
+        adder = rig.adder(chunk=16, stretch=4, prefill=prefill)
+        assert adder.add_one_req(req) is CONTINUE
+        assert adder.full, "nothing more fits"
+        sizes.append(req.kv_allocated_len)
+    assert sizes == [20, 16, 16]
 
 
 def test_a_chunk_smaller_than_a_page_is_all_where_settings_allow_no_more():
@@ -212,3 +227,15 @@ def test_what_is_admitted_lasts_where_all_use_their_output(requests, page, pages
             break
     assert admitted == len(requests)
     assert rig.kv.reachable() == pool
+
+
+def test_so_many_adapters_share_a_batch_and_nobody_waits_for_ever():
+    rig = Rig(rows=100)
+    adder = rig.adder(adapters=2)
+    names = ["a", "b", "", "a", "c"]
+    reqs = [make_req(number, new=50, adapter=name) for number, name in enumerate(names)]
+    assert [adder.add_one_req(req) for req in reqs] == [CONTINUE] * 4 + [AddReqResult.NOT_READY]
+    results = [rig.adder(in_progress=reqs[:4], adapters=2).add_one_req(reqs[4]) for _ in range(100)]
+    assert results[0] is AddReqResult.NOT_READY, "others may pass it"
+    assert results[-1] is OTHER, "but not for ever"
+    assert rig.adder(in_progress=reqs[:1], adapters=2).add_one_req(reqs[4]) is CONTINUE

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from processors.inputs import MultimodalInputs
+from tests.vision.fake_backend import FakeBackend, make_pool
 from tests.vlmserve.scheduler.reqs import make_req
 from vlmserve.ipc.messages import FinishReason, SamplingParams, TokenizedGenerateReqInput
 from vlmserve.scheduler.req import Req
+from vlmserve.scheduler.req_media import ReqMedia
 
 PROMPT = np.arange(100, 105)
 ANSWER = [7, 8, 9]
@@ -22,7 +24,14 @@ def test_a_part_is_that_of_the_whole(with_media):
     message = TokenizedGenerateReqInput(
         rid="a", input_ids=PROMPT, sampling_params=SamplingParams(max_new_tokens=9), mm_inputs=media
     )
-    req = Req(message, key_ids=PROMPT, media=None, max_new_tokens=9, eos_token_ids=frozenset(), arrival=0)
+    req = Req(
+        message,
+        key_ids=PROMPT,
+        media=ReqMedia(None, make_pool(FakeBackend()), order=0),
+        max_new_tokens=9,
+        eos_token_ids=frozenset(),
+        arrival=0,
+    )
     for token in ANSWER:
         req.append_output(token)
     req.in_flight = 1

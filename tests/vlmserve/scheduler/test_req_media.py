@@ -3,13 +3,18 @@ encoder."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from processors.inputs import Modality, MultimodalDataItem, MultimodalInputs
 from tests.vision.fake_backend import FakeBackend, make_pool, mark
+from vision.change import most_changed
+from vlmserve.scheduler import req_media
 from vlmserve.scheduler.req_media import FairOrder, ReqMedia, patch_spans
 
 
@@ -159,6 +164,95 @@ def test_older_requests_and_earlier_parts_of_one_go_first():
     older.release()
     rig.pool.advance()
     assert [chr(digest[0]) for digest in rig.backend.encoded()] == ["o", "a"]
+
+
+class Chosen:
+    """Text 0-2, a clip a|b|c of 6 tokens each (2 x 3), of which b keeps 3 and c keeps 2: 2-8|8-11|11-13, text."""
+
+    def __init__(self, space_rows: int = 1000) -> None:
+        self.pool = make_pool(FakeBackend(), space_rows=space_rows, cache_rows=0)
+        clip = replace(
+            item(["a", "b", "c"], (2, 13)), grid_thw=(3, 4, 6), feature=np.zeros((72, 1), np.uint8), counts=(6, 3, 2)
+        )
+        self.media = ReqMedia(media(clip), self.pool, order=0)
+
+    def advance(self) -> None:
+        urgent = self.media.first_unready()
+        while self.pool.advance(urgent=urgent):
+            urgent = None
+
+    def rows(self, start: int, end: int) -> list[int]:
+        return [row for part in self.media.embeds(start, end, at=0) for row in part.embeds[:, 1].tolist()]
+
+    def places(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Row and column of each token, if positions begin at 0 in each temporal patch."""
+        first = [0] * 2 + [*range(6), 0, 1, 2, 0, 1] + [0] * 3
+        given = np.array([[0, at // 3, at % 3] for at in first[start:end]]).T
+        _, rows, columns = self.media.place_chosen(given, start)
+        return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+def changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second temporal patch, let the last rows be those that change most; of the third, the first and last."""
+    found = {3: [3, 4, 5], 2: [0, 5]}
+    monkeypatch.setattr(req_media, "most_changed", lambda embeds, before, count: np.array(found[count]))
+
+
+def test_tokens_that_are_chosen_have_their_embeddings_and_places(monkeypatch):
+    changes(monkeypatch)
+    rig = Chosen()
+    rig.media.hold_from(0)
+    assert rig.media.chooses
+    assert rig.places(8, 13) == [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1)], "nothing is known yet"
+    rig.advance()
+    assert rig.media.ready_until() is None
+    assert rig.rows(0, 16) == [*range(6), 3, 4, 5, 0, 5]
+    whole = rig.places(0, 16)
+    assert whole[2:13] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 0), (1, 1), (1, 2), (0, 0), (1, 2)]
+    for size in range(1, 16):
+        rig.media.renew(0)
+        rig.advance()
+        rows, places = [], []
+        for start in range(0, 16, size):
+            rig.media.hold_from(start)
+            rig.advance()
+            end = min(start + size, 16)
+            places += rig.places(start, end)
+            rows += rig.rows(start, end)
+        assert (rows, places) == ([*range(6), 3, 4, 5, 0, 5], whole), size
+
+
+@pytest.mark.parametrize("space_rows", [1000, 12, 6, 1])
+@pytest.mark.parametrize("start", range(14))
+def test_what_is_compared_with_is_held_until_a_choice_is_made(monkeypatch, start, space_rows):
+    """Wherever a cached prefix ends, and however little room there is."""
+    changes(monkeypatch)
+    rig = Chosen(space_rows)
+    at, rows = start, []
+    while at < 16:
+        rig.media.hold_from(at)
+        for _ in range(4):
+            rig.advance()
+        until = rig.media.ready_until(at)
+        end = 16 if until is None else until
+        assert end > at, "no progress"
+        end = min(end, at + 2)
+        rows += rig.rows(at, end)
+        at = end
+    assert rows == [*range(6), 3, 4, 5, 0, 5][max(0, start - 2) :]
+    rig.media.hold_from(16)
+    assert len(rig.pool.cache.device) == 0
+
+
+def test_most_changed():
+    before = torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0]])
+    embeds = torch.tensor([[1.0, 0], [1, 0], [1, 0.9], [0, 2]])
+    assert [most_changed(embeds, before, count).tolist() for count in (1, 2, 3, 4)] == [
+        [1],
+        [1, 3],
+        [1, 2, 3],
+        [0, 1, 2, 3],
+    ]
 
 
 def test_one_picture_goes_before_most_of_a_flood():

@@ -4,13 +4,14 @@ hashes of all that a request's slots hold."""
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.vlmserve.scheduler import fake_worker as fake
 from tests.vlmserve.scheduler.prompts import expected, prompt_of, request
 from tests.vlmserve.scheduler.rig import GAPS, Knobs, Rig, knobs, requests
-from vlmserve.ipc.messages import InputEmbeds, ReturnOptions
+from vlmserve.ipc.messages import InputEmbeds, Pooling, ReturnOptions
 
 ASKED = (3, 11)
 
@@ -24,7 +25,10 @@ def with_returns(draw, message):
         token_ids_logprob=draw(st.sampled_from([(), ASKED])),
         hidden_states=draw(st.sampled_from(["none", "last", "all"])),
     )
-    new = 0 if draw(st.booleans()) else message.sampling_params.max_new_tokens
+    if draw(st.booleans()):
+        pooling = Pooling(how=draw(st.sampled_from(["last", "mean"])), normalize=False)
+        returns = replace(returns, hidden_states="none", pooling=pooling)
+    new = 0 if returns.pooling or draw(st.booleans()) else message.sampling_params.max_new_tokens
     return replace(message, returns=returns, sampling_params=replace(message.sampling_params, max_new_tokens=new))
 
 
@@ -62,6 +66,11 @@ def check(rig: Rig, message) -> None:
         for end in range(max(len(tokens), 1))
     ]
     shown = {"none": [], "last": histories[:1], "all": histories}[returns.hidden_states]
+    if returns.pooling is not None:
+        ends = range(1, len(prompt) + 1) if returns.pooling.how == "mean" else [len(prompt)]
+        [[vector]] = outputs[0].hidden_states
+        assert vector == pytest.approx(np.mean([fake.score(prompt[:end], 0) for end in ends]), rel=1e-5)
+        return
     hidden = [state for out in outputs if out.hidden_states is not None for state in out.hidden_states[:, 0].tolist()]
     assert hidden == [np.float32(fake.score(history, 0)) for history in shown]
     if returns.token_ids_logprob:
@@ -91,6 +100,28 @@ def test_retracted_scores_are_asked_for_once():
         check(rig, message)
     asked = sum(len(batch.prompt_logprobs.tokens) for batch in rig.worker.batches if batch.prompt_logprobs)
     assert asked == sum(len(message.input_ids) - 1 for message in messages)
+
+
+def test_a_mean_is_summed_up_once():
+    """No token of it comes from the cache, and none is returned twice."""
+    rig = Rig(Knobs(pool=64, page=4, chunk=8, rows=6, context=64, conservativeness=0.001))
+    answers = [request(f"r{i}", [i] * 6, new=40) for i in range(5)]
+    means = [
+        replace(
+            request(f"m{i}", [9, i] * 20, new=0), returns=ReturnOptions(pooling=Pooling(how="mean", normalize=False))
+        )
+        for i in range(5)
+    ]
+    rig.run(*answers, *means)
+    for message in means:
+        check(rig, message)
+    steps = [batch for batch in rig.worker.batches if len(batch.hidden_tokens)]
+    summed = sum(int(batch.hidden_counts.sum()) or len(batch.hidden_tokens) for batch in steps)
+    assert summed == sum(len(message.input_ids) for message in means)
+    again = replace(means[0], rid="again")
+    rig.run(again)
+    check(rig, again)
+    assert rig.cached["again"] == 0
 
 
 def test_the_prefix_before_the_first_position_asked_comes_from_the_cache():
@@ -127,3 +158,20 @@ def test_embeddings_are_known_by_their_digests():
         assert sent == rows[rig.cached[rid] :].tolist()
         rig.worker.batches.clear()
     assert rig.cached == {"a": 0, "b": 16, "c": 8}
+
+
+def test_a_prompt_that_is_computed_again_with_other_weights_is_summed_up_and_scored_anew() -> None:
+    rig = Rig(Knobs(chunk=8))
+    mean = ReturnOptions(pooling=Pooling(how="mean", normalize=False))
+    for rid, returns in (("a", mean), ("b", ReturnOptions(prompt_logprobs=0))):
+        rig.handle(replace(request(rid, [*range(1, 21)], new=0), returns=returns))
+        while not rig.worker.batches:
+            rig.step()
+        rig.loop.retract_all()
+        rig.loop.weights_changed("later", tower=False)
+        rig.worker.batches.clear()
+        rig.run()
+        summed = [int(batch.hidden_counts.sum()) for batch in rig.worker.batches if len(batch.hidden_tokens)]
+        scored = [len(batch.prompt_logprobs.tokens) for batch in rig.worker.batches if batch.prompt_logprobs]
+        assert (sum(summed), sum(scored)) == ((20, 0) if rid == "a" else (0, 19))
+        rig.worker.batches.clear()

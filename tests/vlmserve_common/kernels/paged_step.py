@@ -46,14 +46,16 @@ class PagedStep:
     def layer(self) -> CacheLayer:
         return self.cache.layers[0]
 
-    def truth(self, scale: float, queries: torch.Tensor | None = None) -> torch.Tensor:
-        """float64 [N, heads, dim], written out, over what is in the cache. queries: in place of the step's own."""
+    def truth(self, scale: float, queries: torch.Tensor | None = None, window: int = 0) -> torch.Tensor:
+        """float64 [N, heads, dim], written out, over what is in the cache. queries: in place of the step's own. window:
+        the keys that each sees; 0: all before it."""
         outs = []
         queries = (self.q if queries is None else queries).double().split([new for _, new in self.lengths])
         for (past, new), row, q in zip(self.lengths, self.req_pool_indices.tolist(), queries, strict=True):
             keys, values = self.cache.read(0, self.table[row, : past + new].long(), torch.float64)
             keys, values = (x.repeat_interleave(q.shape[1] // keys.shape[1], 1) for x in (keys, values))
             seen = torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)
+            seen = seen.triu(past + 1 - window) if window else seen
             scores = torch.einsum("thd,shd->hts", q, keys) * scale
             outs.append(torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
         return torch.cat(outs)

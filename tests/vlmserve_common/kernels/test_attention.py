@@ -26,14 +26,15 @@ PAST = st.one_of(st.integers(0, 130), st.sampled_from([511, 512, 1100]))
 NEW = st.one_of(st.just(1), st.integers(1, 20), st.sampled_from([65, 130]))
 REQUESTS = st.lists(st.tuples(PAST, NEW), min_size=1, max_size=4)
 HEADS = st.sampled_from([(1, 1), (3, 1), (4, 2), (14, 2), (6, 6)])
+WINDOWS = st.sampled_from([0, 0, 1, 7, 64, 100, 512, 2000])
 DIMS = st.sampled_from([16, 32, 48, 64, 80, 128, 256])
 
 
-def attended(step: PagedStep, scale: float) -> torch.Tensor:
+def attended(step: PagedStep, scale: float, window: int) -> torch.Tensor:
     """Compute a step by the operator, [N, heads * dim]."""
     past, new = torch.tensor(step.lengths).T
     requests = torch.stack((step.req_pool_indices, past, new, step.starts[:-1].long()), dim=1)
-    return attend(step.qkv, scale, requests, step.table, step.layer)
+    return attend(step.qkv, scale, requests, step.table, step.layer, window)
 
 
 def on_the_cpu(lengths, heads, dim, dtype, stored, seed) -> PagedStep:
@@ -41,22 +42,24 @@ def on_the_cpu(lengths, heads, dim, dtype, stored, seed) -> PagedStep:
 
 
 @SHAPES
-@given(REQUESTS, HEADS, DIMS, st.sampled_from(DTYPES), st.sampled_from(STORED), st.integers(0, 9))
-def test_attention_is_the_true_one(lengths, heads, dim, dtype, stored, seed):
+@given(REQUESTS, HEADS, DIMS, st.sampled_from(DTYPES), st.sampled_from(STORED), WINDOWS, st.integers(0, 9))
+def test_attention_is_the_true_one(lengths, heads, dim, dtype, stored, window, seed):
     step, scale = on_the_cpu(lengths, heads, dim, dtype, stored, seed), 2 * dim**-0.5
-    out = attended(step, scale)
+    out = attended(step, scale, window)
     assert out.dtype == dtype
     # sharp weights: a score of 30 is rounded by 2e-6, and its weight by as much of itself
     tolerance = max(TOLERANCE[dtype], 1e-5)
-    torch.testing.assert_close(out.double(), step.truth(scale).flatten(1), rtol=tolerance, atol=2 * tolerance)
+    torch.testing.assert_close(
+        out.double(), step.truth(scale, window=window).flatten(1), rtol=tolerance, atol=2 * tolerance
+    )
 
 
 @SHAPES
-@given(REQUESTS, HEADS, DIMS, st.sampled_from(DTYPES), st.sampled_from(STORED), st.integers(0, 9))
-def test_a_token_in_a_step_of_its_own_is_the_same_bit_for_bit(lengths, heads, dim, dtype, stored, seed):
+@given(REQUESTS, HEADS, DIMS, st.sampled_from(DTYPES), st.sampled_from(STORED), WINDOWS, st.integers(0, 9))
+def test_a_token_in_a_step_of_its_own_is_the_same_bit_for_bit(lengths, heads, dim, dtype, stored, window, seed):
     """Whatever batch mates, chunks and threads."""
     step = on_the_cpu(lengths, heads, dim, dtype, stored, seed)
-    out = attended(step, 0.4)
+    out = attended(step, 0.4, window)
     last = [(request, new - 1) for request, (_, new) in enumerate(lengths)]
     for request, token in [*last, (0, 0)]:
         place = int(step.starts[request]) + token
@@ -66,10 +69,10 @@ def test_a_token_in_a_step_of_its_own_is_the_same_bit_for_bit(lengths, heads, di
             qkv=step.qkv[place : place + 1],
             starts=torch.tensor([0, 1], dtype=torch.int32),
         )
-        assert torch.equal(attended(alone, 0.4)[0], out[place])
+        assert torch.equal(attended(alone, 0.4, window)[0], out[place])
     library.active().vs_configure(1, 50)
     try:
-        assert torch.equal(attended(step, 0.4), out)
+        assert torch.equal(attended(step, 0.4, window), out)
     finally:
         library.active().vs_configure(2, 50)
 

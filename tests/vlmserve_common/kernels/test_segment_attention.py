@@ -18,7 +18,9 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.012}
 
 
-def segment_attention(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+def segment_attention(
+    qkv: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, bounds: torch.Tensor
+) -> torch.Tensor:
     out = torch.empty_like(qkv[:, 0])
     attention = SegmentAttention(qkv, cos, sin, bounds, out)
     attention.pack(0, len(qkv))
@@ -90,6 +92,14 @@ def test_a_patch_depends_on_its_segment_only_bit_for_bit(operators, own, before,
     library.activate("auto", threads=2)
     alone = segment_attention(qkv[rows], cos[rows], sin[rows], torch.tensor([0, own]))
     assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dim", [36, 64])
+def test_without_positions_nothing_turns(dtype, dim):
+    qkv, cos, sin, bounds = inputs([100, 7], 2, dim, dtype)
+    turned = segment_attention(qkv, torch.ones_like(cos), torch.zeros_like(sin), bounds)
+    torch.testing.assert_close(segment_attention(qkv, None, None, bounds), turned, atol=1e-6, rtol=0.01)
 
 
 def test_what_the_library_does_not_attend():

@@ -37,7 +37,7 @@ class BatchRequest(StrictModel):
     """POST /v1/batches. completion_window: 24h as in OpenAI's API, or another time in minutes, hours or days."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/score"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score"]
     completion_window: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}[mhd]$")]
     metadata: Metadata | None = None
     output_expires_after: OutputExpiresAfter | None = None

@@ -43,6 +43,8 @@ from vlmserve.api.chat import whole_chat
 from vlmserve.api.completions import whole_completion
 from vlmserve.api.errors import describe
 from vlmserve.api.file_store import FileStore
+from vlmserve.api.pooling.embeddings import whole_embeddings
+from vlmserve.api.pooling.protocol import EmbeddingRequest
 from vlmserve.api.request_id import new_id
 from vlmserve.api.responses.api import ResponsesApi
 from vlmserve.api.responses.protocol import ResponsesRequest
@@ -80,6 +82,7 @@ def batch_endpoints(served: ServedModel, responses: ResponsesApi, threads: Threa
         "/v1/chat/completions": endpoint("chatcmpl", ChatCompletionRequest, lambda *asked: whole_chat(served, *asked)),
         "/v1/completions": endpoint("cmpl", CompletionRequest, lambda *asked: whole_completion(served, *asked)),
         "/v1/responses": endpoint("resp", ResponsesRequest, responses.whole),
+        "/v1/embeddings": endpoint("embd", EmbeddingRequest, lambda *asked: whole_embeddings(served, *asked)),
         "/v1/score": endpoint("score", ScoreRequest, lambda *asked: whole_scores(served, *asked)),
     }
 

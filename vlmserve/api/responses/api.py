@@ -7,12 +7,13 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from processors.processed import ProcessedMedium
 from vlmserve.api.body import check_items, read_body
 from vlmserve.api.callers import caller_of, owner_of
 from vlmserve.api.chat import chat_events
@@ -20,13 +21,14 @@ from vlmserve.api.errors import not_found
 from vlmserve.api.openapi import KEPT_ERRORS, MODEL_ERRORS, operation
 from vlmserve.api.pages import page_of, page_query
 from vlmserve.api.request_id import name_answer
+from vlmserve.api.responses.held import HeldMedia, media_in, num_media, with_last_media
 from vlmserve.api.responses.items import Conversation, to_chat_request, to_conversation, with_ids
 from vlmserve.api.responses.protocol import DeletedResponse, InputItems, ResponseEvent, ResponseObject, ResponsesRequest
 from vlmserve.api.responses.writer import ResponseWriter
-from vlmserve.api.served_model import DONE, EventStream, ServedModel, while_connected
+from vlmserve.api.served_model import EventStream, ServedModel, parsed_events, while_connected
 from vlmserve.api.stores.opening import Stores
 from vlmserve.frontend.openai.json_bodies import json_text
-from vlmserve.frontend.requests import Caller
+from vlmserve.frontend.requests import Caller, WarmupInput
 from vlmserve_common.errors import BadRequestError
 
 _SCHEMA = """
@@ -45,6 +47,11 @@ class StoredResponse:
     input: list[dict[str, Any]]
     response: dict[str, Any]
     previous: str | None
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """Return its input and its output."""
+        return [*self.input, *self.response["output"]]
 
 
 class ResponseStore:
@@ -86,9 +93,9 @@ class ResponseStore:
         given, response, previous = found[0]
         return StoredResponse(input=json.loads(given), response=json.loads(response), previous=previous)
 
-    def conversation(self, owner: str, response_id: str) -> list[dict[str, Any]]:
-        """Return all items up to a response, its output included, the oldest first. Raises BadRequestError (404)."""
-        return [item for found in reversed(list(self._chain(owner, response_id))) for item in found]
+    def chain(self, owner: str, response_id: str) -> list[StoredResponse]:
+        """Return a response and those that it goes back to, the newest first. Raises BadRequestError (404)."""
+        return list(self._chain(owner, response_id))
 
     def delete(self, owner: str, response_id: str) -> None:
         """Delete a response, so that no request can go on from it any more. Raises BadRequestError (404)."""
@@ -96,8 +103,7 @@ class ResponseStore:
         with self._database.transaction() as rows:
             rows.run("DELETE FROM responses WHERE id = ?", response_id)
 
-    def _chain(self, owner: str, response_id: str) -> Iterator[list[dict[str, Any]]]:
-        """Yield the items of responses, the newest first."""
+    def _chain(self, owner: str, response_id: str) -> Iterator[StoredResponse]:
         at: str | None = response_id
         while at is not None:
             try:
@@ -110,7 +116,7 @@ class ResponseStore:
                     code="previous_response_not_found",
                     status=404,
                 ) from None
-            yield [*found.input, *found.response["output"]]
+            yield found
             at = found.previous
 
 
@@ -127,9 +133,10 @@ _T = TypeVar("_T")
 class ResponsesApi:
     """The endpoints under /v1/responses. A response belongs to the API key that made it."""
 
-    def __init__(self, served: ServedModel, store: ResponseStore) -> None:
+    def __init__(self, served: ServedModel, store: ResponseStore, held: HeldMedia) -> None:
         self._served = served
         self._store = store
+        self._held = held
         # Writing JSON keeps the interpreter to itself: several threads at it would stop the event loop for long.
         self._writing = asyncio.Lock()
 
@@ -174,6 +181,7 @@ class ResponsesApi:
     async def delete(self, request: Request, response_id: str) -> Response:
         """Forget a response."""
         await self._store.threads.run(self._store.delete, owner_of(request), response_id)
+        self._held.forget(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     @operation(
@@ -204,16 +212,21 @@ class ResponsesApi:
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yield events as they are made; the last one has the whole response. Errors before the first are raised."""
         given = with_ids(body.input)
-        before: list[dict[str, Any]] = []
+        chain: list[StoredResponse] = []
         if body.previous_response_id is not None:
-            before = await self._store.threads.run(self._store.conversation, caller.owner, body.previous_response_id)
+            chain = await self._store.threads.run(self._store.chain, caller.owner, body.previous_response_id)
+        before = [item for found in reversed(chain) for item in found.items]
         conversation = await self._served.threads.run(to_conversation, before, given, body.instructions)
         try:
             check_items({"messages": conversation.messages}, self._served.settings)  # earlier ones are among them
         except BadRequestError as error:
             raise conversation.named(error) from None
-        writer = ResponseWriter(_base(body, own_id, self._served.name))
-        async with aclosing(self._chunks(body, conversation, own_id, caller)) as chunks:
+        writer = ResponseWriter(_base(body, own_id, self._served.name_for(body)))
+        media = _Media(wanted=self._held.holds and body.store is not False and not caller.unattended)
+        if chain:
+            media.known = self._held.find([found.response["id"] for found in chain])
+            media.session = f"responses from {chain[-1].response['id']}"
+        async with aclosing(self._chunks(body, conversation, media, own_id, caller)) as chunks:
             first = await anext(chunks)
             yield [*writer.begin(), *_events_of(writer, first)]
             async for some in chunks:
@@ -222,15 +235,21 @@ class ResponsesApi:
         end, response = list(writer.end()), writer.response()
         if body.store is not False:
             await self._store.threads.run(self._store.add, caller.owner, response, given)
+            if media.wanted:
+                self._held.keep(own_id, media.new, whole=media.whole)
         yield [*end, writer.last(response)]
 
     async def _chunks(
-        self, body: ResponsesRequest, conversation: Conversation, own_id: str, caller: Caller
+        self, body: ResponsesRequest, conversation: Conversation, media: _Media, own_id: str, caller: Caller
     ) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Yield the chunks of the chat. `truncation: auto` leaves out the oldest turns until the rest fits."""
         whole, dropped = conversation, 0
         while True:
             chat = await self._served.threads.run(to_chat_request, body, conversation)
+            if not dropped:
+                whole = conversation = await self._loaded(body, conversation, media, own_id, caller)
+            changes = {"messages": conversation.shown or conversation.messages}
+            chat = chat.model_copy(update=changes | {"session_id": chat.session_id or media.session})
             async with aclosing(chat_events(self._served, chat, own_id, caller)) as events:
                 try:
                     first = await anext(events)
@@ -241,18 +260,55 @@ class ResponsesApi:
                         raise conversation.named(error) from None
                     conversation = shorter
                     continue
-                yield _parsed(first)
+                yield parsed_events(first)
                 async for some in events:
-                    yield _parsed(some)
+                    yield parsed_events(some)
                 return
+
+    async def _loaded(
+        self, body: ResponsesRequest, conversation: Conversation, media: _Media, own_id: str, caller: Caller
+    ) -> Conversation:
+        """Return a conversation with processed media: those that are held, and others, which are loaded now if they
+        are to be held. Raises BadRequestError."""
+        if not num_media(conversation.messages) or not (media.wanted or media.known):
+            return conversation
+        places = conversation.places
+        new = next((at for at, place in enumerate(places) if place.startswith("input")), len(places))
+        shown = [*with_last_media(conversation.messages[:new], media.known), *conversation.messages[new:]]
+        if media.wanted:
+            wanted = WarmupInput(
+                request_id=f"{own_id}-media",
+                messages=shown,
+                find_file=self._served.files.for_owner(caller.owner),
+                mm_processor_kwargs=body.mm_processor_kwargs or {},
+                client=caller.client,
+                tenant=caller.tenant,
+            )
+            try:
+                shown = await self._served.manager.load_media(wanted)
+            except BadRequestError as error:
+                raise conversation.named(error) from None
+            # what is known no more is held again
+            media.whole = num_media(shown[:new]) > len(media.known)
+            media.new = media_in(shown if media.whole else shown[new:])
+        return replace(conversation, shown=shown)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Media:
+    """The media of one request. wanted: those that are new are to be held. known: the last ones of earlier requests.
+    new: those to be held, once they are loaded. whole: these are all of the conversation. session: keeps the KV of the
+    conversation; None for its first request."""
+
+    wanted: bool
+    known: list[ProcessedMedium] = field(default_factory=list)
+    new: list[ProcessedMedium] = field(default_factory=list)
+    whole: bool = False
+    session: str | None = None
 
 
 def _encoded(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), json_text(event)) for event in events)
-
-
-def _parsed(events: bytes) -> list[dict[str, Any]]:
-    return [json.loads(one.removeprefix(b"data: ")) for one in events.split(b"\n\n") if one and one != DONE.strip()]
 
 
 def _events_of(writer: ResponseWriter, chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from processors.formats import HEAD_BYTES, modality_of
 from vlmserve.api.request_id import new_id
 from vlmserve.api.responses.protocol import AllowedTools, NamedFunction, ResponsesRequest, TextFormat
+from vlmserve.frontend.chat_messages import Message
 from vlmserve.frontend.openai.json_bodies import checked
 from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve_common.errors import BadRequestError
@@ -25,10 +26,12 @@ _ID_KINDS = {"message": "msg", "function_call": "fc", "function_call_output": "f
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The messages of a chat. places: the place of each message in the request, such as "input[2]"."""
+    """The messages of a chat. places: the place of each message in the request, such as "input[2]". shown: the messages
+    with processed media, once these are loaded."""
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
+    shown: list[Message] | None = None
 
     def named(self, error: BadRequestError) -> BadRequestError:
         """Return an error about a chat with the places and field names of this API."""
@@ -59,7 +62,10 @@ class Conversation:
             for at, message in enumerate(self.messages)
             if at >= starts[count] or message["role"] in ("system", "developer")
         ]
-        return Conversation(messages=[self.messages[at] for at in keep], places=[self.places[at] for at in keep])
+        shown = None if self.shown is None else [self.shown[at] for at in keep]
+        return Conversation(
+            messages=[self.messages[at] for at in keep], places=[self.places[at] for at in keep], shown=shown
+        )
 
 
 def with_ids(given: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -151,15 +157,13 @@ def _part(part: Any, place: str) -> dict[str, Any]:
         case "input_file":
             return _file(part, place)
         case "input_audio":
-            what = f"{place}: parts of type {kind!r} are not supported"
-            raise BadRequestError(what, param=place, code="unsupported_content")
-    raise _invalid(
-        f"{place}.type", f"is {kind!r}; it must be input_text, input_image, input_file, output_text or refusal"
-    )
+            return {"type": "input_audio", "input_audio": part.get("input_audio")}
+    allowed = "input_text, input_image, input_audio, input_file, output_text or refusal"
+    raise _invalid(f"{place}.type", f"is {kind!r}; it must be {allowed}")
 
 
 def _file(part: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return a picture or a video. The client's name for the file decides if its bytes are not there yet."""
+    """Return a picture, a video or a sound. The client's name for the file decides if its bytes are not there yet."""
     name, value = _one_of(part, ("file_id", "file_data", "file_url"), place)
     if not isinstance(value, str):
         raise _invalid(f"{place}.{name}", f"is of type {type(value).__name__}; it must be text")
@@ -172,7 +176,7 @@ def _file(part: Mapping[str, Any], place: str) -> dict[str, Any]:
         data = value.partition(",")[2] if value.startswith("data:") else value
         kind = _kind_of(data) or ""
         value = value if value.startswith("data:") else f"data:application/octet-stream;base64,{data}"
-    if kind not in ("image", "video"):
+    if kind not in ("image", "video", "audio"):
         raise BadRequestError(
             f"{place}.{name} is neither a picture nor a video of a supported format",
             param=f"{place}.{name}",

@@ -21,7 +21,7 @@ USAGE_ERROR, INTERRUPTED = 2, 130
 """Exit statuses."""
 
 _INPUT_SUFFIXES = (*PICTURES, *VIDEOS, ".txt", ".jsonl", ".ndjson", ".parquet", ".pq", ".tar", ".tgz", ".gz")
-_GROUPS = ("pictures", "videos", "vision encoder")
+_GROUPS = ("pictures", "videos", "sounds", "vision encoder")
 _SETTINGS = {"model", "revision", "device", "dtype", "max_model_len", "num_threads", "log_level"}
 # These have no effect in commands that read their own files.
 _LEFT_OUT = {"allowed_local_media_path", "enable_mm_embeds", "max_queued_media", "encoder_listen"}

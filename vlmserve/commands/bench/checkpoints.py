@@ -21,6 +21,7 @@ from vlmserve.commands.plan.published import SHAPES, ModelShape, config_of, deco
 from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.models.random_weights import moments
 from vlmserve.models.registry import load_config, make_model
+from vlmserve_common.checkpoint.hf_config import ARCHITECTURES, read_hf_config
 from vlmserve_common.checkpoint.reader import INDEX_FILE, read_json
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.checkpoint.weights import stored_tensors
@@ -43,7 +44,7 @@ def small(shape: ModelShape) -> ModelShape:
     text = dict(shape.text) | decoder_sizes(2, 64, 96, 2)
     text |= {"num_key_value_heads": 1, "vocab_size": 4096, "max_position_embeddings": 4096}
     vision = dict(shape.vision) | tower_sizes(3, 64, 96, 64, heads=2)
-    if shape.family in ("qwen3_vl", "qwen3_vl_moe"):
+    if shape.family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe"):
         text |= {"head_dim": 32}
         vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 256}
     else:
@@ -52,7 +53,12 @@ def small(shape: ModelShape) -> ModelShape:
         text |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     section = [8, 4, 4]  # of half a head's 16 frequencies
     text |= {"rope_scaling": dict(shape.text["rope_scaling"]) | {"mrope_section": section}}
-    return replace(shape, what=f"a tiny {shape.what}", text=text, vision=vision)
+    audio = None
+    if shape.audio is not None:
+        sizes = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+        audio = dict(shape.audio) | sizes | {"output_dim": 64}
+        audio |= {"downsample_hidden_size": 16} if "downsample_hidden_size" in audio else {}
+    return replace(shape, what=f"a tiny {shape.what}", text=text, vision=vision, audio=audio)
 
 
 def write_settings(folder: Path, family: str) -> None:
@@ -63,6 +69,10 @@ def write_settings(folder: Path, family: str) -> None:
 
 def image_settings(family: str) -> dict[str, Any]:
     """Return preprocessor_config.json as published."""
+    if family in ("qwen3_omni", "qwen2_5_omni"):
+        ears = {"feature_size": 128, "sampling_rate": 16000, "n_fft": 400, "hop_length": 160}
+        ears["chunk_length"] = 30 if family == "qwen3_omni" else 300
+        return image_settings("qwen3_vl" if family == "qwen3_omni" else "qwen2_5_vl") | ears
     if family == "qwen3_vl":
         size = {"shortest_edge": 65536, "longest_edge": 16777216}
         return {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "size": size, **_HALF}
@@ -106,13 +116,17 @@ def write_random_checkpoint(
     *,
     text_sizes: dict[str, Any] = TEXT_SIZES,
     vision_sizes: dict[str, Any] = VISION_SIZES,
+    family: str = "qwen3_vl",
+    shape: ModelShape | None = None,
     seed: int = 0,
 ) -> Path:
     """Write the checkpoint in bfloat16 and in shards into `folder`, which is made if need be, and return the folder.
 
     The same seed writes the same bytes. text_sizes, vision_sizes: the fields of `text_config` and `vision_config` that
-    differ from the built-in model's.
+    differ from the built-in model's. family: model_type. shape: of a published model, in place of these.
     """
+    if shape is not None:
+        return _write_random_weights(write_folder(folder, shape), seed)
     copy_built_in_settings(folder)
     for name, most in (("preprocessor", _MAX_PIXELS), ("video_preprocessor", _MAX_VIDEO_PIXELS)):
         settings = read_json(folder, f"{name}_config.json")
@@ -120,12 +134,16 @@ def write_random_checkpoint(
         write_json(folder / f"{name}_config.json", settings)
     config = read_json(folder, "config.json")
     own_head = {"tie_word_embeddings": False}
-    config |= own_head
-    config["text_config"] |= text_sizes | own_head | {"dtype": "bfloat16"}
-    config["vision_config"] |= vision_sizes
+    config |= own_head | {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    config["text_config"] |= text_sizes | own_head | {"dtype": "bfloat16", "model_type": f"{family}_text"}
+    config["vision_config"] |= vision_sizes | {"model_type": family}
     write_json(folder / "config.json", config)
+    return _write_random_weights(folder, seed)
+
+
+def _write_random_weights(folder: Path, seed: int) -> Path:
     used_rows = load_text_tokenizer(folder).num_ids
-    model = make_model(config, load_config(folder), torch.device("meta"), torch.bfloat16)
+    model = make_model(read_hf_config(folder), load_config(folder), torch.device("meta"), torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
 
     def random(name: str, shape: torch.Size) -> torch.Tensor:
@@ -140,12 +158,20 @@ def write_random_checkpoint(
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all parameters by their names in published checkpoints of Qwen3-VL and in transformers' models.
+    """Yield all parameters by their names in published checkpoints from Qwen3-VL on and in transformers' models, or in
+    those of Omni models.
 
     The tensors are views of the stored shape.
     """
+    hears = any(name.startswith("visual.ears.") for name, _ in model.named_parameters())
     for stored, tensor in stored_tensors(model):
-        yield stored if stored.startswith("lm_head.") else f"model.{stored}", tensor
+        if stored.startswith(mixer := "language_model.norm.") and stored != f"{mixer}weight":
+            stored = stored.replace(mixer, "language_model.hyper_connection_mixer.")
+        if hears:
+            name = stored.replace("visual.ears.", "audio_tower.").replace("language_model.", "model.", 1)
+            yield f"thinker.{name}", tensor
+        else:
+            yield stored if stored.startswith("lm_head.") else f"model.{stored}", tensor
 
 
 def save_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from PIL import Image
 
-from processors.families.base import MultimodalProcessor, ProcessedMedium, ProcessorLimits, data_item
+from processors.families.base import MultimodalProcessor, ProcessorLimits, data_item
 from processors.families.registry import make_processor
 from processors.image.decoding import decode_image
 from processors.normalize import normalize, value_width
@@ -35,6 +35,7 @@ from vlmserve.commands.bench.media import clip, jpeg
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 
+_Made: TypeAlias = ProcessedImage | ProcessedVideo
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 _FPS = 2.0
 
@@ -176,7 +177,7 @@ def measure_clip(args: argparse.Namespace, *, decode_threads: int = 1, by_the_cl
 
 
 def _compare(
-    ours: Callable[[], ProcessedMedium],
+    ours: Callable[[], _Made],
     references: dict[str, Callable[[], Any]],
     rounds: int,
     *,
@@ -194,7 +195,7 @@ def _compare(
     return {name: asdict(timing) for name, timing in timings.items()}
 
 
-def _values(made: ProcessedMedium) -> np.ndarray:
+def _values(made: _Made) -> np.ndarray:
     return pixel_values(temporal_patches(data_item(made)), torch.device("cpu")).numpy()
 
 
@@ -211,7 +212,7 @@ def _picture(processor: MultimodalProcessor, data: bytes) -> ProcessedImage:
     return processor.process_image(decode_image(data, processor.limits.decode))
 
 
-def _with_values(make: Callable[[], ProcessedMedium]) -> Callable[[], None]:
+def _with_values(make: Callable[[], _Made]) -> Callable[[], None]:
     """Return a call that makes patches and, as the reference does, their values; our encoder makes these in batches."""
 
     def run() -> None:

@@ -9,9 +9,9 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from vlmserve.commands.batch.command_line import INTERRUPTED, add_media_settings, input_parser, run_checked, take_model
 from vlmserve.commands.batch.inputs import Columns, InputFormat
@@ -28,6 +28,9 @@ from vlmserve.frontend.structured_output import make_spec, verify_grammar
 from vlmserve.ray.cluster import HERE, OWN, check_address
 from vlmserve_common.compute.cpus import available_cpus
 from vlmserve_common.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from vlmserve.commands.caption.session import Work
 
 _NEED_OUTPUT = (".tar", ".tgz", ".gz", ".parquet", ".pq", ".jsonl", ".ndjson")
 _MOST_MEDIA_PROCESSES = 8
@@ -59,6 +62,7 @@ examples:
 The exit status is 0 if everything is captioned, 3 if some items failed (the others are captioned), 1 if the run had to
 stop, 2 for a wrong command line, 130 if interrupted.
 """
+_ADAPTERS = ("enable_lora", "lora_paths", "merge_lora", "max_lora_rank", "lora_partial")
 _OWN = "own_"  # the prefix of this command's own flags: --max-pixels is a setting, too
 _KINDS: dict[str, type] = {"N": int, "X": float, "FILE": Path}
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"action": "append"}
@@ -99,11 +103,12 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
         "max_pixels": ("N", "largest area of resized pictures and frames"),
         "fps": ("X", "frames per second taken of videos"),
         "max_frames": ("N", "most frames taken of a video"),
+        "use_audio_in_video": (None, "let the model hear videos, too, if it can", _SWITCH),
     },
     "this process or servers": {
         "base_url": (
             "URL",
-            "let the server at http://host:port/v1 caption; may be repeated",
+            "let the server at http://host:port/v1 do the work; may be repeated",
             _SEVERAL,
         ),
         "api_key": ("KEY", "API key of these servers [env: VLMSERVE_API_KEY]"),
@@ -123,7 +128,7 @@ _FLAGS: dict[str, dict[str, tuple[Any, ...]]] = {
     "a Ray cluster": {
         "ray": (
             "ADDRESS",
-            f"caption on the cluster whose head is at host:port; without ADDRESS, or {HERE}: the one that this machine "
+            f"compute on the cluster whose head is at host:port; without ADDRESS, or {HERE}: the one that this machine "
             f"is part of; {OWN}: one on this machine alone",
             {"nargs": "?", "const": HERE},
         ),
@@ -177,7 +182,11 @@ class CaptionCommand:
 
 def read_command(argv: Sequence[str]) -> CaptionCommand:
     """Read and check the command line. Raises SettingsError with a line for each problem."""
-    args = vars(_parser().parse_intermixed_args(argv))
+    return command_of(vars(_parser().parse_intermixed_args(argv)))
+
+
+def command_of(args: dict[str, Any], **fixed: Any) -> CaptionCommand:
+    """Check parsed arguments. fixed: settings that the command decides. Raises SettingsError."""
     given = {name.removeprefix(_OWN): value for name, value in args.items() if name.startswith(_OWN)}
     flags = {name: args[name] for name in args if not name.startswith(_OWN) and name not in ("config", GIVEN_AS)}
     urls: list[str] = given["base_url"] or []
@@ -185,7 +194,7 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
     if given["api_key"] is not None:
         flags["api_key"] = given["api_key"]
     nothing_twice = _nothing_twice(given, words)
-    defaults: dict[str, Any] = {"media_processes": min(_MOST_MEDIA_PROCESSES, available_cpus())}
+    defaults: dict[str, Any] = {"media_processes": min(_MOST_MEDIA_PROCESSES, available_cpus()), **fixed}
     if nothing_twice:  # caches would not help
         defaults |= {"processor_cache_mib": 0, "disable_radix_cache": True}
     if given["ray"] is not None:
@@ -217,21 +226,32 @@ def read_command(argv: Sequence[str]) -> CaptionCommand:
 
 def _parser() -> CommandParser:
     parser = input_parser("caption", about=_ABOUT, epilog=_EPILOG, words=f"{_OWN}words")
+    add_flags(parser, {name for group in _FLAGS.values() for name in group})
+    add_media_settings(
+        parser,
+        groups=("memory", "scheduling"),
+        more={"attention_backend", "sampling_defaults", "chat_template", "tp_size", "pp_size", *_ADAPTERS},
+        left_out={"max_queued_requests", "max_pixels", "video_fps"},  # the last two are this command's own flags
+    )
+    return parser
+
+
+def add_flags(parser: CommandParser, names: Collection[str]) -> dict[str, Any]:
+    """Add the command's flags of these names. Returns the values of all others."""
+    others: dict[str, Any] = {}
     for title, group in _FLAGS.items():
-        place = parser.add_argument_group(title) if title else parser
+        place = parser.add_argument_group(title) if title and names & group.keys() else parser
         for name, (metavar, text, *how) in group.items():
+            if name not in names:
+                silent = how[0] if how else {}
+                others[_OWN + name] = silent.get("default", False if silent is _SWITCH else None)
+                continue
             more: dict[str, Any] = {"metavar": metavar, "type": _KINDS.get(metavar, str)} if metavar else {}
             more |= how[0] if how else {}
             if "default" in more and more["default"] not in ("", None):
                 text += f" [default: {more['default']:g}]" if metavar in _KINDS else f" [default: {more['default']}]"
             place.add_argument(f"--{name.replace('_', '-')}", dest=_OWN + name, help=text, **more)
-    add_media_settings(
-        parser,
-        groups=("memory", "scheduling"),
-        more={"attention_backend", "sampling_defaults", "chat_template", "tp_size", "pp_size"},
-        left_out={"max_queued_requests", "max_pixels", "video_fps"},  # the last two are this command's own flags
-    )
-    return parser
+    return others
 
 
 def _nothing_twice(given: dict[str, Any], words: Sequence[str]) -> bool:
@@ -293,6 +313,8 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
     options |= _named(given, *_SAMPLING)
     if count > 1:
         options["n"] = count
+    if given["use_audio_in_video"]:
+        options["mm_processor_kwargs"] = {"use_audio_in_video": True}
     if given["json_schema"] is not None:
         options["response_format"] = _json_format(given["json_schema"])
     return options | _named(given, "stop")
@@ -350,24 +372,26 @@ def named_folder(word: str) -> Path:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status. Raises VlmserveError or OSError if the run cannot begin."""
-    return run_checked("caption", lambda: _run(read_command(argv)))
+    return run_checked("caption", lambda: run_command(read_command(argv)))
 
 
-def _run(command: CaptionCommand) -> int:
+def run_command(command: CaptionCommand, work: Work | None = None) -> int:
+    """Run a command, and print how it ended; returns the exit status. work: None makes captions."""
     from vlmserve.commands.batch.inputs.files import StandardInput
-    from vlmserve.commands.caption.session import Ended, caption
+    from vlmserve.commands.caption.session import CAPTIONS, Ended, caption
     from vlmserve_common.logs import configure_logging
 
-    configure_logging(command.settings.log_level, "caption")
+    work = work or CAPTIONS
+    configure_logging(command.settings.log_level, work.name)
     stdin = StandardInput(0)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # Ray prints what nodes say
-            ended = caption(command, io.BufferedReader(stdin), sys.stderr)
+            ended = caption(command, io.BufferedReader(stdin), sys.stderr, work=work)
     finally:
         stdin.stop()
     print(ended.summary)
     for trouble in ended.troubles:
-        print(f"vlmserve caption: error: {trouble}", file=sys.stderr)
+        print(f"vlmserve {work.name}: error: {trouble}", file=sys.stderr)
     return {
         Ended.FINISHED: 3 if ended.tally.failed or ended.tally.failed_before else 0,
         Ended.STOPPED: 1,

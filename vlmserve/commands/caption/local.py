@@ -24,8 +24,9 @@ from vlmserve.frontend.openai.protocol import ChatCompletionRequest
 from vlmserve.frontend.parsers.answer import AnswerReading, choose_formats
 from vlmserve.frontend.request_builder import ChatPrompt
 from vlmserve.frontend.stage import stage_limits
+from vlmserve_common.checkpoint.adapter_file import read_adapter
 from vlmserve_common.compute.devices import resolve_device
-from vlmserve_common.errors import BadRequestError, EngineUnavailableError
+from vlmserve_common.errors import BadRequestError, EngineUnavailableError, SettingsError
 
 MOST_CHOICES = 128
 _SAMPLED_BYTES = 1 << 20
@@ -45,6 +46,10 @@ class LocalCaptioner:
         weights = _weights_digest(resolve_model(settings.engine.model, settings.engine.revision))
         self.model = settings.served_model_name or settings.engine.model or DEFAULT_MODEL_NAME
         engine = settings.engine
+        names = [name for name, _ in engine.adapters_at_start]
+        if len(names) > 1:
+            raise SettingsError(f"--lora-paths has {len(names)} adapters; captions are made by one")
+        self._lora = names[0] if names else None
         if engine.max_decode_slowdown is None:  # nobody reads along
             engine = replace(engine, max_decode_slowdown=0.0)
         if nothing_twice and resolve_device(engine.device).type == "cpu":
@@ -65,6 +70,10 @@ class LocalCaptioner:
         how = f"{self.llm.info.dtype} {self.llm.args.sampling_defaults} {self.llm.describe_media_settings()}"
         if engine.chat_template is not None:
             how += f" {self.llm.builder.template.text}"
+        if engine.merged_adapter is not None:
+            how += f" {read_adapter(engine.merged_adapter, max_rank=engine.max_lora_rank).digest}"
+        if self._lora is not None:
+            how += f" {self.llm.adapter_digest(self._lora)}"
         self.identity = f"{weights} {blake3.blake3(how.encode()).hexdigest(16)}"
 
     async def start(self) -> None:
@@ -86,7 +95,7 @@ class LocalCaptioner:
             reading=AnswerReading(reasoning=self._formats.reasoning),
         )
         try:
-            async with contextlib.aclosing(self.llm.generate(wanted)) as outputs:
+            async with contextlib.aclosing(self.llm.generate(wanted, lora=self._lora)) as outputs:
                 return await writer.whole(outputs)
         except EngineUnavailableError as error:
             raise CaptionStopped(str(error)) from None

@@ -1,4 +1,4 @@
-"""Captions by engines on the nodes of a Ray cluster. This process reads the items, and keeps the journal."""
+"""Captions, or vectors, by engines on the nodes of a Ray cluster. This process reads items and keeps the journal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class RaySettings:
 
 
 class EngineActor:
-    """An engine on a node. threads: of the model, if `--num-threads` is not set; None takes all cores."""
+    """An engine on a node. maker: what asks it, a `LocalCaptioner`. threads: of the model, if `--num-threads` is not
+    set; None takes all cores."""
 
     def __init__(
         self,
@@ -44,12 +45,13 @@ class EngineActor:
         concurrency: int,
         nothing_twice: bool,
         threads: int | None,
+        maker: type[LocalCaptioner],
     ) -> None:
         self._place = f"{socket.gethostname()} (process {os.getpid()})"
         self._trouble: VlmserveError | None = None
         engine = replace(settings.engine, num_threads=settings.engine.num_threads or threads)
         try:
-            self._captioner = LocalCaptioner(
+            self._captioner = maker(
                 replace(settings, engine=engine), concurrency=concurrency, nothing_twice=nothing_twice
             )
         except VlmserveError as error:  # which Ray would bury in a traceback
@@ -73,7 +75,7 @@ class EngineActor:
 
 class RayCaptioner:
     """A `Captioner` with an actor pool of engines. concurrency: items at a time in each. nothing_twice: see
-    `CaptionCommand`.
+    `CaptionCommand`. maker: see `EngineActor`.
 
     Blocks until there is room for the actors. Raises SettingsError or EngineError.
     """
@@ -85,6 +87,7 @@ class RayCaptioner:
         *,
         concurrency: int,
         nothing_twice: bool,
+        maker: type[LocalCaptioner] = LocalCaptioner,
     ) -> None:
         self.model = self.identity = ""
         self._cluster = Cluster(ray.address)
@@ -99,6 +102,7 @@ class RayCaptioner:
                     "concurrency": concurrency,
                     "nothing_twice": nothing_twice,
                     "threads": threads_in(resources),
+                    "maker": maker,
                 },
                 group,
                 resources=resources,

@@ -11,7 +11,7 @@ import blake3
 from processors.inputs import Modality
 from vlmserve.commands.batch.item import ChatRequest, Item, RequestItem, digest_of
 from vlmserve.commands.caption.prompts import Prompts, RenderedPrompt
-from vlmserve.commands.caption.result import make_record
+from vlmserve.commands.caption.result import make_record, make_vector_record
 from vlmserve.commands.client.media import told_modality
 from vlmserve.config.plain_problems import shortened
 from vlmserve_common.errors import BadRequestError
@@ -72,7 +72,8 @@ def open_item(
         content = bytes.fromhex(digest)
         options |= item.options
         own = options.get("mm_processor_kwargs") or {}
-        knobs = settings.video_knobs if modality is Modality.VIDEO else settings.picture_knobs
+        of_kinds = {Modality.IMAGE: settings.picture_knobs, Modality.VIDEO: settings.video_knobs}
+        knobs = of_kinds.get(modality, {})
         knobs = {name: value for name, value in knobs.items() if name not in own}
         request = prompts.request(asked.prompt, data, modality, knobs=knobs, options=options)
     around = [] if asked is None else asked.texts
@@ -87,6 +88,8 @@ def record_of(
     item: Item, asked: RenderedPrompt | None, opened: OpenedItem, answer: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the record of an item with its answer, a chat.completion. See `open_item` and `make_record`."""
+    if "embedding" in answer:
+        return make_vector_record(item, answer, digest=opened.digest)
     said = [choice["message"]["content"] or "" for choice in answer["choices"]]
     captions = said if asked is None else [asked.whole(text) for text in said]
     return make_record(item, answer, captions, digest=opened.digest, prompt=None if asked is None else asked.prompt)

@@ -41,10 +41,14 @@ class Prompts:
     """Renders prompts. prompt, prefix, suffix: the user's Jinja2 templates. system: sent unchanged; None for none.
 
     An item's own prompt comes first, then prompt.txt in its folder (or the nearest one above it, up to the folder of
-    the command line), then `prompt`. Close it after use.
+    the command line), then `prompt`. needed: media go with a prompt; otherwise an empty one means the medium alone,
+    and there is no prompt.txt. Close it after use.
     """
 
-    def __init__(self, prompt: str, *, system: str | None = None, prefix: str = "", suffix: str = "") -> None:
+    def __init__(
+        self, prompt: str, *, system: str | None = None, prefix: str = "", suffix: str = "", needed: bool = True
+    ) -> None:
+        self.needed = needed
         self._prompt = prompt
         self._prefix, self._suffix = prefix, suffix
         self._system = system
@@ -67,7 +71,7 @@ class Prompts:
         own = item.prompt if item.prompt is not None else self._of_folder(item)
         texts = (self._prompt if own is None else own, self._prefix, self._suffix)
         prompt, prefix, suffix = (self._templates.render(text, item.fields) for text in texts)
-        if not prompt.strip():
+        if self.needed and not prompt.strip():
             raise BadRequestError("the prompt is empty", code="invalid_prompt")
         return RenderedPrompt(prompt=prompt, prefix=prefix, suffix=suffix)
 
@@ -77,7 +81,7 @@ class Prompts:
         """Make the chat request about a medium. knobs: fields of its part. options: fields of the request."""
         content: Sequence[Mapping[str, Any]] = [
             {**knobs, "type": modality.value, modality.value: data},
-            {"type": "text", "text": prompt},
+            *([{"type": "text", "text": prompt}] if prompt else []),
         ]
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return ChatRequest(messages=[*system, {"role": "user", "content": content}], options=options)
@@ -87,7 +91,7 @@ class Prompts:
         self._templates.close()
 
     def _of_folder(self, item: MediumItem) -> str | None:
-        if item.path is None:
+        if item.path is None or not self.needed:
             return None
         return self._nearest_prompt(item.path.parent, item.root or item.path.parent)
 

@@ -53,6 +53,9 @@ class RemoteCaptioner:
     """
 
     engines = 1
+    path = "chat/completions"
+    read: Callable[[Any, bytes, int], dict[str, Any] | NoAnswer] | None = None
+    """Reads the answers of another endpoint, see `judge_answer`."""
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class RemoteCaptioner:
             raise CaptionStopped(self._stopped)
 
     async def ask(self, request: ChatRequest) -> dict[str, Any]:
-        body = await asyncio.to_thread(self._body, request)
+        body = await asyncio.to_thread(self.body, request)
         wanted = request.options.get("n") or 1
         number, times_away = next(self._numbers), 0
         tried: list[ServerStanding] = []
@@ -136,7 +139,8 @@ class RemoteCaptioner:
 
     # ---- one request
 
-    def _body(self, request: ChatRequest) -> bytes:
+    def body(self, request: ChatRequest) -> bytes:
+        """Return what is sent for a request."""
         messages = with_data_urls(request.messages)
         return json.dumps({"model": self.model, "messages": messages, **request.options}).encode()
 
@@ -178,13 +182,13 @@ class RemoteCaptioner:
     async def _post(self, server: ServerStanding, body: bytes, wanted: int) -> Verdict:
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                answer = await self._exchange("POST", f"{server.url}/chat/completions", body)
+                answer = await self._exchange("POST", f"{server.url}/{self.path}", body)
         except TimeoutError:
             return NoAnswer(reason=f"no answer in {self._request_timeout_s:g} s (--request-timeout-s)")
         except httpx2.HTTPError as error:
             is_away = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError)
             return (Away if is_away else NoAnswer)(reason=_words(error))
-        return judge_answer(*answer, wanted=wanted)
+        return judge_answer(*answer, wanted=wanted, read=self.read)
 
     async def _exchange(self, method: str, url: str, body: bytes | None = None) -> tuple[int, Mapping[str, str], bytes]:
         assert self._client is not None, "not started"

@@ -78,6 +78,7 @@ class CaptionTally(RunTally):
     completion_tokens: int = 0
     cached_tokens: int = 0
     unit: ClassVar[str] = "tokens"
+    verb: ClassVar[str] = "captioned"
 
     @property
     def hits(self) -> int:
@@ -115,7 +116,7 @@ class CaptionTally(RunTally):
         """Return the summary as a line for people."""
         made = self.done + self.reused
         rate = made / seconds if seconds > 0 else 0.0
-        parts = [f"{ended}: {made} captioned in {seconds:.1f} s ({rate:.1f} items/s, {self.completion_tokens} tokens)"]
+        parts = [f"{ended}: {made} {self.verb} in {seconds:.1f} s ({rate:.1f} items/s, {self.work} {self.unit})"]
         parts += phrases(
             (self.reused, "of them the same as others"),
             (self.skipped, "finished before"),
@@ -150,6 +151,20 @@ def make_record(
     if isinstance(item, RequestItem):
         record["response"] = answer
     return _writable({**record, **_named_by(item)})
+
+
+def make_vector_record(item: Item, answer: Mapping[str, Any], *, digest: str | None) -> dict[str, Any]:
+    """Make the record of an item's vector. answer: its `embedding`, base64 of float16, with `model` and `usage`."""
+    record = {
+        "id": item.id,
+        "embedding": answer["embedding"],
+        "model": answer["model"],
+        "prompt_tokens": answer["usage"]["prompt_tokens"],
+        **({"blake3": digest} if digest is not None else {}),
+    }
+    return _writable(
+        {**record, **({"fields": dict(item.fields)} if isinstance(item, MediumItem) and item.fields else {})}
+    )
 
 
 def like_another(record: Mapping[str, Any], item: Item) -> dict[str, Any]:

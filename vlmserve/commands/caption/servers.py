@@ -6,7 +6,7 @@ import contextlib
 import email.utils
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -47,17 +47,25 @@ class Unfit:
 Verdict: TypeAlias = dict[str, Any] | BadRequestError | Away | NoAnswer | Unfit
 
 
-def judge_answer(status: int, headers: Mapping[str, str], content: bytes, *, wanted: int) -> Verdict:
+def judge_answer(
+    status: int,
+    headers: Mapping[str, str],
+    content: bytes,
+    *,
+    wanted: int,
+    read: Callable[[Any, bytes, int], dict[str, Any] | NoAnswer] | None = None,
+) -> Verdict:
     """Judge an answer to POST /chat/completions. wanted: number of choices in the request.
 
     A good one is returned as a chat.completion whose choices all have text, and a finish_reason that may be None.
+    read: reads the good answers of another endpoint, given their JSON, their bytes, and `wanted`.
     """
     body = json_or_none(content)
     reason = _reason(status, headers, body, content)
     error = error_in(body)
     match status:
         case 200:
-            return _completion(body, content, wanted)
+            return (read or _completion)(body, content, wanted)
         case 401:
             return Unfit(reason=f"it refuses the API key, {reason}; set --api-key", for_good=True)
         case 403:

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -61,18 +61,69 @@ class CaptionEnd:
     troubles: Sequence[str]
 
 
-def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner: Captioner | None = None) -> CaptionEnd:
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a run makes of each item. name: the command's. maker: the class of `Captioner` that makes it by servers
+    (True), or by an engine in a process. outputs: the kinds of outputs by the endings of their names; "folder" is one.
+    prompted: items need a prompt."""
+
+    name: str
+    tally: type[CaptionTally]
+    outputs: Mapping[str, Callable[..., Output]]
+    maker: Callable[[bool], type[Any]]
+    prompted: bool = True
+
+
+def _maker(by_servers: bool) -> type[Any]:
+    if by_servers:
+        from vlmserve.commands.caption.remote import RemoteCaptioner
+
+        return RemoteCaptioner
+    from vlmserve.commands.caption.local import LocalCaptioner
+
+    return LocalCaptioner
+
+
+CAPTIONS = Work(
+    name="caption",
+    tally=CaptionTally,
+    maker=_maker,
+    outputs={
+        ".jsonl": JsonLinesOutput,
+        ".ndjson": JsonLinesOutput,
+        ".parquet": Parquet,
+        ".tar": Tars,
+        "folder": Sidecars,
+    },
+)
+
+
+def caption(
+    command: CaptionCommand,
+    stdin: BinaryIO,
+    out: TextIO,
+    *,
+    captioner: Captioner | None = None,
+    work: Work = CAPTIONS,
+) -> CaptionEnd:
     """Run the command. captioner: an existing one, which its owner closes; None makes the command's own.
 
     Raises SettingsError, VlmserveError or OSError if the run cannot begin.
     """
-    tally = CaptionTally()
-    prompts = Prompts(command.prompt, system=command.system_prompt, prefix=command.prefix, suffix=command.suffix)
+    tally = work.tally()
+    prompts = Prompts(
+        command.prompt,
+        system=command.system_prompt,
+        prefix=command.prefix,
+        suffix=command.suffix,
+        needed=work.prompted,
+    )
     output = choose_output(
         command.output,
         suffix=command.caption_suffix,
         overwrite=command.overwrite,
         items_per_file=command.items_per_file,
+        work=work,
     )
     words = words_to_open(command)
     with contextlib.ExitStack() as stack:
@@ -85,7 +136,8 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         if captioner is None and not command.base_urls and command.ray is None:
             engine = command.settings.engine
             resolve_model(engine.model, engine.revision)  # before any file is made
-        journal_path = command.journal or choose_journal(command.output, list(map(named_folder, words)), command.shard)
+        folders = list(map(named_folder, words))
+        journal_path = command.journal or choose_journal(command.output, folders, command.shard, work)
         output.kept = _refuse_shared_files(command, words, output, journal_path)
         errors = ErrorsFile(command.errors)
         journal_path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,8 +148,11 @@ def caption(command: CaptionCommand, stdin: BinaryIO, out: TextIO, *, captioner:
         stack.callback(output.close)
         output.begin(journal)
         shared = Shared(prompts=prompts, journal=journal, output=output, errors=errors, tally=tally)
-        progress = RunProgress("caption", tally, out)
-        return _CaptionSession(command=command, inputs=inputs, shared=shared, progress=progress, given=captioner).run()
+        progress = RunProgress(work.name, tally, out)
+        session = _CaptionSession(
+            command=command, inputs=inputs, shared=shared, progress=progress, given=captioner, work=work
+        )
+        return session.run()
 
 
 def _refuse_shared_files(
@@ -134,6 +189,7 @@ class _CaptionSession:
     shared: Shared
     progress: RunProgress
     given: Captioner | None
+    work: Work
     running: CaptionRun | None = None
     terminated: bool = False
     broken: bool = False
@@ -166,7 +222,7 @@ class _CaptionSession:
             shared.errors.write_anew(shared.journal.failures())
         if how is not Ended.FINISHED and self.running is not None:
             again = "once that is mended, the command" if how is Ended.STOPPED else "the same command"
-            self.notes.append(f"finished captions are on disk: {again} continues from here")
+            self.notes.append(f"finished {self.work.name}s are on disk: {again} continues from here")
         told = shared.tally.summary(self.progress.seconds, self.notes, ended=how.value)
         text = shared.tally.describe(self.progress.seconds, ended=how.value)
         return CaptionEnd(
@@ -209,11 +265,9 @@ class _CaptionSession:
                     showing.cancel()
 
     def _made(self) -> Captioner:
-        command = self.command
+        command, maker = self.command, self.work.maker(bool(self.command.base_urls))
         if command.base_urls:
-            from vlmserve.commands.caption.remote import RemoteCaptioner
-
-            return RemoteCaptioner(
+            return maker(
                 command.base_urls,
                 api_key=command.settings.api_key,
                 model=command.settings.engine.model or None,
@@ -230,10 +284,8 @@ class _CaptionSession:
                 cpus=command.ray_cpus,
                 patience_s=command.server_timeout_s,
             )
-            return RayCaptioner(ray, command.settings, **how)
-        from vlmserve.commands.caption.local import LocalCaptioner
-
-        return LocalCaptioner(command.settings, **how)
+            return RayCaptioner(ray, command.settings, maker=maker, **how)
+        return maker(command.settings, **how)
 
     def _settings(self, captioner: Captioner) -> dict[str, object]:
         """Return everything that influences captions, under the names of flags."""
@@ -284,26 +336,27 @@ def _trouble(error: Exception) -> str:
 
 
 _NUMBER = re.compile(r"%0?\d*d")
-_LINES, _PARQUET, _TAR = (".jsonl", ".ndjson"), ".parquet", ".tar"
-_JOURNAL = ".vlmserve-caption"
+_LINES = (".jsonl", ".ndjson")
+_JOURNAL = ".vlmserve-"
 
 
-def choose_output(output: str | None, *, suffix: str, overwrite: bool, items_per_file: int) -> Output:
+def choose_output(
+    output: str | None, *, suffix: str, overwrite: bool, items_per_file: int, work: Work = CAPTIONS
+) -> Output:
     """Make the output that the name asks for; None puts captions beside the files.
 
     suffix, overwrite: see `Sidecars`. items_per_file: items in a part of parquet or tars. Raises SettingsError for a
     name of no known form.
     """
-    kind = "folder" if output is None else _kind(output)
+    kind = "folder" if output is None else _kind(output, work)
     if output is None or kind == "folder":
-        return Sidecars(None if output is None else Path(output), suffix=suffix, overwrite=overwrite)
+        return work.outputs["folder"](None if output is None else Path(output), suffix=suffix, overwrite=overwrite)
     if kind in _LINES:
-        return JsonLinesOutput(Path(output))
-    parts = Parquet if kind == _PARQUET else Tars
-    return parts(PartNames(output), items_per_file=items_per_file)
+        return work.outputs[kind](Path(output))
+    return work.outputs[kind](PartNames(output), items_per_file=items_per_file)
 
 
-def choose_journal(output: str | None, folders: Sequence[Path], shard: ItemShard) -> Path:
+def choose_journal(output: str | None, folders: Sequence[Path], shard: ItemShard, work: Work = CAPTIONS) -> Path:
     """Return the path of the journal: beside the output, or in it if it is a folder.
 
     folders: of the local files, if there is no output. The journal goes to the folder that holds them all, or to the
@@ -312,14 +365,14 @@ def choose_journal(output: str | None, folders: Sequence[Path], shard: ItemShard
     part = f"-{shard.index}-of-{shard.count}" if shard.count > 1 else ""
     if output is None:
         common = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path.cwd()
-        return (Path.cwd() if common == Path(common.root) else common) / f"{_JOURNAL}{part}.journal"
-    if _kind(output) == "folder":
-        return Path(output) / f"{_JOURNAL}{part}.journal"
+        return (Path.cwd() if common == Path(common.root) else common) / f"{_JOURNAL}{work.name}{part}.journal"
+    if _kind(output, work) == "folder":
+        return Path(output) / f"{_JOURNAL}{work.name}{part}.journal"
     path = Path(_NUMBER.sub("N", output))
     return path.with_name(f"{path.name}.journal")
 
 
-def _kind(name: str) -> str:
+def _kind(name: str, work: Work) -> str:
     """Return the suffix, or "folder"."""
     path = Path(name)
     numbers = _NUMBER.findall(path.name)
@@ -328,9 +381,10 @@ def _kind(name: str) -> str:
         if path.exists() and not path.is_dir():
             raise SettingsError(f"--output is {name!r}, which is there and no folder")
         return "folder"
-    if suffix not in (*_LINES, _PARQUET, _TAR):
+    if suffix not in work.outputs:
+        *known, last = (kind for kind in work.outputs if kind not in ("folder", _LINES[1]))
         raise SettingsError(
-            f"--output is {name!r}; it must end with .jsonl, .parquet or .tar, or be a folder (with / at its end)"
+            f"--output is {name!r}; it must end with {', '.join(known)} or {last}, or be a folder (with / at its end)"
         )
     if suffix in _LINES and numbers:
         raise SettingsError(f"--output is {name!r}; lines of JSON are one file, without a number in its name")

@@ -80,6 +80,7 @@ Type a question; name pictures and videos in it by path or web address, or drop 
   \"\"\"                    begins and ends text of several lines, in which no paths are looked for
   /image FILE ...        pictures for the next question
   /video FILE ...        videos for the next question
+  /audio FILE ...        sounds for the next question
   /retry                 ask the last question again
   /new, /clear           forget the conversation
   /system TEXT           use a system prompt from the next question on; /system off: none
@@ -118,6 +119,7 @@ class ChatSession:
         self._commands: dict[str, Callable[[str], None]] = {
             "/image": lambda rest: self._attach(rest, Modality.IMAGE),
             "/video": lambda rest: self._attach(rest, Modality.VIDEO),
+            "/audio": lambda rest: self._attach(rest, Modality.AUDIO),
             "/retry": self._retry,
             "/new": self._forget,
             "/clear": self._forget,

@@ -1,16 +1,17 @@
-"""A client of the server's API, as far as a chat needs it: questions go out, answers come in pieces."""
+"""A client of the server's API, as far as commands need it: questions go out, answers come in pieces, or vectors."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import httpx2
+import numpy as np
 
 from vlmserve_common.errors import VlmserveError
 
@@ -80,18 +81,22 @@ class ChatClient:
 
     def __init__(self, url: str, *, api_key: str | None = None, http: httpx2.AsyncClient | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = http
 
     async def model(self) -> str:
         """Return the name of the first model that the server lists. Raises ServerError."""
+        return (await self.models())[0]
+
+    async def models(self) -> list[str]:
+        """Return the names of the models and adapters that the server lists, at least one. Raises ServerError."""
         async with self._request("GET", "/v1/models") as response:
             content = await response.aread()
         try:
-            name = json.loads(content)["data"][0]["id"]
+            first, *others = (str(model["id"]) for model in json.loads(content)["data"])
         except (ValueError, LookupError, TypeError):
             raise ServerError(f"{self.url}/v1/models does not answer as OpenAI's API does") from None
-        return str(name)
+        return [first, *others]
 
     async def defaults(self) -> Mapping[str, Any]:
         """Return the server's values of options that a request leaves out, and "max_model_len": the longest request.
@@ -107,7 +112,18 @@ class ChatClient:
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a streamed answer. Raises ServerError. Closing the generator ends the request."""
-        async with self._request("POST", "/v1/chat/completions", body) as response:
+        async with aclosing(self.events("/v1/chat/completions", body)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON of an answer. Raises ServerError."""
+        async with self._request(method, path, body) as response:
+            return json_or_none(await response.aread())
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the events of a stream. Raises ServerError. Closing the generator ends the request."""
+        async with self._request("POST", path, body) as response:
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
                     continue
@@ -122,6 +138,17 @@ class ChatClient:
             async for answer in answers:
                 yield answer
 
+    async def embed(self, model: str, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return the vector of a conversation, of length 1: float32 [dimensions]. Raises ServerError."""
+        body = {"model": model, "messages": messages, "encoding_format": "float"}
+        async with self._request("POST", "/v1/embeddings", body) as response:
+            content = await response.aread()
+        try:
+            row = np.array(json.loads(content)["data"][0]["embedding"], "<f4")
+        except (ValueError, LookupError, TypeError):
+            raise ServerError(f"{self.url}/v1/embeddings does not answer as OpenAI's API does") from None
+        return row / max(float(np.linalg.norm(row)), 1e-12)
+
     @asynccontextmanager
     async def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -129,7 +156,7 @@ class ChatClient:
         try:
             async with (
                 nullcontext(self._http) if self._http else httpx2.AsyncClient(timeout=_TIMEOUT) as client,
-                client.stream(method, f"{self.url}{path}", json=body, headers=self._headers) as response,
+                client.stream(method, f"{self.url}{path}", json=body, headers=self.headers) as response,
             ):
                 if response.status_code != 200:
                     told = error_in(json_or_none(await response.aread())).get("message")

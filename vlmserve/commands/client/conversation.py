@@ -125,7 +125,9 @@ def chat_messages(
 
 
 def media_part(modality: Modality, url: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a message for a picture or video, with the options that concern it."""
+    """Return the part of a message for a medium, with the options that concern it."""
+    if modality is Modality.AUDIO:
+        return {"type": "audio_url", "audio_url": {"url": url}}
     if modality is Modality.VIDEO:
         return {"type": "video_url", "video_url": {"url": url}, **_of_place(options, "video", "both")}
     image = {"url": url, **_of_place(options, "picture")}

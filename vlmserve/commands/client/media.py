@@ -1,4 +1,4 @@
-"""Pictures and videos: as the user names them, and as the files of messages."""
+"""Pictures, videos and sounds: as the user names them, and as the files of messages."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ _MODALITIES = {
     "image": Modality.IMAGE,
     "video_url": Modality.VIDEO,
     "video": Modality.VIDEO,
+    "audio_url": Modality.AUDIO,
+    "audio": Modality.AUDIO,
 }
 
 
@@ -80,8 +82,8 @@ def with_addresses(messages: Sequence[Message], read: Callable[[str, Modality], 
 def with_data_urls(messages: Sequence[Message]) -> list[Message]:
     """Return messages as JSON for a server. messages: files are bytes or URLs, in parts of Qwen's form.
 
-    They become image_url and video_url parts, which all servers know. A part's other fields (knobs) stay beside them.
-    A list of frames stays in Qwen's form, since OpenAI's API has none for it.
+    They become image_url, video_url and audio_url parts, which all servers know. A part's other fields (knobs) stay
+    beside them. A list of frames stays in Qwen's form, since OpenAI's API has none for it.
     """
 
     def url(content: Any) -> Any:
@@ -89,7 +91,7 @@ def with_data_urls(messages: Sequence[Message]) -> list[Message]:
 
     def with_url(part: Mapping[str, Any], _place: str) -> Mapping[str, Any]:
         kind = part.get("type")
-        value = part.get(kind) if kind in ("image", "video") else None
+        value = part.get(kind) if kind in ("image", "video", "audio") else None
         if isinstance(value, list):
             return {**part, "video": [url(frame) for frame in value]}
         if not isinstance(value, bytes | str):
@@ -114,7 +116,8 @@ def _is_file(address: Any) -> TypeGuard[str]:
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 VIDEOS = (".mp4", ".m4v", ".mov", ".mkv", ".webm")
-KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video"}
+SOUNDS = (".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac")
+KINDS = {Modality.IMAGE: "picture", Modality.VIDEO: "video", Modality.AUDIO: "sound"}
 """The names of modalities in messages to users."""
 
 _PICTURE_ENDINGS = (*PICTURES, ".jfif", ".heic", ".jxl")
@@ -128,7 +131,7 @@ class MediumError(VlmserveError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Medium:
-    """A picture or video to send. name: as the user gave it.
+    """A picture, video or sound to send. name: as the user gave it.
 
     url: a web address, which the server fetches, or the file's content as a data: URL.
     """
@@ -179,6 +182,8 @@ def ending_modality(name: str) -> Modality | None:
     ending = os.path.splitext(name)[1].lower()
     if ending in _PICTURE_ENDINGS:
         return Modality.IMAGE
+    if ending in SOUNDS:
+        return Modality.AUDIO
     return Modality.VIDEO if ending in _VIDEO_ENDINGS else None
 
 
@@ -195,7 +200,8 @@ def open_medium(word: str, modality: Modality | None = None) -> Medium:
     medium = medium_of_bytes(word, data)
     if modality in (None, medium.modality):
         return medium
-    if modality is Modality.VIDEO and data.startswith(b"GIF8"):  # a GIF is both
+    is_both = data.startswith(b"GIF8") if modality is Modality.VIDEO else medium.modality is Modality.VIDEO
+    if is_both and modality in (Modality.VIDEO, Modality.AUDIO):  # a GIF, and the sound track of a clip
         return replace(medium, modality=modality)
     raise MediumError(f"{word!r} is a {medium.kind}, not a {KINDS[modality]}")
 

@@ -178,7 +178,7 @@ class Chat:
     """Asks a model on a server. It holds no conversation: the page has it."""
 
     def __init__(self, client: ChatClient, model: str) -> None:
-        self._client = client
+        self.client = client
         self.model = model
 
     async def ask(
@@ -196,7 +196,7 @@ class Chat:
             if not question.text.strip() and not question.media:
                 raise OptionError("there is no question: write one, or add a picture or clip")
             body = await asyncio.to_thread(demo_body, self.model, turns, question, read_settings(form))
-            async with aclosing(self._client.ask(body)) as answers:
+            async with aclosing(self.client.ask(body)) as answers:
                 async for answer in answers:
                     yield View(messages=[*shown, answer_message(answer.text)])
             files = files_of(turns, question)

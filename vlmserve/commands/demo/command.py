@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ USAGE_ERROR = 2
 _SMALL = "It is the small built-in model: it knows drawn shapes, and little else."
 _API_KEY = ENV_PREFIX + "API_KEY"
 _ABOUT = """\
-A page to chat with a model about pictures and videos.
+A page to chat with a model about pictures and videos, or with an embedder, to search pictures by a sentence.
 
 Without --url, a `vlmserve serve` of the demo's own serves the model, and ends with this command. MODEL and all other
 options go to that server (`vlmserve serve --help-all` lists them). Without a MODEL, it serves the small built-in one.
@@ -170,7 +171,7 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
         shown = f"{address} can be opened now, and shows the progress until the page is there"
         print(f"{doing} and loading the page: {shown}", file=sys.stderr, flush=True)
         keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
-        served = _connect(args, stack)
+        served = _with_adapter(_connect(args, stack), args.adapter)
         waiting.doing = f"{served.model} is loaded; loading the page ..."
         waiting.pause_ms = 2500  # in between, nobody listens at this port
         defaults = asyncio.run(served.client.defaults())
@@ -178,9 +179,11 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
         from vlmserve.commands.demo.chat import Chat
         from vlmserve.commands.demo.page import DemoPage
         from vlmserve.commands.demo.pictures import FOLDER, load_samples
+        from vlmserve.commands.demo.search import Search
 
+        search = asyncio.run(Search.at(served.client, served.model))
         note = _SMALL if served.model == DEFAULT_MODEL_NAME else ""
-        page = DemoPage(Chat(served.client, served.model), load_samples(), note, defaults)
+        page = DemoPage(Chat(served.client, served.model), load_samples(), search, note, defaults)
     stack.callback(page.close)
     url = page.launch(args.host, port, share=args.share, allowed_paths=[FOLDER])
     print(f"vlmserve demo: {served.model} at {url}", flush=True)
@@ -201,6 +204,15 @@ def _connect(args: argparse.Namespace, stack: ExitStack) -> ChatTarget:
     return served
 
 
+def _with_adapter(served: ChatTarget, name: str | None) -> ChatTarget:
+    if name is None:
+        return served
+    names = asyncio.run(served.client.models())
+    if name not in names:
+        raise DemoError(f"--adapter is {name!r}; the server has {', '.join(map(repr, names))} (--lora-paths)")
+    return replace(served, model=name)
+
+
 def _load_page() -> None:
     with suppress(Exception):  # the import in the main thread raises it again
         importlib.import_module("vlmserve.commands.demo.page")
@@ -219,6 +231,7 @@ def _read(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--port", type=int, default=7860, help="port of the page; 0 lets the system choose [default: 7860]"
     )
+    parser.add_argument("--adapter", metavar="NAME", help="the server's LoRA adapter to chat with")
     parser.add_argument("--share", action="store_true", help="let Gradio make a public address for the page")
     args, rest = parser.parse_known_args(argv)
     if args.url is not None and rest:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import gradio as gr
 from gradio.components.chatbot import FileMessage, TextMessage
 
 from vlmserve.commands.demo import panels
+from vlmserve.commands.demo.camera import Watch
 from vlmserve.commands.demo.chat import LABELS, Chat, Message, View, last_question
 from vlmserve.commands.demo.pictures import Question, make_thumbnails
+from vlmserve.commands.demo.search import Search
+from vlmserve.commands.demo.search_tab import SearchTab
 
 _NOTHING = View(messages=())
 _HEADERS = ["", "label", "x1", "y1", "x2", "y2"]
@@ -35,18 +40,26 @@ _ON_LOAD = """
 
 
 class DemoPage:
-    """A page to chat with one model. samples: questions to begin with. note: a sentence on the model.
+    """A page to chat with one model. samples: questions to begin with. note: a sentence on the model. search: by this
+    model, which then does not chat; a text says why it cannot search.
 
     defaults: the server's values for empty fields of the form, and "max_model_len", as far as they are known.
     """
 
     def __init__(
-        self, chat: Chat, samples: Sequence[Question], note: str = "", defaults: Mapping[str, Any] | None = None
+        self,
+        chat: Chat,
+        samples: Sequence[Question],
+        search: Search | str,
+        note: str = "",
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self._chat = chat
         self._samples = samples
+        self._search = search
         self._note = note
         self._defaults = defaults or {}
+        self._watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()  # by page; states own them
         self._blocks = self._build()
 
     def launch(self, host: str, port: int, *, share: bool, allowed_paths: Sequence[Path]) -> str:
@@ -80,67 +93,76 @@ class DemoPage:
 
     def _build(self) -> gr.Blocks:
         with gr.Blocks(title=f"vlmserve: {self._chat.model}", analytics_enabled=False) as blocks:
-            gr.HTML(panels.head(self._chat.model, self._note), elem_id="head")
-            with gr.Row(equal_height=False):
-                with gr.Column(scale=3, min_width=300):
-                    chatbot = gr.Chatbot(
-                        show_label=False,
-                        elem_id="chat",
-                        height=None,
-                        min_height=70,
-                        placeholder="Nothing asked yet",
-                        buttons=["copy"],
-                    )
-                    _take_back_little(chatbot)
-                    box = gr.MultimodalTextbox(
-                        label="question",
-                        show_label=False,
-                        placeholder="Your question; drop pictures and clips here, or add them by the paper clip",
-                        file_count="multiple",
-                        autofocus=True,
-                    )
-                with gr.Column(scale=2, min_width=300, visible=False, elem_id="panels") as column:
-                    picture = gr.Image(
-                        label="boxes and points",
-                        interactive=False,
-                        format="png",
-                        visible=False,
-                        buttons=["download", "fullscreen"],
-                        elem_id="drawing",
-                    )
-                    rows = gr.Dataframe(
-                        label="in pixels of the picture as it was sent",
-                        headers=_HEADERS,
-                        column_widths=["10%", "30%", "15%", "15%", "15%", "15%"],
-                        wrap=True,
-                        interactive=False,
-                        visible=False,
-                        elem_id="rows",
-                    )
-                    saw = gr.HTML(elem_id="saw")
-            gallery = gr.HTML(
-                panels.gallery(make_thumbnails(self._samples)), elem_id="samples", js_on_load=_SAMPLE_CLICKS
-            )
-            with gr.Accordion("Settings", open=False, elem_id="settings"):
-                settings = _settings_inputs(self._defaults)
-            outputs = [box, chatbot, column, picture, rows, saw]
-            asked = box.submit(self._ask, [box, chatbot, *settings], outputs, api_name="ask", concurrency_limit=None)
-            again = chatbot.retry(
-                self._ask_again, [chatbot, *settings], outputs, api_visibility="private", concurrency_limit=None
-            )
-            sampled = gallery.click(
-                self._ask_sample,
-                settings,
-                outputs,
-                cancels=[asked, again],
-                api_visibility="private",
-                concurrency_limit=None,
-            )
-            nothing = outputs[2:]
-            stopping: list[Any] = [asked, again, sampled]
-            box.stop(_stopped, None, [box, *nothing], cancels=stopping, api_visibility="private", queue=False)
-            chatbot.clear(lambda: _panels(_NOTHING), None, nothing, api_visibility="private")
+            searches = isinstance(self._search, Search)
+            gr.HTML(panels.head(self._chat.model, self._note, searches=searches), elem_id="head")
+            with gr.Tabs(selected="search" if searches else "chat"):
+                with gr.Tab("Chat", id="chat", visible=not searches):
+                    self._build_chat()
+                with gr.Tab("Search pictures", id="search"):
+                    SearchTab(self._search)
+            blocks.unload(self._leave)
         return blocks
+
+    def _build_chat(self) -> None:
+        with gr.Row(equal_height=False):
+            with gr.Column(scale=3, min_width=300):
+                chatbot = gr.Chatbot(
+                    show_label=False,
+                    elem_id="chat",
+                    height=None,
+                    min_height=70,
+                    placeholder="Nothing asked yet",
+                    buttons=["copy"],
+                )
+                _take_back_little(chatbot)
+                box = gr.MultimodalTextbox(
+                    label="question",
+                    show_label=False,
+                    placeholder="Your question; drop pictures and clips here, or add them by the paper clip",
+                    file_count="multiple",
+                    autofocus=True,
+                )
+            with gr.Column(scale=2, min_width=300, visible=False, elem_id="panels") as column:
+                picture = gr.Image(
+                    label="boxes and points",
+                    interactive=False,
+                    format="png",
+                    visible=False,
+                    buttons=["download", "fullscreen"],
+                    elem_id="drawing",
+                )
+                rows = gr.Dataframe(
+                    label="in pixels of the picture as it was sent",
+                    headers=_HEADERS,
+                    column_widths=["10%", "30%", "15%", "15%", "15%", "15%"],
+                    wrap=True,
+                    interactive=False,
+                    visible=False,
+                    elem_id="rows",
+                )
+                saw = gr.HTML(elem_id="saw")
+        gallery = gr.HTML(panels.gallery(make_thumbnails(self._samples)), elem_id="samples", js_on_load=_SAMPLE_CLICKS)
+        with gr.Accordion("Camera", open=False, elem_id="live"):
+            self._add_camera()
+        with gr.Accordion("Settings", open=False, elem_id="settings"):
+            settings = _settings_inputs(self._defaults)
+        outputs = [box, chatbot, column, picture, rows, saw]
+        asked = box.submit(self._ask, [box, chatbot, *settings], outputs, api_name="ask", concurrency_limit=None)
+        again = chatbot.retry(
+            self._ask_again, [chatbot, *settings], outputs, api_visibility="private", concurrency_limit=None
+        )
+        sampled = gallery.click(
+            self._ask_sample,
+            settings,
+            outputs,
+            cancels=[asked, again],
+            api_visibility="private",
+            concurrency_limit=None,
+        )
+        nothing = outputs[2:]
+        stopping: list[Any] = [asked, again, sampled]
+        box.stop(_stopped, None, [box, *nothing], cancels=stopping, api_visibility="private", queue=False)
+        chatbot.clear(lambda: _panels(_NOTHING), None, nothing, api_visibility="private")
 
     async def _ask(
         self,
@@ -183,6 +205,40 @@ class DemoPage:
                 box, aside = gr.skip(), [gr.skip()] * 4
         # The messages again: a caller of the page's API gets the last update.
         yield [_ready(), view.messages, *_panels(view)]
+
+    def _add_camera(self) -> None:
+        with gr.Row(equal_height=False):
+            webcam = gr.Image(sources=["webcam"], streaming=True, type="numpy", label="camera", elem_id="camera")
+            with gr.Column():
+                question = gr.Textbox("What do you see?", label="asked again and again", max_lines=2)
+                every = gr.Slider(1, 30, 3, step=1, label="seconds from one answer to the next")
+                said = gr.HTML(elem_id="camera-answers")
+        # Gradio keeps a page's state for an hour after the page is closed, so that late frames find it.
+        state = gr.State(None)
+        webcam.stream(
+            self._see,
+            [webcam, question, every, state],
+            [said, state],
+            stream_every=0.5,
+            time_limit=3600,
+            concurrency_limit=None,
+            api_visibility="private",
+        )
+
+    async def _see(
+        self, picture: Any, asked: str, seconds: float, watch: Watch | None, request: gr.Request
+    ) -> tuple[Any, Any]:
+        if picture is None:
+            return gr.skip(), watch
+        watch = watch or Watch(self._chat.client, self._chat.model)
+        self._watches[str(request.session_hash)] = watch
+        return f"<pre>{html.escape(await watch.show(picture, asked, seconds))}</pre>", watch
+
+    async def _leave(self, request: gr.Request) -> None:
+        """Forget what a page's camera showed: the page is closed."""
+        watch = self._watches.get(str(request.session_hash))
+        if watch is not None:
+            await watch.leave()
 
 
 def _take_back_little(chatbot: gr.Chatbot) -> None:

@@ -1,4 +1,4 @@
-"""HTML of the page's own parts: its head, the gallery of samples, and the panel \"What the model saw\"."""
+"""HTML of the page's own parts: its head, the gallery of samples, the panel \"What the model saw\", and a search."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ import base64
 import html
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from vlmserve.commands.client.chat_client import Stats
 from vlmserve.commands.demo.pictures import Frame, SeenMedium, Thumbnail
 
+if TYPE_CHECKING:
+    from vlmserve.commands.demo.search import Album, Picture
+
 _KINDS = {"image": "pictures", "video": "clips"}
 WAITING = '<p class="saw-waiting">The model is at work …</p>'
 
 
-def head(model: str, note: str) -> str:
-    """Return the title, a sentence about the page, and the note."""
+def head(model: str, note: str, *, searches: bool = False) -> str:
+    """Return the title, a sentence about the page, and the note. searches: the model is an embedder."""
+    name = f"<b>{html.escape(model)}</b>"
     about = (
-        f"Ask <b>{html.escape(model)}</b> about pictures and video clips: add them to a question, or try an example."
+        f"Search your pictures with {name}: add a folder of them, and write what they are to show."
+        if searches
+        else f"Ask {name} about pictures and video clips: add them to a question, or try an example."
     )
     return f"<h1>vlmserve</h1><p>{about} {html.escape(note)}</p>"
 
@@ -46,9 +53,50 @@ def saw(media: Sequence[SeenMedium], num_media: int, stats: Stats, notes: Iterab
     )
 
 
+def no_search(said: str) -> str:
+    """Return what stands in place of a search by a model that cannot. said: by the server."""
+    return (
+        "<p>Searching needs an embedder, and this model is none. For one, start the page with "
+        "<code>vlmserve demo Qwen/Qwen3-VL-Embedding-2B</code>, or give it the <code>--url</code> of a server that has "
+        f'one.</p><p class="saw-more">This server says: {html.escape(said)}</p>'
+    )
+
+
+_SHOWN_PROBLEMS = 5
+
+
+def album(seen: Album, left: int = 0) -> str:
+    """Return how far the pictures of a folder are. left: files beyond the most."""
+    if not seen.given:
+        return ""
+    done = len(seen.pictures)
+    lines = [f"{_count(done, 'picture')} can be searched" if seen.is_whole else f"{done:,} of {seen.given:,} files …"]
+    if left > 0:
+        lines.append(f"{_count(left, 'further file')} left out: a folder may have {seen.given:,} here")
+    problems = [*seen.problems[:_SHOWN_PROBLEMS]]
+    if more := len(seen.problems) - len(problems):
+        problems.append(f"and {_count(more, 'further file')} that failed")
+    told = "".join(f"<li>{html.escape(line)}</li>" for line in problems)
+    return f'<p>{". ".join(lines)}</p><ul class="saw-notes">{told}</ul>'
+
+
+def found(best: Sequence[tuple[Picture, float]]) -> str:
+    """Return pictures with their scores, the best one first."""
+    cells = (
+        f'<figure><img src="{one.shown}" alt=""><figcaption>{html.escape(one.name)} · {score:.3f}</figcaption></figure>'
+        for one, score in best
+    )
+    return f'<div class="found">{"".join(cells)}</div>'
+
+
+def not_found(reason: str) -> str:
+    """Return why there are no pictures."""
+    return f'<p class="saw-more">{html.escape(reason)}</p>'
+
+
 def _sample(number: int, thumbnail: Thumbnail) -> str:
     badge = '<span class="sample-clip">▶ clip</span>' if thumbnail.is_clip else ""
-    pictures = "".join(f'<img src="{_data_url(image)}" alt="">' for image in thumbnail.images)
+    pictures = "".join(f'<img src="{data_url(image)}" alt="">' for image in thumbnail.images)
     text = html.escape(thumbnail.question)
     return (
         f'<button type="button" class="sample" data-sample="{number}" title="{text}">'
@@ -70,7 +118,7 @@ def _medium(medium: SeenMedium) -> str:
 
 def _frame(frame: Frame, grid: str) -> str:
     time = "" if frame.seconds is None else f"<small>{frame.seconds:.2f} s</small>"
-    image = f'<img src="{_data_url(frame.image)}" alt="">'
+    image = f'<img src="{data_url(frame.image)}" alt="">'
     widest = f"max-width:{60 * frame.image.width / frame.image.height:.1f}vh"  # tall pictures fit the screen
     return f'<div class="saw-frame"><div class="saw-image" style="{widest}">{image}{grid}</div>{time}</div>'
 
@@ -147,7 +195,8 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
-def _data_url(image: Image.Image) -> str:
+def data_url(image: Image.Image) -> str:
+    """Return a picture as a URL that holds it."""
     data = io.BytesIO()
     image.save(data, "WEBP", quality=85)
     return "data:image/webp;base64," + base64.b64encode(data.getvalue()).decode()

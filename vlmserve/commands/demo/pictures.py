@@ -97,7 +97,9 @@ class SeenMedium:
     @property
     def patches_of_a_token(self) -> int:
         """The number of patches on each side of a token's square."""
-        return max(1, round(math.sqrt(math.prod(self.report["grid_thw"]) / max(1, self.report["tokens"]))))
+        pruning = self.report.get("pruning") or {}
+        tokens = self.report["tokens"] + pruning.get("repeats", 0) + pruning.get("unchanged", 0)
+        return max(1, round(math.sqrt(math.prod(self.report["grid_thw"]) / max(1, tokens))))
 
 
 def see(media: Sequence[Mapping[str, Any]], files: Sequence[Path]) -> tuple[SeenMedium, ...]:

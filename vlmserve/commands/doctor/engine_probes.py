@@ -12,14 +12,17 @@ import torch
 
 from processors.families.registry import make_processor
 from vlmserve.config.engine_args import EngineArgs
+from vlmserve.engine.model_loading import prepare_device
 from vlmserve.engine.recurrent import state_bytes
+from vlmserve.engine.windows import window_room
 from vlmserve.frontend.chat_template import load_chat_template
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.sizing import check_weights_fit, kv_cache_size, weight_bytes
 from vlmserve.models.attention.base import AttentionSpec
 from vlmserve.models.attention.choice import FOR_GPUS, try_candidate
-from vlmserve.models.registry import outline_model
+from vlmserve.models.registry import outline_model, quantization_of
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.schemes import Scheme
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.memory import free_memory
@@ -77,7 +80,9 @@ def examine_model(name: str) -> dict[str, Any]:
     """
     folder = Path(name)
     args = EngineArgs(model=name)
-    device = resolve_device(args.device)
+    # whether weights of whole numbers stay so depends on what is active
+    whole_numbers = isinstance(quantization_of(folder), Scheme)
+    device = prepare_device(args, None)[0] if whole_numbers else resolve_device(args.device)
     model = outline_model(folder, device=device)
     tokenizer = load_text_tokenizer(folder)
     load_chat_template(folder)
@@ -88,13 +93,13 @@ def examine_model(name: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "family": config.family,
         "dtype": dtype_name(model.dtype),
-        "context": config.max_position_embeddings,
+        "context": config.context_length,
         "weight_bytes": weights,
         "device": str(device),
         "free_bytes": free_memory(device)[0],
         "kv_bytes_per_token": per_token,
         "kv_tokens": None,
-        "state_bytes": (states := state_bytes(args, config, model.dtype, config.max_position_embeddings)),
+        "state_bytes": (states := state_bytes(args, config, model.dtype, config.context_length)),
         "error": None,
     }
     try:
@@ -102,8 +107,9 @@ def examine_model(name: str) -> dict[str, Any]:
         facts["kv_tokens"] = kv_cache_size(
             args,
             bytes_per_token=per_token,
-            max_model_len=config.max_position_embeddings,
+            max_model_len=config.context_length,
             device=device,
+            windows=window_room(args, model, config.context_length, model.dtype),
             weights_to_come=weights,
             state_bytes=states,
         )

@@ -8,23 +8,28 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing.connection import wait
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 import torch
 
 from processors.fetch.limits import FetchSettings
 from vlmserve.commands.offline.inputs import EngineSettings, check_messages, keywords_named, read_settings
 from vlmserve.commands.offline.llm import build_offline_engine
+from vlmserve.commands.offline.weights import AsyncWeights
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine.control import EngineControl
 from vlmserve.engine.profiling import Profiler
+from vlmserve.frontend.adapters import AdapterRegistry
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
 from vlmserve.frontend.request_builder import ChatPrompt, GenerateReqInput, RequestBuilder
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.tokenizer_manager import ChoiceOutput, TokenizerManager
+from vlmserve.frontend.weight_changes import WeightChanges
 from vlmserve.ipc.control_messages import (
     AbortRequestsReq,
     ContinueReq,
@@ -47,11 +52,13 @@ from vlmserve.ipc.messages import (
     SchedulerStats,
     TokenOutput,
 )
-from vlmserve_common.errors import EngineError, EngineUnavailableError
+from vlmserve.ipc.weight_messages import WeightsDone
+from vlmserve_common.errors import BadRequestError, EngineError, EngineUnavailableError
 from vlmserve_common.process.wake_up import WakeUp
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _STOP = object()
 _STATS_S = 1.0
 
@@ -66,7 +73,8 @@ class AsyncLLM:
 
     model, fetch, settings: as of `LLM`. Instead, model may be `EngineArgs`, together with limits. joined: each answer
     comes whole, as one output; then a step of many requests costs the event loop nothing. max_pending: answers that
-    wait or run at a time. Raises CheckpointError, EngineError or SettingsError.
+    wait or run at a time. weights: changes them, and gives memory back; its methods are awaited. Raises
+    CheckpointError, EngineError or SettingsError.
     """
 
     def __init__(
@@ -97,7 +105,12 @@ class AsyncLLM:
         self.args, self.info = self._engine.args, self._engine.info
         self._detokenizer = DetokenizerManager(self._engine.stage.tokenizer)
         self._control = EngineControl(
-            self._engine.loop, Profiler("engine"), device=self.info.device, dtype=self.info.dtype
+            self._engine.loop,
+            Profiler("engine"),
+            self._engine.weights,
+            device=self.info.device,
+            dtype=self.info.dtype,
+            adapters=self._engine.lora,
         )
         self._asked: set[Future[ControlResult]] = set()
         self._unfinished: dict[str, TokenOutput] | None = {} if joined else None
@@ -110,6 +123,25 @@ class AsyncLLM:
             send=self._put,
             max_pending=max_pending,
         )
+        self._adapters = self._manager.adapters = AdapterRegistry(
+            self._ask,
+            base="",
+            most=self.args.max_loaded_loras,
+            folder=self.args.allowed_lora_path,
+            enabled=self.args.enable_lora,
+            clock=time.time,
+        )
+        for name, loaded in self._engine.adapters.loaded.items():
+            self._adapters.adopt(name, loaded)
+        self.weights = AsyncWeights(
+            WeightChanges(
+                self._manager,
+                asyncio.Lock(),
+                order=lambda order: self._ask(order, WeightsDone),
+                end_inside=partial(self._abort, None, inside=True),
+                is_paused=lambda: self._control.paused,
+            )
+        )
         self._thread = threading.Thread(target=self._run, name="engine")
         self._thread.start()
 
@@ -118,24 +150,48 @@ class AsyncLLM:
         """Return the builder of requests, which has the tokenizer."""
         return self._engine.stage.builder
 
+    def adapter_digest(self, name: str) -> str:
+        """Return the digest of an adapter's files."""
+        found = self._adapters.find(name)
+        assert found is not None, name
+        return found.ref.digest
+
+    async def load_lora_adapter(self, name: str, path: str | os.PathLike[str], *, pinned: bool = False) -> None:
+        """Load a LoRA adapter, a folder of PEFT, under a new name, which `generate(lora=NAME)` chooses. pinned: it
+        stays in memory. Raises BadRequestError if it does not fit the model, for a name that is taken, and without
+        enable_lora."""
+        self._loop = asyncio.get_running_loop()
+        await self._adapters.load(name, str(path), pinned=pinned)
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Requests that run end with it. BadRequestError if there is none of this name."""
+        await self._adapters.unload(name)
+
     def describe_media_settings(self) -> str:
         """Return a text that changes if the same medium may become other patches."""
         return self._engine.stage.media.describe_settings()
 
-    async def generate(self, request: GenerateReqInput) -> AsyncGenerator[ChoiceOutput, None]:
-        """Yield the outputs of a request; see `TokenizerManager.generate`. Messages are checked as by the server."""
+    async def generate(
+        self, request: GenerateReqInput, *, lora: str | None = None
+    ) -> AsyncGenerator[ChoiceOutput, None]:
+        """Yield the outputs of a request; see `TokenizerManager.generate`. Messages are checked as by the server. lora:
+        the name of an adapter."""
         self._loop = asyncio.get_running_loop()
         with self._words():
             _check(request)
+            request = self._adapters.adapted(request, lora)
             async with contextlib.aclosing(self._manager.generate(request)) as outputs:
                 async for output in outputs:
                     yield output
 
-    async def generate_batch(self, requests: Sequence[GenerateReqInput]) -> AsyncGenerator[ChoiceOutput, None]:
+    async def generate_batch(
+        self, requests: Sequence[GenerateReqInput], *, lora: str | None = None
+    ) -> AsyncGenerator[ChoiceOutput, None]:
         """Yield the outputs of several requests as one; see `TokenizerManager.stream`, and `generate`."""
         self._loop = asyncio.get_running_loop()
         for request in requests:
             _check(request)
+        requests = [self._adapters.adapted(request, lora) for request in requests]
         async with contextlib.aclosing(self._manager.stream(*requests)) as batches:
             async for items in batches:
                 for item in items:
@@ -156,7 +212,10 @@ class AsyncLLM:
 
         Their `generate` raises RequestAbortedError. Nothing is left of them when this returns.
         """
-        ended = self._manager.abort(request_id)
+        return await self._abort(request_id)
+
+    async def _abort(self, request_id: str | None, *, inside: bool = False) -> list[str]:
+        ended = self._manager.abort(request_id, inside=inside)
         await self._control_engine(AbortRequestsReq(rids=tuple(rid for one in ended for rid in one.rids)))
         return [one.request_id for one in ended]
 
@@ -174,19 +233,30 @@ class AsyncLLM:
         """Go on after `pause`. Raises EngineError if the engine is not paused."""
         await self._control_engine(ContinueReq())
 
+    async def _ask(self, question: ControlRequest, kind: type[_T]) -> _T:
+        """Return the engine's result of a kind. Raises BadRequestError with its reason."""
+        result = await self._answer(question)
+        if isinstance(result, ControlRefused):
+            raise BadRequestError(result.message, status=result.status)
+        assert isinstance(result, kind), result
+        return result
+
     async def _control_engine(self, question: ControlRequest) -> ControlResult:
         """Return the answer of the engine's thread, between two steps. Raises EngineError with its reason."""
-        if self._manager.unavailable is not None:
-            raise EngineUnavailableError(self._manager.unavailable)
+        result = await self._answer(question)
+        if isinstance(result, ControlRefused):
+            raise EngineError(result.message)
+        return result
+
+    async def _answer(self, question: ControlRequest) -> ControlResult:
+        if self._manager.no_engine is not None:
+            raise EngineUnavailableError(self._manager.no_engine)
         self._loop = asyncio.get_running_loop()
         answer = Future[ControlResult]()
         self._asked.add(answer)
         answer.add_done_callback(self._asked.discard)
         self._put((question, answer))
-        result = await asyncio.wrap_future(answer)
-        if isinstance(result, ControlRefused):
-            raise EngineError(result.message)
-        return result
+        return await asyncio.wrap_future(answer)
 
     def close(self) -> None:
         """End the engine after the step in work, and its processes. Blocks; while the event loop runs, call it in
@@ -216,7 +286,7 @@ class AsyncLLM:
             while True:
                 if not busy:
                     # paused, the encoder's results wait with the requests
-                    handles = [] if self._control.paused else engine.wait_handles()
+                    handles = engine.wait_handles() if self._control.goes_on else []
                     wait([self._wake_up.fd, *handles])
                 if not self._take_messages():
                     return

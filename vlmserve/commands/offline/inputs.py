@@ -28,6 +28,7 @@ from vlmserve.config.engine_args import EngineArgs
 from vlmserve.config.fields import flag
 from vlmserve.config.plain_problems import did_you_mean
 from vlmserve.frontend.chat_messages import MediaCounts, map_parts
+from vlmserve.frontend.pooled import Content
 from vlmserve.frontend.sampling import SAMPLING_LISTS
 from vlmserve.frontend.stage import StageLimits
 from vlmserve.frontend.structured_output import grammar_of
@@ -45,6 +46,9 @@ class OtherNames(TypedDict, total=False):
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    lora_modules: str | None
+    max_loras: int
+    max_cpu_loras: int
     tensor_parallel_size: int
     tp: int
     expert_parallel_size: int
@@ -64,6 +68,7 @@ class OtherNames(TypedDict, total=False):
     async_scheduling: bool
     disable_fast_image_processor: bool
     mm_enable_dp_encoder: bool
+    is_embedding: bool
     cudagraph_capture_sizes: Sequence[int] | str
     limit_mm_per_prompt: Mapping[str, Any] | str
     mm_processor_kwargs: Mapping[str, Any] | str
@@ -76,6 +81,8 @@ class EngineSettings(OtherNames, total=False):
 
     revision: str | None
     chat_template: str | PathLike[str] | None
+    task: Literal["auto", "generate", "embed", "rerank"]
+    pooling: Literal["auto", "last", "mean"]
     device: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     load_format: Literal["auto", "safetensors", "dummy"]
@@ -108,11 +115,17 @@ class EngineSettings(OtherNames, total=False):
     encoder_urls: str | None
     encoder_peer_timeout_s: float
     encoder_listen: str
+    skip_repeats: bool
     max_video_frames: int
     video_sampling: Literal["transformers", "qwen-vl-utils", "time-grid"]
     video_fps: float | None
     video_frame_cap: bool
     video_reference: Literal["published", "transformers"]
+    video_pruning_rate: float
+    embedder_url: str | None
+    embedder_model: str | None
+    embedder_api_key: str | None
+    embedder_timeout_s: float
     mem_fraction_static: float
     cpu_kv_cache_gib: float
     max_total_tokens: int | None
@@ -127,6 +140,7 @@ class EngineSettings(OtherNames, total=False):
     hicache_write_policy: Literal["write_back", "write_through_selective"]
     hicache_storage_dir: str | PathLike[str] | None
     hicache_storage_gib: float
+    enable_sleep_mode: bool
     tp_size: int
     pp_size: int
     dp_size: int
@@ -166,6 +180,14 @@ class EngineSettings(OtherNames, total=False):
     disable_cuda_graph: bool
     cuda_graph_max_bs: int | None
     cuda_graph_bs: str | None
+    enable_lora: bool
+    lora_paths: str | None
+    merge_lora: bool
+    max_loras_per_batch: int
+    max_lora_rank: int
+    max_loaded_loras: int
+    allowed_lora_path: str | PathLike[str] | None
+    lora_partial: bool
     logits_processors: str | None
     grammar_timeout_s: float
     grammar_cache_mib: int
@@ -175,15 +197,23 @@ class EngineSettings(OtherNames, total=False):
     check_pools_when_idle: bool
     max_images_per_request: int
     max_videos_per_request: int
+    max_audios_per_request: int
 
 
 Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
 """OpenAI's messages, or the text of one message of the user's."""
 
-_URLS = ("image_url", "video_url")
-_MEDIA = (*_URLS, "image", "video", "image_embeds", "video_embeds")
+PooledInput: TypeAlias = str | Mapping[str, Any]
+"""A text, or the parts of an input: see `LLM.embed`."""
+
+_URLS = ("image_url", "video_url", "audio_url")
+_MEDIA = (*_URLS, "image", "video", "audio", "image_embeds", "video_embeds")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:")
-_COUNTS = {"max_images_per_request": "images", "max_videos_per_request": "videos"}
+_COUNTS = {
+    "max_images_per_request": "images",
+    "max_videos_per_request": "videos",
+    "max_audios_per_request": "audios",
+}
 _KEYWORDS = {flag(name): name for name in (*(field.name for field in dataclasses.fields(EngineArgs)), *_COUNTS)}
 
 
@@ -222,12 +252,14 @@ class ChatOptions(SamplingOptions, total=False):
 
     mm_processor_kwargs: how media are prepared, unless a part says (`processors.families.processor_kwargs`). returns:
     more results besides the answer. logits_processors: the operator's, by name. truncate_prompt_tokens: as in the API.
+    lora: the name of a LoRA adapter.
     """
 
     num_logprobs: int | None
     mm_processor_kwargs: Mapping[str, Any] | None
     returns: ReturnOptions
     logits_processors: Sequence[LogitsProcessorCall]
+    lora: str | None
     truncate_prompt_tokens: int | None
 
 
@@ -269,23 +301,46 @@ def read_settings(
     return args, StageLimits(fetch=fetch or FetchSettings(), counts=counts)
 
 
-def conversation(chat: Conversation, images: Any = (), videos: Any = ()) -> Sequence[Mapping[str, Any]]:
+def conversation(
+    chat: Conversation, images: Any = (), videos: Any = (), audios: Any = ()
+) -> Sequence[Mapping[str, Any]]:
     """Return messages in OpenAI's form, whose local files are Paths.
 
-    images, videos: one, or several, which go before the text. They are allowed with a text only. Raises TypeError, also
-    if `chat` is no conversation.
+    images, videos, audios: one, or several, which go before the text. They are allowed with a text only. Raises
+    TypeError, also if `chat` is no conversation.
     """
     parts = [{"type": "image", "image": image} for image in _several(images)]
     parts += [{"type": "video", "video": video} for video in _several(videos)]
+    parts += [{"type": "audio", "audio": audio} for audio in _several(audios)]
     if isinstance(chat, str):
         content = [*parts, {"type": "text", "text": chat}] if parts else chat
         return with_addresses([{"role": "user", "content": content}], _path)
     if parts:
-        raise TypeError("images and videos go with a text; in a list of messages they stand in the messages' content")
+        raise TypeError("media go with a text; in a list of messages they stand in the messages' content")
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         what = 'a conversation is a text, or a list of messages such as {"role": "user", "content": "Hello"}'
         raise TypeError(f"{what}; this is {reprlib.repr(chat)}")
     return with_addresses(chat, _path)
+
+
+def listed(given: Any) -> list[Any]:
+    """Return inputs as a list: one input is not in a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def pooled_content(given: PooledInput) -> Content:
+    """Return an input as a text or as parts, whose local files are Paths. Raises TypeError for anything else."""
+    if isinstance(given, Mapping) and given.keys() == {"content"}:
+        content = given["content"]
+    elif isinstance(given, Mapping) and given and given.keys() <= {"text", "image", "video"}:
+        content = [{"type": kind, kind: value} for kind, value in given.items()]
+    elif isinstance(given, str):
+        content = given
+    else:
+        what = "an input is a text, or a mapping with text, image and video, or with content"
+        raise TypeError(f"{what}; this is {reprlib.repr(given)}")
+    [message] = with_addresses([{"role": "user", "content": content}], _path)
+    return message["content"]
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -10,33 +10,45 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
 from processors.families.base import ProcessedMedium
 from processors.families.report import MediumReport, report_json
 from processors.fetch.limits import FetchSettings
+from vlmserve.commands.offline.adapters import OfflineAdapters
 from vlmserve.commands.offline.inputs import (
     ChatOptions,
     Conversation,
     EngineSettings,
+    PooledInput,
     SamplingOptions,
     check_messages,
     conversation,
     keywords_named,
+    listed,
+    pooled_content,
     read_settings,
     sampling_of,
 )
+from vlmserve.commands.offline.session import Kept, Session
+from vlmserve.commands.offline.weights import OfflineWeights
 from vlmserve.config.checks import check_engine_args
 from vlmserve.config.engine_args import EngineArgs, StartSettings
 from vlmserve.config.fields import flag
 from vlmserve.config.model_path import checked_model
+from vlmserve.engine.adapters import EngineAdapters, engine_adapters
 from vlmserve.engine.build import EngineInfo, build_loop, build_runner
 from vlmserve.engine.loop import EventLoop
 from vlmserve.engine.step import GroupsWorker, ModelWorker
+from vlmserve.engine.weights.changing import EngineWeights
+from vlmserve.engine.weights.rank import RankWeights
 from vlmserve.executor.model_runner import ModelRunner
+from vlmserve.frontend.chat_messages import Message
 from vlmserve.frontend.detokenizer import DetokenizerManager, join_outputs
+from vlmserve.frontend.dialogue import with_media
+from vlmserve.frontend.pooled import embed_fields, embed_prompt, relevance, rerank_fields, rerank_prompt
 from vlmserve.frontend.request_builder import (
     ChatPrompt,
     EmbedsPrompt,
@@ -45,6 +57,7 @@ from vlmserve.frontend.request_builder import (
     TokenizedPrompt,
     TokensPrompt,
 )
+from vlmserve.frontend.requests import Prompt, placed
 from vlmserve.frontend.scores import LabelScore, label_scores
 from vlmserve.frontend.stage import StageLimits, TokenizerStage, make_tokenizer_stage
 from vlmserve.ipc.messages import (
@@ -59,6 +72,7 @@ from vlmserve.ipc.messages import (
     TokenOutput,
 )
 from vlmserve.ipc.private_dir import PrivateDirectory, shared_memory_base, socket_base
+from vlmserve.ipc.weight_messages import WeightsOrder
 from vlmserve_common.errors import BadRequestError, EngineError, RankLostError
 from vlmserve_common.process.loop_thread import LoopThread
 
@@ -69,14 +83,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class OfflineEngine:
     """The engine's parts. args: with the model's folder. stack: closes the loop and its encoders, after
-    `stage.media`. ranks: the connection to the other ranks of the model, if there are any."""
+    `stage.media`. adapters: those of --lora-paths are loaded; lora: in the engine, if it takes any. ranks: the
+    connection to the other ranks of the model, if there are any."""
 
     args: EngineArgs
     runner: ModelRunner
     info: EngineInfo
     loop: EventLoop
+    weights: EngineWeights
     stage: TokenizerStage
     stack: ExitStack
+    adapters: OfflineAdapters
+    lora: EngineAdapters | None = None
     ranks: Ranks | None = None
 
 
@@ -98,34 +116,45 @@ def build_offline_engine(
         raise EngineError(f"{flag('role')} is {args.role!r}: only a server has a part of the work")
     args = replace(args, model=str(checked_model(args)))
     with ExitStack() as stack:
-        args, runner, info, worker, ranks = _runner(args, stack, log_level)
+        args, runner, info, worker, ranks, tell = _runner(args, stack, log_level)
         # for arrays that go to and from encoder and media processes, where there are any
         processes = args.num_encoders + args.media_processes
         shared = stack.enter_context(PrivateDirectory(shared_memory_base())) if processes else None
         start = None if shared is None else StartSettings(shared_dir=shared.path, log_level=log_level)
         loop = build_loop(args, runner, info, send, start=start, worker=worker)
         stack.callback(loop.close)
+        own = RankWeights(args, runner, write_tower=loop.encoder.write_tower)
+        weights = EngineWeights(loop, own, ranks=ranks, tell=tell)
         stage = make_tokenizer_stage(
             args, limits, max_model_len=info.max_req_len, auto_pixels=info.auto_pixels, start=start
         )
+        lora = engine_adapters(args, runner, loop, worker, ranks)
+        adapters = OfflineAdapters(lora, args.allowed_lora_path)
+        for name, folder in args.adapters_at_start:
+            adapters.load(name, folder, trusted=True)
         return OfflineEngine(
             args=args,
             runner=runner,
             info=info,
             loop=loop,
+            weights=weights,
             stage=stage,
             stack=stack.pop_all(),
+            adapters=adapters,
+            lora=lora,
             ranks=ranks,
         )
 
 
 def _runner(
     args: EngineArgs, stack: ExitStack, log_level: str
-) -> tuple[EngineArgs, ModelRunner, EngineInfo, ModelWorker | GroupsWorker | None, Ranks | None]:
-    """Build this process's part of the model, and the worker that computes steps together with other ranks. stack: ends
-    both."""
+) -> tuple[
+    EngineArgs, ModelRunner, EngineInfo, ModelWorker | GroupsWorker | None, Ranks | None, Callable[[WeightsOrder], None]
+]:
+    """Build this process's part of the model, and the worker that computes steps together with other ranks, with the
+    function that gives them other orders. stack: ends all."""
     if args.world_size == 1:
-        return args, *build_runner(args), None, None
+        return args, *build_runner(args), None, None, _nobody
     # only ranks need this module
     from vlmserve.engine.rank_processes import (
         LAST_WORDS_S,
@@ -151,7 +180,12 @@ def _runner(
         processes.check(LAST_WORDS_S)
         raise
     processes.wait_ready()
-    return own, runner, info, leading_worker(runner, ranks, partial(processes.who_died, LAST_WORDS_S)), ranks
+    worker = leading_worker(runner, ranks, partial(processes.who_died, LAST_WORDS_S))
+    return own, runner, info, worker, ranks, worker.tell
+
+
+def _nobody(order: WeightsOrder) -> None:
+    """Tell an order to the other ranks, of which there are none."""
 
 
 _AHEAD = 16
@@ -180,6 +214,14 @@ class Completion:
     guesses: Guesses = field(default_factory=Guesses)
 
 
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """index: a document's place among those given. score: between 0 and 1."""
+
+    index: int
+    score: float
+
+
 class LLM(AbstractContextManager["LLM"]):
     """A model loaded into this process.
 
@@ -189,7 +231,8 @@ class LLM(AbstractContextManager["LLM"]):
     model: as in `EngineArgs`; without one, the small model that comes with the package.
     settings: any field of `EngineArgs`, also by the names of vLLM and SGLang, and max_images_per_request and
     max_videos_per_request. fetch: what picture URLs may reach. Raises CheckpointError, EngineError or SettingsError.
-    Not thread-safe. engine: the parts of the engine, to measure them one by one.
+    Not thread-safe. engine: the parts of the engine, to measure them one by one. weights: changes them, and gives
+    memory back.
     """
 
     @keywords_named()
@@ -203,14 +246,15 @@ class LLM(AbstractContextManager["LLM"]):
         engine = self.engine = build_offline_engine(*read_settings(model, fetch, settings), self._take)
         self.args, self.info, self._runner = engine.args, engine.info, engine.runner
         self._engine_loop, self._stack = engine.loop, engine.stack
-        self._media, self.builder = engine.stage.media, engine.stage.builder
+        self.weights = OfflineWeights(engine.weights)
+        self._media, self.builder, self._adapters = engine.stage.media, engine.stage.builder, engine.adapters
         self._loop = LoopThread("media")
         self._stack.callback(self._loop.close)
         self._stack.callback(lambda: self._loop.run(self._media.close()))
         self._detokenizer = DetokenizerManager(engine.stage.tokenizer)
         self._answers: dict[str, TokenOutput | None] = {}  # so far
         self._max_waiting = min(self.args.max_running_requests, self.args.max_queued_requests)
-        self._requests = 0
+        self._requests = self._sessions = 0
         self._closed = False
 
     def chat(
@@ -220,28 +264,43 @@ class LLM(AbstractContextManager["LLM"]):
         *,
         images: Any = (),
         videos: Any = (),
+        audios: Any = (),
         **options: Unpack[ChatOptions],
     ) -> Completion:
         """Answer one conversation: a text, or messages in OpenAI's form.
 
         Media may be paths, URLs, bytes, PIL images and arrays. A path in a message is read, so never pass on messages
-        of strangers. images, videos: one or several, before the text. options: sampling as keywords, such as
-        max_tokens=64, and num_logprobs, mm_processor_kwargs, returns and logits_processors (`ChatOptions`).
+        of strangers. images, videos, audios: one or several, before the text. options: sampling as keywords, such as
+        max_tokens=64, and num_logprobs, mm_processor_kwargs, returns, logits_processors and lora, an adapter's name
+        (`ChatOptions`).
         """
-        return self.chat_batch([conversation(messages, images, videos)], sampling, **options)[0]
+        return self.chat_batch([conversation(messages, images, videos, audios)], sampling, **options)[0]
 
     def chat_batch(
         self,
         conversations: Sequence[Conversation],
         sampling: SamplingParams | None = None,
+        *,
+        loras: Sequence[str | None] | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[Completion]:
-        """Answer several conversations, computed together, in order. Raises BadRequestError for the first bad one."""
+        """Answer several conversations, computed together, in order. Raises BadRequestError for the first bad one.
+        loras: an adapter's name, or None, for each of them; by default that of the options."""
         if isinstance(conversations, str):
             raise TypeError("chat_batch takes a list of conversations; chat takes one")
         prompts = [ChatPrompt(messages=conversation(messages)) for messages in conversations]
-        request = _request(sampling, options)
-        return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in prompts])]
+        request, lora = _request(sampling, options), options.get("lora")
+        if loras is not None and len(loras) != len(prompts):
+            raise TypeError(f"{len(loras)} loras for {len(prompts)} conversations")
+        return [
+            answer
+            for [answer] in self._run(
+                [
+                    self._adapters.adapted(replace(request, prompt=prompt), name)
+                    for prompt, name in zip(prompts, loras or [lora] * len(prompts), strict=True)
+                ]
+            )
+        ]
 
     def generate(
         self,
@@ -252,8 +311,46 @@ class LLM(AbstractContextManager["LLM"]):
         """Continue prompts that are rendered already. A single text gives a list of one."""
         several = [prompts] if isinstance(prompts, str) else prompts
         wrapped = [TextPrompt(text=prompt) if isinstance(prompt, str) else prompt for prompt in several]
-        request = _request(sampling, options)
+        request = self._adapters.adapted(_request(sampling, options), options.get("lora"))
         return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in wrapped])]
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        fps: float | None = None,
+        keep_seconds: float | None = None,
+        max_video_tokens: int | None = None,
+        window: Literal["exact", "sliding"] = "exact",
+        **options: Unpack[ChatOptions],
+    ) -> Session:
+        """Open a conversation that the session holds: media are prepared, and tokens computed, when they are appended.
+        system: the text of a system message. options: as of `chat`, for all that is appended and asked.
+
+        Of live video (`Session.show`), fps frames a second are used, and keep_seconds and max_video_tokens are the
+        most that stays. None: the usual rate of clips, and no limit. window: "exact" computes what stays as a prompt
+        without what has left, and "sliding" keeps its KV, so answers are near that."""
+        live = self._media.live_rules(
+            fps, keep_seconds=keep_seconds, max_tokens=max_video_tokens, slides=window == "sliding"
+        )
+        self._sessions += 1
+        return Session(f"offline {self._sessions}", self._load, self._answer, live=live, system=system, options=options)
+
+    @keywords_named()
+    def _load(self, messages: Sequence[Message], kwargs: Mapping[str, Any]) -> list[Message]:
+        """Return messages with their media processed."""
+        check_messages(messages)
+        media = self._media.named_in(messages, kwargs, self.builder.limits.counts, reserved=self.builder.placeholders)
+        return with_media(messages, self._loop.run(self._media.load(media)))
+
+    def _answer(
+        self, prompts: Sequence[ChatPrompt], sampling: SamplingParams | None, options: Mapping[str, Any], kept: Kept
+    ) -> list[Completion]:
+        request = self._adapters.adapted(_request(sampling, options), options.get("lora"))
+        request = replace(
+            request, session_id=kept.name, cache_salt=kept.cache_salt, slid=kept.slid, warnings=kept.warnings
+        )
+        return [answer for [answer] in self._run([replace(request, prompt=prompt) for prompt in prompts])]
 
     def score(
         self,
@@ -284,6 +381,83 @@ class LLM(AbstractContextManager["LLM"]):
         wanted = [replace(request, prompt=prompt, continuations=tuple(labels)) for prompt in prompts]
         return [label_scores(labels, [answer.prompt_logprobs for answer in answers]) for answers in self._run(wanted)]
 
+    def embed(
+        self,
+        inputs: PooledInput | TokensPrompt | Sequence[PooledInput | TokensPrompt],
+        *,
+        instruction: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
+    ) -> np.ndarray:
+        """Return a vector of each input, float32 [inputs, dimensions].
+
+        An input is a text, {"image": "cat.png"}, {"text": ..., "image": ..., "video": ...} in the order of its keys,
+        parts in OpenAI's form in {"content": ...}, or token ids. instruction, normalize: in place of the checkpoint's.
+        dimensions: the first ones. lora: an adapter's name. Raises BadRequestError for the first bad input, and for a
+        model that embeds nothing.
+        """
+        task = self.builder.limits.task
+
+        def prompt(one: PooledInput | TokensPrompt) -> Prompt:
+            return one if isinstance(one, TokensPrompt) else embed_prompt(task, pooled_content(one), instruction)
+
+        asked = embed_fields(task, dimensions=dimensions, normalize=normalize)
+        answers = self._pooled("inputs", listed(inputs), prompt, asked, mm_processor_kwargs, lora)
+        rows = [answer.hidden_states for answer in answers]
+        return np.concatenate([row for row in rows if row is not None])
+
+    def rerank(
+        self,
+        query: PooledInput,
+        documents: Sequence[PooledInput],
+        *,
+        instruction: str | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        lora: str | None = None,
+    ) -> list[RankedDocument]:
+        """Return the documents by their scores for a query, the best one first. See `embed` for their forms."""
+        task, wanted = self.builder.limits.task, pooled_content(query)
+
+        def prompt(one: PooledInput) -> Prompt:
+            return rerank_prompt(task, wanted, pooled_content(one), instruction)
+
+        asked = rerank_fields(task)
+        answers = self._pooled("documents", listed(documents), prompt, asked, mm_processor_kwargs, lora)
+        ranked = [RankedDocument(index, relevance(answer.logprobs)) for index, answer in enumerate(answers)]
+        return sorted(ranked, key=lambda one: -one.score)
+
+    @keywords_named()
+    def _pooled(
+        self,
+        name: str,
+        given: Sequence[Any],
+        prompt: Callable[[Any], Prompt],
+        asked: Mapping[str, Any],
+        knobs: Mapping[str, Any] | None,
+        lora: str | None,
+    ) -> list[Completion]:
+        """name: of the argument whose entries are given."""
+        if not given:
+            raise TypeError(f"{name} is an empty list; it must have an entry")
+        self.builder.limits.task.check(asked["task"])
+        request = replace(_request(None, {"mm_processor_kwargs": knobs}), **asked)
+        request, wanted = self._adapters.adapted(request, lora), []
+        for index, one in enumerate(given):
+            with placed(place := f"{name}[{index}]"):
+                wanted.append(replace(request, prompt=prompt(one), place=place))
+        return [answer for [answer] in self._run(wanted)]
+
+    def load_lora_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Load a LoRA adapter, a folder of PEFT, under a new name, which `lora=NAME` chooses. Raises CheckpointError if
+        it does not fit the model, and EngineError for a name that is taken, or without enable_lora."""
+        self._adapters.load(name, str(path))
+
+    def unload_lora_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. EngineError if there is none of this name."""
+        self._adapters.unload(name)
+
     def stats(self) -> SchedulerStats:
         """Return figures of the engine."""
         return self._engine_loop.stats()
@@ -304,6 +478,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _run(self, requests: Sequence[GenerateReqInput]) -> list[list[Completion]]:
         if self._closed:
             raise EngineError("this LLM is closed, and computes nothing more; make a new one")
+        self.weights.check_there()
         about: dict[str, tuple[tuple[MediumReport, ...], tuple[str, ...]]] = {}
         choices: list[list[str]] = []
         try:
@@ -312,8 +487,9 @@ class LLM(AbstractContextManager["LLM"]):
                     # the engine goes on meanwhile
                     while not loading.done() and not self._engine_loop.is_idle():
                         self._engine_loop.step_or_wait()
-                    media = loading.result()
-                    messages = self.builder.build(tokenized, media)
+                    with placed(tokenized.request.place):
+                        media = loading.result()
+                        messages = self.builder.build(tokenized, media)
                     report = self._media.report(tokenized.media, media)
                     choices.append([message.rid for message in messages])
                     for message in messages:
@@ -343,16 +519,17 @@ class LLM(AbstractContextManager["LLM"]):
                 number, self._requests = self._requests, self._requests + 1
                 named = replace(request, request_id=f"offline-{number}")
                 try:
-                    if isinstance(named.prompt, ChatPrompt):
-                        check_messages(named.prompt.messages)
-                    tokenized = self.builder.tokenize(named, default_seed=self.args.random_seed + number)
+                    with placed(named.place):
+                        if isinstance(named.prompt, ChatPrompt):
+                            check_messages(named.prompt.messages)
+                        tokenized = self.builder.tokenize(named, default_seed=self.args.random_seed + number)
                 except BadRequestError:
                     yield from ahead  # one of these may fail, too, and comes first
                     raise
                 media = tokenized.media
                 while ahead and sum(1 + len(waiting.media) for waiting, _ in ahead) + len(media) >= _AHEAD:
                     yield ahead.popleft()
-                ahead.append((tokenized, self._loop.start(self._media.load(media))))
+                ahead.append((tokenized, self._loop.start(self._media.load(media)) if media else _nothing()))
             while ahead:
                 yield ahead.popleft()
         finally:
@@ -369,11 +546,18 @@ class LLM(AbstractContextManager["LLM"]):
                 self._answers[output.rid] = join_outputs(self._answers[output.rid], output)
 
 
+def _nothing() -> Future[list[ProcessedMedium]]:
+    loaded: Future[list[ProcessedMedium]] = Future()
+    loaded.set_result([])
+    return loaded
+
+
 def _request(sampling: SamplingParams | None, options: Mapping[str, Any]) -> GenerateReqInput:
     """Return the request that all requests of a call share, without its prompt and its name."""
     given = dict(options)
     names = ChatOptions.__annotations__.keys() - SamplingOptions.__annotations__
     own = {name: given.pop(name) for name in names & given.keys()}
+    own.pop("lora", None)
     own["mm_processor_kwargs"] = own.get("mm_processor_kwargs") or {}
     own["logits_processors"] = tuple(own.get("logits_processors", ()))
     sampling_params = sampling_of(sampling, given)

@@ -19,25 +19,29 @@ from vlmserve.engine.activation_memory import estimate_activations, guess_logits
 from vlmserve.engine.encoder import resolve_max_patches
 from vlmserve.engine.graph_planning import why_not_captured
 from vlmserve.engine.model_loading import attach_guessing, for_heads
-from vlmserve.engine.recurrent import bytes_of_states, state_shape
-from vlmserve.memory.kv_cache import KVCache, cache_dtype
+from vlmserve.engine.recurrent import bytes_of_states, check_supported, state_shape
+from vlmserve.engine.windows import window_tokens
+from vlmserve.memory.kv_cache import KVCache, KVShape, cache_dtype
 from vlmserve.memory.recurrent_cache import StateShape
 from vlmserve.memory.sizing import (
     Activations,
+    WindowRoom,
     cpu_kv_bytes,
     embeds_bytes,
     gpu_kv_bytes,
+    kv_tokens,
     most_for_graphs,
     quantised_part,
     weight_bytes,
 )
 from vlmserve.models.config import ModelConfig
-from vlmserve.models.floors import attention_flops, expert_bytes, part_hit, tower_flops
+from vlmserve.models.floors import attention_flops, expert_bytes, part_hit, table_bytes, tower_flops
 from vlmserve.models.registry import load_config, make_model, quantization_of
 from vlmserve.models.vlm import VisionLanguageModel
 from vlmserve_common.checkpoint.fp8 import Fp8Scheme
-from vlmserve_common.checkpoint.gptq_awq import Scheme
 from vlmserve_common.checkpoint.hf_config import read_hf_config
+from vlmserve_common.checkpoint.schemes import Scheme
+from vlmserve_common.checkpoint.weights import linears_of
 from vlmserve_common.compute.memory import show_gib
 from vlmserve_common.compute.shard import ExpertSharing, PipelineStage, Shard
 from vlmserve_common.compute.tensors import dtype_setting
@@ -49,9 +53,10 @@ from vlmserve_common.kernels.quantized import MODE_BITS
 class StageShare:
     """The share of a pipeline stage's fullest GPU, the first one: layers `first` .. `last` - 1.
 
-    `embedding`, `dense` (layers without experts), `experts`, `head` (0 if it is the embedding) and `tower` are bytes.
-    `kv` is the bytes of a token over `kv_layers` layers, and `state` the state of a request. The `*_numbers` count
-    weights that tokens are multiplied by.
+    `embedding` (with tables of n-grams), `dense` (layers without experts), `experts`, `head` (0 if it is the embedding)
+    and `tower` are bytes. `kv` is the bytes of a token over `kv_layers` layers, of which `index_kv` are of sparse
+    attention's index, and `state` the state of a request. `windows` is what layers with windows keep; None: all tokens.
+    The `*_numbers` count weights that tokens are multiplied by.
     """
 
     first: int
@@ -62,6 +67,8 @@ class StageShare:
     head: int
     tower: int
     kv: int
+    index_kv: int
+    windows: WindowRoom | None
     state: StateShape | None
     kv_layers: int
     dense_numbers: int
@@ -105,6 +112,7 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     config, part = load_config(folder, **heads), load_config(folder, shard, **heads)
     meta, dtype = torch.device("meta"), dtype_setting(args.dtype) or config.dtype
     whole, outline = (make_model(hf_config, one, meta, dtype) for one in (config, part))
+    check_supported(args, config)
     attach_guessing(args, outline, "meta")
     embedding, norm = outline.language_model.embed_tokens, outline.language_model.norm
     assert embedding is not None, "the outline is of all layers"
@@ -114,10 +122,14 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
     held = _part_held(scheme, dtype)
     layers = outline.language_model.layers
     experts = [expert_bytes(layer) // args.tp_size for layer in whole.language_model.layers]
-    dense = [weight_bytes(layer) - expert_bytes(layer) for layer in layers]
+    held_experts = [size * _held_of_experts(scheme, index, held) for index, size in enumerate(experts)]
+    tables = [table_bytes(layer) for layer in layers]
+    dense = [_dense_held(layer, index, scheme, held) for index, layer in enumerate(layers)]
     numbers = [_numbers(layer) for layer in layers]
+    held_guessing = 1.0 if isinstance(scheme, Scheme) else held  # which AWQ and GPTQ leave as it is
     kv_dtype = cache_dtype(args.kv_cache_dtype, dtype)
     per_layer = KVCache.bytes_per_token(1, outline.config.num_kv_heads, outline.config.head_dim, kv_dtype)
+    window_size = window_tokens(args, config, args.max_model_len or config.context_length)
     towers = sum(weight_bytes(tower) for tower in outline.towers)
     stages = []
     for stage in range(args.pp_size):
@@ -131,20 +143,30 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
         guesses = begins if outline.draft is not None else ends  # see `attach_guessing`
         guessing = [part for part in (outline.mtp, outline.eagle, outline.draft) if guesses and part is not None]
         own_towers = (towers - weight_bytes(outline.visual)) * guesses
-        state = _state(outline, last - first - kv_layers, ends=ends)
+        ngrams = config.ngrams
+        ngram_layers = 0 if ngrams is None else sum(first <= layer < last for layer in ngrams.layers)
+        state = _state(outline, last - first - kv_layers, ngram_layers, ends=ends)
         kv_layers += config.mtp_layers if ends else 0
+        index_kv = 0 if config.index is None else kv_layers * KVShape(1, config.index.head_dim).nbytes(kv_dtype)
         tied_here = outline.lm_head is None and begins and not on_cpu
         stages.append(
             StageShare(
                 first=first,
                 last=last,
-                embedding=weight_bytes(embedding) if begins or (ends and embeds_last) else 0,
-                dense=int((sum(dense[first:last]) + sum(map(weight_bytes, guessing)) - own_towers) * held)
+                embedding=(weight_bytes(embedding) if begins or (ends and embeds_last) else 0)
+                + sum(tables[first:last]),
+                dense=int(sum(dense[first:last]) + (sum(map(weight_bytes, guessing)) - own_towers) * held_guessing)
                 + (weight_bytes(norm) if ends else 0),
-                experts=int(sum(experts[first:last]) * held),
+                experts=int(sum(held_experts[first:last])),
                 head=weight_bytes(head) if ends and not tied_here else 0,
                 tower=towers if begins else 0,
-                kv=kv_layers * per_layer + sum(one.nbytes(kv_dtype) for one in outline.guessing_kv) * guesses,
+                kv=kv_layers * per_layer
+                + index_kv
+                + sum(one.nbytes(kv_dtype) for one in outline.guessing_kv) * guesses,
+                index_kv=index_kv,
+                windows=WindowRoom(window_size, sum(first <= layer < last for layer in config.windowed) * per_layer)
+                if window_size
+                else None,
                 state=state,
                 kv_layers=kv_layers,
                 dense_numbers=sum(numbers[first:last]),
@@ -166,24 +188,47 @@ def lay_out(folder: Path, args: EngineArgs, *, on_cpu: bool = False) -> SpreadMo
 def _part_held(scheme: Scheme | Fp8Scheme | None, dtype: torch.dtype) -> float:
     """Return the bytes of quantised layers as a part of their bytes in `dtype`."""
     if isinstance(scheme, Scheme):
-        return quantised_part(scheme.bits, dtype)
+        return quantised_part(scheme.bits, dtype, beside=32 / scheme.group if scheme.group else 0)
     if isinstance(scheme, Fp8Scheme):
         return quantised_part(8, dtype, beside=32 / math.prod(scheme.block) if scheme.block else 0)
     return 1.0
 
 
+def _dense_held(layer: nn.Module, index: int, scheme: Scheme | Fp8Scheme | None, held: float) -> float:
+    """Return the bytes of a layer without its experts and tables, as it is held."""
+    every = weight_bytes(layer) - expert_bytes(layer) - table_bytes(layer)
+    if not isinstance(scheme, Scheme):
+        return every * held
+    quantised = sum(
+        piece.view.nbytes
+        for _, linear, pieces in linears_of(layer)
+        for piece in pieces
+        if linear.may_be_quantised and not scheme.is_plain(f"layers.{index}.{piece.name.removesuffix('.weight')}")
+    )
+    return every - quantised * (1 - held)
+
+
+def _held_of_experts(scheme: Scheme | Fp8Scheme | None, index: int, held: float) -> float:
+    """Return the part of a layer's experts' bytes that is held."""
+    plain = isinstance(scheme, Scheme) and scheme.is_plain(f"layers.{index}.mlp.experts.0.gate_proj")
+    return 1.0 if plain else held
+
+
 def _numbers(layer: nn.Module) -> int:
     every = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     itemsize = next(layer.parameters()).dtype.itemsize
-    return every - expert_bytes(layer) // itemsize
+    return every - (expert_bytes(layer) + table_bytes(layer)) // itemsize
 
 
-def _state(outline: VisionLanguageModel, layers: int, *, ends: bool) -> StateShape | None:
+def _state(outline: VisionLanguageModel, layers: int, ngram_layers: int, *, ends: bool) -> StateShape | None:
     shape = state_shape(outline.config, outline.dtype)
     if shape is None or not layers:
         return None
     conv, recurrent = ((layers, *part[1:]) for part in (shape.conv, shape.recurrent))
-    return replace(shape, conv=conv, recurrent=recurrent, hidden=shape.hidden * ends)
+    shape = replace(shape, conv=conv, recurrent=recurrent, hidden=shape.hidden * ends)
+    if not ngram_layers:
+        return replace(shape, ngram_conv=(0, 0, 0), ngram_ids=0)
+    return replace(shape, ngram_conv=(ngram_layers, *shape.ngram_conv[1:]))
 
 
 def _active(whole: VisionLanguageModel) -> int:
@@ -191,6 +236,7 @@ def _active(whole: VisionLanguageModel) -> int:
     head = whole.lm_head or decoder.embed_tokens
     counted = [part for part in (decoder.layers, decoder.norm, head) if part is not None]
     every = sum(parameter.numel() for part in counted for parameter in part.parameters())
+    every -= table_bytes(decoder.layers) // whole.dtype.itemsize
     if config.experts is None:
         return every
     passed_by = 1 - config.experts.chosen / config.experts.count
@@ -219,7 +265,7 @@ class Fit:
     @property
     def tokens(self) -> int | None:
         """The KV slots; None if no layer of the stage has any."""
-        return max(0, int(self.kv)) // self.stage.kv if self.stage.kv else None
+        return kv_tokens(max(0, int(self.kv)), self.stage.kv, self.stage.windows) if self.stage.kv else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,12 +353,14 @@ def make_plan(
     if args.quantization != "none" and not gpu.is_cpu:
         raise EngineError(f"--quantization {args.quantization} is for CPUs: --gpu cpu plans for this machine's")
     model = lay_out(Path(args.model), args, on_cpu=gpu.is_cpu)
-    longest = args.max_model_len or model.config.max_position_embeddings
+    longest = args.max_model_len or model.config.context_length
     context, prompt = (min(_TOKENS, longest) if given is None else given for given in (context, prompt))
     if context > longest:
         raise EngineError(f"--context is {context}, and requests have {longest} tokens at the most")
     stages = _fit(model, gpu, args, longest, reserved)
     tokens = min(stage.tokens for stage in stages if stage.tokens is not None) // args.page_size * args.page_size
+    if len(model.config.windowed) == model.config.num_layers:  # and none keeps what would take memory
+        tokens = min(tokens, args.max_running_requests * (longest + args.page_size))
     if tokens < max(context, 2 * args.page_size):
         worst = min(stages, key=lambda one: one.kv if one.tokens is None else one.tokens)
         raise EngineError(_complaint(worst, model, gpu, args, context))
@@ -330,7 +378,7 @@ def make_plan(
         decode={batch: times.decode(batch, context) if batch <= room else None for batch in batches},
         prefill=prefill,
         picture=times.picture(PICTURE),
-        pictures=stages[0].activations.embeds // (_row_bytes(model) * _tokens_of(model, PICTURE)),
+        pictures=stages[0].activations.embeds // (_row_bytes(model) * _tokens_of(model, PICTURE) or 1),
         hand_over=_hand_over(model, stages[0], args, context, prefill, server_link) if server_link else None,
         notes=tuple(_notes(model, args)),
     )
@@ -390,6 +438,8 @@ def _row_bytes(model: SpreadModel) -> int:
 def _tokens_of(model: SpreadModel, side: int) -> int:
     """Return the tokens of a picture of side x side pixels."""
     tower = model.outline.visual
+    if not tower.is_there:
+        return 0
     return int(side // (tower.patch_embed.proj.kernel[-1] * tower.spatial_merge_size)) ** 2
 
 
@@ -428,14 +478,18 @@ class _Times:
     def decode(self, batch: int, context: int) -> Floor:
         """Return the floor of a step of `batch` requests of a replica with `context` tokens each."""
         mine = -(-batch // self._args.attention_groups)
-        outline = self._model.outline
-        hit = part_hit(self._model.config.experts, batch)
+        outline, config = self._model.outline, self._model.config
+        hit, index = part_hit(self._model.config.experts, batch), outline.config.index
+        seen = context if index is None else min(context, index.most)
         work = []
         for stage in self._model.stages:
             state = 0 if stage.state is None else stage.state.nbytes
             read = stage.dense + stage.experts * hit + stage.head_numbers * outline.dtype.itemsize
-            read = read * self._read + mine * (context * stage.kv + state)
-            attention = 4.0 * stage.kv_layers * outline.config.num_heads * outline.config.head_dim * context * mine
+            passed = 0 if stage.windows is None else max(0, seen - config.window) * stage.windows.bytes_per_token
+            read = read * self._read + mine * (seen * (stage.kv - stage.index_kv) - passed + state)
+            if index is not None:  # the key of each block
+                read += mine * context * stage.index_kv / 2 / index.block
+            attention = 4.0 * stage.kv_layers * outline.config.num_heads * outline.config.head_dim * seen * mine
             work.append((stage, read, attention))
         return self._floor(work, tokens=mine, rows=mine, all_tokens=batch)
 
@@ -452,6 +506,8 @@ class _Times:
     def picture(self, side: int) -> float:
         """Return the seconds of a picture of side x side pixels in the tower, which one GPU computes."""
         tower = self._model.outline.visual
+        if not tower.is_there:
+            return 0.0
         patch = tower.patch_embed.proj.kernel[-1]
         return tower_flops(tower, 1, (side // patch) ** 2) / self._gpu.flops
 
@@ -488,14 +544,14 @@ class _Times:
         if not self._gpu.link:
             return 0.0
         tp, groups, config = self._args.tp_size, self._args.attention_groups, self._model.config
-        row = config.hidden_size * self._model.outline.dtype.itemsize
+        row, stream = (size * self._model.outline.dtype.itemsize for size in (config.hidden_size, config.stream_size))
         layers = stage.last - stage.first
         moved = layers * _all_reduce(tp // groups) * tokens * row
         moved += (layers + (stage.first == 0)) * _all_reduce(tp) * all_tokens * row
         if stage.head_numbers:
             moved += (1 - 1 / tp) * rows * groups * config.vocab_size * 4
         if stage.first:
-            moved += tokens * row
+            moved += tokens * stream
         return moved / self._gpu.link
 
 

@@ -16,18 +16,20 @@ from vlmserve_common.checkpoint.hf_config import ARCHITECTURES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A published shape. family: model_type. tied: True if the embedding is the head. text, vision: of config.json."""
+    """A published shape. family: model_type. tied: True if the embedding is the head. text, vision, audio: of
+    config.json; audio is None for a model without ears."""
 
     what: str
     family: str
     tied: bool
     text: Mapping[str, Any]
     vision: Mapping[str, Any]
+    audio: Mapping[str, Any] | None = None
 
     @property
     def hub_id(self) -> str:
         """The model's name on the hub."""
-        return f"Qwen/{self.what}" + "-Instruct" * ("VL" in self.what)
+        return f"Qwen/{self.what}" + "-Instruct" * ("VL" in self.what or "Qwen3-Omni" in self.what)
 
 
 def decoder_sizes(layers: int, width: int, inner: int, heads: int) -> dict[str, Any]:
@@ -159,6 +161,33 @@ _35B_EXPERTS = {
 }
 
 
+_FLASH_NEXT = decoder_sizes(48, 2560, 640, 24) | {
+    "num_key_value_heads": 2,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 640,
+    "shared_expert_intermediate_size": 640,
+    "linear_num_value_heads": 48,
+    "output_gate_type": "sigmoid",
+    "eos_token_id": 248044,
+    "hc_count": 4,
+    "hc_lowrank": 320,
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [2],
+    "ple_embed_dim": 2560,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 8,
+    "ngram_vocab_size_base": 20_000_000,
+    "make_ngram_vocab_size_divisible_by": 128,
+    "split_ngram_parts": 128,
+}
+
+
 def _qwen2_vl(what: str, text: Mapping[str, Any], *, tied: bool = False) -> ModelShape:
     vision: dict[str, Any] = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
     vision |= {"hidden_size": text["hidden_size"], "hidden_act": "quick_gelu"}
@@ -175,6 +204,26 @@ def _qwen3_5(what: str, family: str, text: Mapping[str, Any]) -> ModelShape:
     return _shape(what, family, {**_QWEN3_5_TEXT, **text}, vision)
 
 
+_QWEN2_5_AUDIO = {"n_window": 100}
+_QWEN3_AUDIO = {"n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}
+
+
+def _omni(
+    what: str, family: str, text: Mapping[str, Any], vision: Mapping[str, Any], audio: Mapping[str, Any]
+) -> ModelShape:
+    width = text["hidden_size"]
+    sizes = {"d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120}
+    return ModelShape(
+        what=what,
+        family=family,
+        tied=False,
+        text=text,
+        vision={**vision, "out_hidden_size": width},
+        audio={"num_mel_bins": 128, "output_dim": width, **sizes, **audio},
+    )
+
+
+_QWEN2_5_OMNI_VISION = _QWEN2_5_VISION | tower_sizes(32, 1280, 3420, 0) | {"tokens_per_second": 25}
 PUBLISHED: Sequence[ModelShape] = (
     SHAPES["2b"],
     _qwen2_vl(
@@ -184,19 +233,45 @@ PUBLISHED: Sequence[ModelShape] = (
     ),
     SHAPES["qwen2.5-3b"],
     SHAPES["4b"],
+    _omni(
+        "Qwen2.5-Omni-3B",
+        "qwen2_5_omni",
+        _3B_TEXT | {"max_position_embeddings": 32768},
+        _QWEN2_5_OMNI_VISION,
+        _QWEN2_5_AUDIO,
+    ),
     _qwen2_vl("Qwen2-VL-7B", _QWEN2_TEXT | decoder_sizes(28, 3584, 18944, 28)),
     SHAPES["qwen2.5-7b"],
     SHAPES["8b"],
+    _omni(
+        "Qwen2.5-Omni-7B",
+        "qwen2_5_omni",
+        _QWEN2_TEXT | decoder_sizes(28, 3584, 18944, 28),
+        _QWEN2_5_OMNI_VISION,
+        _QWEN2_5_AUDIO,
+    ),
     _qwen3_5("Qwen3.5-9B", "qwen3_5", decoder_sizes(32, 4096, 12288, 16) | {"num_key_value_heads": 4}),
     SHAPES["30b-a3b"],
+    _omni(
+        "Qwen3-Omni-30B-A3B",
+        "qwen3_omni_moe",
+        _30B_TEXT
+        | {"vocab_size": 152064, "intermediate_size": 768, "max_position_embeddings": 65536, "rope_theta": 1_000_000},
+        _8B_VISION,
+        _QWEN3_AUDIO,
+    ),
     SHAPES["32b"],
     _larger_qwen2_5("Qwen2.5-VL-32B", _QWEN2_5_TEXT | decoder_sizes(64, 5120, 27648, 40) | {"num_key_value_heads": 8}),
     _qwen3_5("Qwen3.5-35B-A3B", "qwen3_5_moe", decoder_sizes(40, 2048, 512, 16) | _35B_EXPERTS),
     _qwen2_vl("Qwen2-VL-72B", _QWEN2_TEXT | _72B_SIZES),
     _larger_qwen2_5("Qwen2.5-VL-72B", _QWEN2_5_TEXT | _72B_SIZES),
+    _qwen3_5("Qwen3.8-Flash-Next", "qwen4_exp", _FLASH_NEXT),
     SHAPES["235b-a22b"],
 )
 """The models that are planned for, the smallest first."""
+
+
+_AUDIO_IDS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 
 
 def config_of(shape: ModelShape) -> dict[str, Any]:
@@ -206,14 +281,20 @@ def config_of(shape: ModelShape) -> dict[str, Any]:
     kept = ("hidden_act", "rms_norm_eps", "bos_token_id", "eos_token_id")
     text = {name: built_in["text_config"][name] for name in kept} | dict(shape.text) | shared
     base = {"in_channels": 3, "temporal_patch_size": 2, "spatial_merge_size": 2, "hidden_act": "gelu_pytorch_tanh"}
-    return {
+    named = {"architectures": [ARCHITECTURES[shape.family]], "model_type": shape.family}
+    config = {
         **{name: value for name, value in built_in.items() if name.endswith("_token_id")},
         **shared,
-        "architectures": [ARCHITECTURES[shape.family]],
-        "model_type": shape.family,
+        **named,
         "text_config": {"model_type": f"{shape.family}_text", **text},
         "vision_config": {"model_type": shape.family, **base, **shape.vision},
     }
+    if shape.audio is None:
+        return config
+    # ids that the built-in tokenizer does not have
+    ids = {name: text["vocab_size"] - 3 + place for place, name in enumerate(_AUDIO_IDS)}
+    seconds = {"position_id_per_seconds": 25 if shape.family == "qwen2_5_omni" else 13, "seconds_per_chunk": 2}
+    return {**named, **shared, "thinker_config": {**config, **ids, **seconds, "audio_config": dict(shape.audio)}}
 
 
 def write_config(shape: ModelShape, folder: Path) -> Path:

@@ -21,7 +21,8 @@ def show(plan: Plan) -> str:
     parts += [_memory(plan), "", _room(plan), "", f"At the least, with {plan.context} tokens of context:", ""]
     cached = f"the cache of embeddings (--encoder-cache-mib) holds {plan.pictures} of them"
     parts += [_times(plan), ""]
-    parts += [f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms; {cached}."]
+    if plan.picture:  # of a model that sees
+        parts += [f"A picture of {PICTURE}x{PICTURE} in the tower: {plan.picture * 1e3:.3g} ms; {cached}."]
     link = f"{gpu.link / 1e9:g} GB/s to others" if gpu.link else "exchanges between GPUs not counted"
     rates = f"{gpu.bandwidth / 1e9:g} GB/s, {gpu.flops / 1e12:g} TFLOP/s in 16 bits, {gpu.fp8_flops / 1e12:g} in 8"
     parts += [f"By the data sheet: {rates}, {link}.", "No exchange is hidden behind computing."]
@@ -101,6 +102,7 @@ def as_data(plan: Plan | EngineError) -> dict[str, Any]:
             for one in plan.stages
         ],
         "kv_tokens": plan.tokens,
+        "window_tokens": min([plan.tokens, *(fit.stage.windows.tokens for fit in plan.stages if fit.stage.windows)]),
         "decode": {str(batch): floor and asdict(floor) for batch, floor in plan.decode.items()},
         "prefill": {"tokens": plan.prompt, **asdict(plan.prefill)},
         "context": plan.context,
@@ -179,8 +181,17 @@ def _room(plan: Plan) -> str:
     bytes_each = " and ".join(dict.fromkeys(f"{one.stage.kv / 1024:g} KiB" for one in plan.stages))
     return (
         f"Room for {tokens} tokens in {whose}{every}: {tokens // context} requests of {context}. "
-        f"A token takes {bytes_each} on a GPU."
+        f"A token takes {bytes_each} on a GPU." + _windows(plan)
     )
+
+
+def _windows(plan: Plan) -> str:
+    rooms = (fit.stage.windows for fit in plan.stages)
+    own = {room for room in rooms if room is not None and room.bytes_per_token}  # a stage may have no such layer
+    if not own or next(iter(own)).tokens >= plan.tokens:
+        return ""
+    bytes_each = " and ".join(f"{one / 1024:g} KiB" for one in sorted({room.bytes_per_token for room in own}))
+    return f" Layers with windows, {bytes_each} of it, keep {next(iter(own)).tokens} tokens of all requests."
 
 
 def _times(plan: Plan) -> str:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import enum
 import gc
 import importlib.util
+import io
 import warnings
+import wave
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,14 +29,15 @@ import torch
 from PIL import Image, ImageOps
 
 from vlmserve.commands.offline.llm import LLM, Completion
+from vlmserve.frontend.chat_messages import joined_texts
 from vlmserve_common.checkpoint.fields import Fields
-from vlmserve_common.checkpoint.hf_config import read_hf_config, text_fields
+from vlmserve_common.checkpoint.hf_config import ARCHITECTURES, has_tower, read_hf_config, text_fields
 from vlmserve_common.compute.devices import resolve_device
 from vlmserve_common.compute.torchvision_shim import make_torchvision_importable
 from vlmserve_common.errors import EngineError
 from vlmserve_common.installing import install, pip_install
 
-Kind = Literal["text", "image", "video"]
+Kind = Literal["text", "image", "video", "audio"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _STORY = (
@@ -43,12 +46,14 @@ _STORY = (
     "had started to rain. Retell this in your own words, and say what you think happened to the other half."
 )
 _SAMPLES = Path(__file__).resolve().parents[1] / "demo" / "samples"
+_RATE, _TONES = 16000, ((220, 5.0), (900, 8.0), (2100, 3.0))  # Hz; of pitches, and of how often they pulse
 _DESCRIBE = "Describe the picture in detail."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A conversation in OpenAI's form. Its media are {"type": "image", "image": Path}, or the same with "video"."""
+    """A conversation in OpenAI's form. Its media are {"type": "image", "image": Path}, the same with "video", or
+    {"type": "audio", "audio": bytes} with a WAV file of 16 kHz."""
 
     name: str
     messages: tuple[dict[str, Any], ...]
@@ -78,7 +83,32 @@ def made_cases(kinds: Collection[str]) -> list[Case]:
             Case(name="video", messages=(_user(_video(clip), "What happens in the video?"),)),
             Case(name="image and video", messages=(_user("Compare:", _image(still), _video(clip), "What differs?"),)),
         ]
+    if "audio" in kinds:
+        cases += [
+            Case(name="sound", messages=(_user(_sound(), "What do you hear?"),)),
+            Case(name="image and sound", messages=(_user(_image(still), _sound(), "Do they belong together?"),)),
+        ]
     return cases
+
+
+def _sound() -> dict[str, Any]:
+    """Return a sound of some seconds: three tones that glide and pulse."""
+    time = np.arange(7 * _RATE // 2) / _RATE
+    tones = [np.sin(2 * np.pi * (pitch + 40 * time) * time) * (np.sin(pace * time) > 0) for pitch, pace in _TONES]
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(_RATE)
+        out.writeframes((8000 * np.sum(tones, axis=0)).astype("<i2").tobytes())
+    return {"type": "audio", "audio": file.getvalue()}
+
+
+def kinds_of(folder: Path) -> tuple[Kind, ...]:
+    """Return the kinds that the checkpoint's model takes. CheckpointError."""
+    hf_config = read_hf_config(folder)
+    hears = "audio_config" in hf_config.get("vision_config", {})
+    return KINDS if hears else KINDS[:3] if has_tower(hf_config) else KINDS[:1]
 
 
 def own_case(pictures: Sequence[Path], videos: Sequence[Path], prompt: str | None) -> Case:
@@ -87,8 +117,8 @@ def own_case(pictures: Sequence[Path], videos: Sequence[Path], prompt: str | Non
     return Case(name="own", messages=(_user(*map(_image, pictures), *map(_video, videos), text),))
 
 
-def media_paths(case: Case, kind: Literal["image", "video"]) -> list[Path]:
-    """Return the files of one kind, in prompt order."""
+def media_of(case: Case, kind: Kind) -> list[Any]:
+    """Return the media of one kind, in prompt order."""
     contents = [message["content"] for message in case.messages]
     return [part[kind] for parts in contents if isinstance(parts, list) for part in parts if part["type"] == kind]
 
@@ -316,20 +346,32 @@ def check_reference_can_load(folder: Path) -> None:
 def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings) -> list[Answer]:
     """Return the greedy answers of the checkpoint, in the order of the cases."""
     make_torchvision_importable()
-    from transformers import AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+    import transformers
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        AutoTokenizer,
+        GenerationConfig,
+    )
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # it prints advice
     device = resolve_device(settings.device)
-    processor: Any = AutoProcessor.from_pretrained(folder)
+    sees = has_tower(read_hf_config(folder))
+    processor: Any = (AutoProcessor if sees else AutoTokenizer).from_pretrained(folder)
     processor.chat_template = settings.chat_template or processor.chat_template
-    loaded: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
+    model_class: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    if "audio" in kinds_of(folder):  # only a part of such a model answers in text
+        architecture = ARCHITECTURES[read_hf_config(folder)["model_type"]]
+        model_class = getattr(transformers, architecture.replace("ForCond", "ThinkerForCond"))
+    loaded: Any = model_class.from_pretrained(folder, dtype=getattr(torch, settings.dtype))
     model, own = loaded.to(device).eval(), loaded.generation_config
     # only the ends of answers: no sampling, no penalties
     model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id)
     answers = []
     for case in cases:
-        inputs = _inputs(processor, case).to(device)
+        inputs = (_inputs if sees else _text_inputs)(processor, case).to(device)
         model.model.rope_deltas = None  # of the answer before
         out = model.generate(
             **inputs,
@@ -348,16 +390,32 @@ def reference_answers(folder: Path, cases: Sequence[Case], settings: RunSettings
 def _inputs(processor: Any, case: Case) -> Any:
     messages = [_without_media(message) for message in case.messages]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    images = [ImageOps.exif_transpose(Image.open(path)) for path in media_paths(case, "image")]
-    clips = [_read_video(processor.video_processor, path) for path in media_paths(case, "video")]
+    images = [ImageOps.exif_transpose(Image.open(path)) for path in media_of(case, "image")]
+    clips = [_read_video(processor.video_processor, path) for path in media_of(case, "video")]
     videos: dict[str, Any] = {}
     if clips:
         frames, metadata = map(list, zip(*clips, strict=True))
         # frames have been sampled, while they were read
         videos = {"videos": frames, "video_metadata": metadata, "do_sample_frames": False}
+        if hasattr(processor, "feature_extractor"):  # Omni models count the time by it, not by the metadata
+            videos["fps"] = _DEFAULT_FPS
+    sounds = [_samples(data) for data in media_of(case, "audio")]
+    if sounds:
+        videos["audio"] = sounds
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return processor(text=[text], images=images or None, return_tensors="pt", **videos)
+
+
+def _samples(data: bytes) -> np.ndarray:
+    with wave.open(io.BytesIO(data)) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+
+
+def _text_inputs(tokenizer: Any, case: Case) -> Any:
+    """Return the inputs of a model that reads text only, whose template knows no parts."""
+    text = tokenizer.apply_chat_template(joined_texts(case.messages), tokenize=False, add_generation_prompt=True)
+    return tokenizer([text], return_tensors="pt")
 
 
 def _read_video(processor: Any, path: Path) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from vlmserve.commands.verify.answers import (
     check_reference_can_load,
     check_reference_can_run,
     compare,
+    kinds_of,
     made_cases,
     our_answers,
     own_case,
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         parallel={name: getattr(args, name) for name in parallel_sizes() if getattr(args, name) is not None},
     )
     tolerance = TOLERANCES[args.dtype] if args.tolerance is None else args.tolerance
-    findings = run(folder, folder, _cases(args), settings, tolerance)
+    findings = run(folder, folder, _cases(args, kinds_of(folder)), settings, tolerance)
     _print(args, findings, tolerance)
     if args.json:
         about = {"model": args.model, "dtype": args.dtype, "device": args.device, "versions": _versions()}
@@ -118,9 +119,9 @@ def parallel_sizes() -> dict[str, str]:
     return {one.name: one.help for one in iter_settings() if one.group == group and one.name.endswith("_size")}
 
 
-def _cases(args: argparse.Namespace) -> list[Case]:
+def _cases(args: argparse.Namespace, kinds: Sequence[str]) -> list[Case]:
     own = bool(args.picture or args.video or args.prompt)
-    kinds = args.cases if args.cases is not None else () if own else KINDS
+    kinds = args.cases if args.cases is not None else () if own else kinds
     cases = made_cases(kinds)
     return [*cases, own_case(args.picture, args.video, args.prompt)] if own else cases
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import blake3
 import torch
 
-from processors.families.base import data_item
+from processors.families.base import data_items
 from processors.inputs import MultimodalDataItem
 from vision.encoder_pool import EncoderPool
 from vision.towers.loading import load_tower, outline_tower
@@ -129,7 +129,7 @@ class LocalTarget:
         self._pin = pin
         self._counts = limits.counts
         with ExitStack() as stack:
-            max_len = args.max_model_len or load_config(folder).max_position_embeddings
+            max_len = args.max_model_len or load_config(folder).context_length
             processes = args.num_encoders + args.media_processes
             start = None
             if processes:
@@ -169,7 +169,8 @@ class LocalTarget:
     async def encode(self, request: ChatRequest) -> Warmed:
         """Encode and save all media of a request. BadRequestError and EngineError concern this request alone."""
         named = self._media.media_of(request.messages, request.options.get("mm_processor_kwargs") or {}, self._counts)
-        items = [data_item(medium) for medium in await self._media.load(named)]
+        merge = self._media.merge_size
+        items = [item for medium in await self._media.load(named) for item in data_items(medium, merge)]
         keys = tuple(self._pool.key(patch) for item in items for patch in temporal_patches(item))
         output = await self._encoder.encode(items, pin=self._pin)
         if output.error is not None:

@@ -12,6 +12,8 @@ import torch
 
 from vlmserve.executor.distributed.group_part import GroupPart
 from vlmserve.executor.distributed.orders import (
+    BESIDES_ORDERS,
+    BesidesOrder,
     ForwardOrder,
     ForwardRound,
     OrderCodec,
@@ -22,7 +24,6 @@ from vlmserve.executor.distributed.orders import (
 from vlmserve.executor.logprobs import sent_tiles
 from vlmserve.executor.model_runner import Forwarded, ModelRunner
 from vlmserve.executor.model_worker_batch import PromptLogprobRows, without_returns
-from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve_common.parallel.ranks import Ranks
 
 _META = torch.device("meta")
@@ -30,10 +31,10 @@ _META = torch.device("meta")
 
 class Follower:
     """A rank whose model has one attention group. Call `obey` with one order after the other. RankLostError when
-    another rank is gone. profile: obeys orders to record steps; never raises."""
+    another rank is gone. besides: obeys orders that are no steps; never raises but RankLostError."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks, profile: Callable[[ProfileOrder], None]) -> None:
-        self._profile = profile
+    def __init__(self, runner: ModelRunner, ranks: Ranks, besides: Callable[[BesidesOrder], None]) -> None:
+        self._besides = besides
         self._runner, self._ranks = runner, ranks
         self._codec = OrderCodec()
         self.await_order = ranks.take_orders()
@@ -44,8 +45,8 @@ class Follower:
     def obey(self, order: bytes) -> None:
         """Do as an order says."""
         decoded = self._codec.decode(order)
-        if isinstance(decoded, ProfileOrder):
-            self._profile(decoded)
+        if isinstance(decoded, BESIDES_ORDERS):
+            self._besides(decoded)
         elif isinstance(decoded, ForwardOrder):
             self._forward(decoded)
         elif not self._ranks.shard.stage.is_last:
@@ -91,10 +92,10 @@ class Follower:
 
 class GroupFollower:
     """A rank of a model with several attention groups. It remembers the tokens of its own group's requests. Call `obey`
-    with one order after the other. RankLostError when another rank is gone. profile: see `Follower`."""
+    with one order after the other. RankLostError when another rank is gone. besides: see `Follower`."""
 
-    def __init__(self, runner: ModelRunner, ranks: Ranks, profile: Callable[[ProfileOrder], None]) -> None:
-        self._profile = profile
+    def __init__(self, runner: ModelRunner, ranks: Ranks, besides: Callable[[BesidesOrder], None]) -> None:
+        self._besides = besides
         assert ranks.group is not None, "there are several groups"
         self._runner, self._every_rank = runner, ranks.group
         self._part = GroupPart(runner, ranks.comm, samples=False)
@@ -105,8 +106,8 @@ class GroupFollower:
     def obey(self, order: bytes) -> None:
         """Do as an order says."""
         decoded = self._codec.decode(order)
-        if isinstance(decoded, ProfileOrder):
-            self._profile(decoded)
+        if isinstance(decoded, BESIDES_ORDERS):
+            self._besides(decoded)
         elif isinstance(decoded, ForwardRound):
             # every rank gets the embeddings of all groups
             given = [

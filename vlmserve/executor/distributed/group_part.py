@@ -12,7 +12,7 @@ from vlmserve.executor.distributed.orders import SampleOrder
 from vlmserve.executor.logprobs import DeviceLogprobs, prompt_logprobs, sent_tiles
 from vlmserve.executor.model_runner import ModelRunner
 from vlmserve.executor.model_worker_batch import ModelWorkerBatch, PromptLogprobRows, without_returns
-from vlmserve.executor.step_inputs import guess_rounds
+from vlmserve.executor.step_inputs import guess_rounds, returned_states
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.transfers import transfers_for
 
@@ -92,7 +92,7 @@ class GroupPart:
         states = None
         if len(step.hidden_tokens):
             [wanted] = self._transfers.upload([step.hidden_tokens])
-            states = hidden[wanted].float()
+            states = returned_states(hidden, wanted, step)
         found = None if asked is None else self._prompt_logprobs(hidden, asked)
         return Returned(hidden_states=states, prompt_logprobs=found)
 

@@ -11,6 +11,7 @@ import torch
 
 from vlmserve.executor.distributed.group_part import GroupPart
 from vlmserve.executor.distributed.orders import (
+    BesidesOrder,
     ForwardRound,
     OrderCodec,
     SampleOrder,
@@ -27,7 +28,6 @@ from vlmserve.executor.model_worker_batch import (
     SamplingBatchInfo,
     without_returns,
 )
-from vlmserve.executor.profile_order import ProfileOrder
 from vlmserve.executor.step_inputs import places_of
 from vlmserve_common.compute.transfers import Download, to_device, transfers_for
 from vlmserve_common.errors import DeviceLostError
@@ -68,9 +68,9 @@ class LeadingWorker:
                 return _Awaited(forwarded.step, self._take_result, drafts)
             return self._sample_here(forwarded, info, group)
 
-    def profile(self, order: ProfileOrder) -> None:
-        """Have the other ranks record their steps, or end that."""
-        with _together("profiling failed", self._who_died):
+    def tell(self, order: BesidesOrder) -> None:
+        """Give the other ranks an order that is no step."""
+        with _together(f"{type(order).__name__} failed", self._who_died):
             self._ranks.orders.give(self._codec.encode(order))
 
     def _sample_here(self, forwarded: Forwarded, info: SamplingBatchInfo, group: ProcessGroup) -> PendingResult:
@@ -171,9 +171,9 @@ class GroupLeader:
                 self._every_rank.broadcast(torch.cat(tokens))
             return results
 
-    def profile(self, order: ProfileOrder) -> None:
+    def tell(self, order: BesidesOrder) -> None:
         """See `LeadingWorker`."""
-        with _together("profiling failed", self._who_died):
+        with _together(f"{type(order).__name__} failed", self._who_died):
             self._orders.give(self._codec.encode(order))
 
     def _first_row(self, group: int) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 import torch
 
+from vlmserve.executor.adapter_order import AdapterOrder
 from vlmserve.executor.model_worker_batch import MMEmbeds, ModelWorkerBatch, ModelWorkerResult, SamplingBatchInfo
 from vlmserve.executor.profile_order import ProfileOrder
+from vlmserve.ipc.weight_messages import WeightsOrder
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.parallel.group import ProcessGroup
 from vlmserve_common.transport.wire import WireCodec, join, split
@@ -69,17 +71,18 @@ class SampleRound:
     steps: tuple[SampleOrder | None, ...]
 
 
-Order: TypeAlias = ForwardOrder | SampleOrder | SampleThereOrder | ProfileOrder
-Round: TypeAlias = ForwardRound | SampleRound | ProfileOrder
+BesidesOrder: TypeAlias = ProfileOrder | WeightsOrder | AdapterOrder
+"""An order to do something else than to compute."""
+Order: TypeAlias = ForwardOrder | SampleOrder | SampleThereOrder | BesidesOrder
+Round: TypeAlias = ForwardRound | SampleRound | BesidesOrder
+BESIDES_ORDERS = get_args(BesidesOrder)
 
 
 class OrderCodec:
     """Turns orders and results into bytes and back (see `WireCodec`: never pickle)."""
 
     def __init__(self) -> None:
-        self._codec = WireCodec(
-            [ForwardOrder, SampleOrder, SampleThereOrder, ForwardRound, SampleRound, ProfileOrder, ModelWorkerResult]
-        )
+        self._codec = WireCodec([*get_args(Order), ForwardRound, SampleRound, ModelWorkerResult])
 
     def encode(self, message: Order | Round | ModelWorkerResult) -> bytes:
         """Return the bytes of an order or a result."""

@@ -66,6 +66,11 @@ class Writer:
         self._left = prompts * n  # choices that have not ended
         self._warnings: dict[str, None] = {}
 
+    @property
+    def total_tokens(self) -> int:
+        """Return the tokens of prompts and answers so far."""
+        return sum(self._prompts) + sum(self._completions)
+
     def usage_event(self) -> bytes:
         """Return the event with the usage, which follows all choices if the request asks for it."""
         if not self._include_usage:
@@ -324,9 +329,18 @@ def prompt_ids(item: ChoiceOutput) -> dict[str, Any]:
 
 
 def prompt_details(tokens: int, media: Sequence[MediumReport]) -> dict[str, int]:
-    """Return how many tokens of a prompt are text, pictures and videos."""
+    """Return how many tokens of a prompt are text, pictures, videos and, if there are any, sounds, and how many left
+    media, if that was asked."""
+    sounds = sum(medium.audio.tokens for medium in media if medium.audio is not None)
     of = {kind: sum(medium.tokens for medium in media if medium.kind == kind) for kind in ("image", "video")}
-    return {"text_tokens": tokens - sum(of.values()), "image_tokens": of["image"], "video_tokens": of["video"]}
+    pruned = {"pruned_tokens": sum(medium.pruned_tokens for medium in media)} if any(m.pruning for m in media) else {}
+    return {
+        "text_tokens": tokens - sum(of.values()) - sounds,
+        "image_tokens": of["image"],
+        "video_tokens": of["video"],
+        **({"audio_tokens": sounds} if sounds else {}),
+        **pruned,
+    }
 
 
 def stop_reason(finish: FinishReason | None) -> str | None:
@@ -386,6 +400,27 @@ def delta_of(piece: Piece) -> dict[str, Any]:
             return {"tool_calls": [{**call, "function": function}]}
         case CallArguments():
             return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+def joined_deltas(deltas: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the whole message of a stream's deltas."""
+    texts = {"content": "", "reasoning_content": ""}
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        for name in texts:
+            texts[name] += delta.get(name) or ""
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append({**call, "function": dict(call["function"])})
+            else:
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+    return {
+        "role": "assistant",
+        "content": texts["content"] or (None if calls else ""),
+        **({"reasoning_content": texts["reasoning_content"]} if texts["reasoning_content"] else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:

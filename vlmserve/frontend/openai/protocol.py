@@ -160,12 +160,13 @@ class ImageUrl(MediaSource):
 
 
 class ImageFields(OneOfKinds):
-    """The fields of Qwen's own code beside a picture; see `processors.knobs.ImageKnobs`."""
+    """The fields of Qwen's own code beside a picture, and ours; see `processors.knobs.ImageKnobs`."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
     resized_height: int | None = None
     resized_width: int | None = None
+    skip_repeats: bool | None = None
 
 
 class ImageUrlPart(ImageFields):
@@ -215,7 +216,7 @@ class VideoEmbedsPart(OneOfKinds):
 
 
 class VideoFields(OneOfKinds):
-    """The fields of Qwen's own code beside a video; see `processors.video.options.VideoKnobs`."""
+    """The fields of Qwen's own code beside a video, and ours; see `processors.video.options.VideoKnobs`."""
 
     fps: float | None = None
     sample_fps: float | None = None
@@ -229,6 +230,9 @@ class VideoFields(OneOfKinds):
     resized_width: int | None = None
     video_start: float | None = None
     video_end: float | None = None
+    skip_repeats: bool | None = None
+    video_pruning_rate: float | None = None
+    sampling: Literal["adaptive", "question"] | None = None
 
 
 class VideoUrlPart(VideoFields):
@@ -255,9 +259,30 @@ class VideoPart(VideoFields):
     video: Annotated[list[Frame], BeforeValidator(_list_of_one, json_schema_input_type=str | list[Frame])]
 
 
+class InputAudio(StrictModel):
+    """A sound as base64 text. Its bytes tell the format."""
+
+    data: str
+    format: str | None = None
+
+
 class InputAudioPart(OneOfKinds):
     type: Literal["input_audio"]
-    input_audio: dict[str, Any]
+    input_audio: InputAudio
+
+
+class AudioUrlPart(OneOfKinds):
+    """audio_url may also be the URL itself."""
+
+    type: Literal["audio_url"]
+    audio_url: Annotated[MediaSource, BeforeValidator(_url_object, json_schema_input_type=str | MediaSource)]
+
+
+class AudioPart(OneOfKinds):
+    """Qwen's own form."""
+
+    type: Literal["audio"]
+    audio: str
 
 
 class File(StrictModel):
@@ -279,10 +304,13 @@ AnyPart = Annotated[
     | VideoUrlPart
     | VideoPart
     | VideoEmbedsPart
+    | AudioUrlPart
     | InputAudioPart
+    | AudioPart
     | FilePart,
     Field(discriminator="type"),
 ]
+RawParts = Annotated[list[Annotated[AnyPart, WrapValidator(_keep_raw)]], Field(min_length=1)]
 AssistantPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 TextParts = Annotated[list[TextPart], Field(min_length=1)]
 UserContent = Annotated[
@@ -467,6 +495,7 @@ class NamedRequest(StrictModel):
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = None
     data_parallel_rank: Annotated[int | None, Field(ge=0)] = None
+    lora_path: str | None = None
 
 
 class FormedRequest(NamedRequest):
@@ -531,11 +560,10 @@ class ScoreRequest(NamedRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
 
 
-class ChatCompletionRequest(SampledRequest):
-    """POST /v1/chat/completions: OpenAI's fields, then the extensions of vLLM and SGLang."""
+class ChatOptions(SampledRequest):
+    """What a chat may say besides its messages: OpenAI's fields, then the extensions of vLLM and SGLang."""
 
     model: str | None = None
-    messages: Messages
 
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -567,7 +595,6 @@ class ChatCompletionRequest(SampledRequest):
     mm_processor_kwargs: dict[str, Any] | None = None
     return_mm_report: bool | None = None
     return_usage_details: bool | None = None
-    session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     logprob_start_len: int | None = None
@@ -577,6 +604,15 @@ class ChatCompletionRequest(SampledRequest):
     return_hidden_states: bool | Literal["last", "all"] | None = None
 
 
+class ChatCompletionRequest(ChatOptions):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    session_id: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+
+
+RawContent = Annotated[UserContent, WrapValidator(_keep_raw)]
+RawTools = list[Annotated[Tool, WrapValidator(_keep_raw)]]
 FIELDS_INSIDE = frozenset(
     name
     for model in StrictModel.__subclasses__()

@@ -6,9 +6,11 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from vlmserve.memory.kv_cache import KVCache
 from vlmserve.memory.recurrent_cache import RecurrentStep
@@ -19,6 +21,12 @@ from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels import fused
 from vlmserve_common.kernels.attention import HeadNorms
 from vlmserve_common.kernels.decoder import DecoderLayers
+
+if TYPE_CHECKING:
+    from vlmserve.models.qwen4_exp.sparse import BlockPlan
+
+_GATHERED = 1 << 22
+"""The elements of keys that a step's tokens gather at a time, if each attends to slots of its own."""
 
 # (x [N, hidden], first, last) -> x behind layers first .. last - 1; x may be overwritten.
 RunLayers = Callable[[torch.Tensor, int, int], torch.Tensor]
@@ -34,7 +42,8 @@ class ForwardMode(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """What an attention backend is made for: a decoder's heads, and the cache that keeps them. dtype: of queries."""
+    """What an attention backend is made for: a decoder's heads, and the cache that keeps them. dtype: of queries.
+    windows: whether some layers have any."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,6 +53,7 @@ class AttentionSpec:
     cache_dtype: torch.dtype
     page_size: int
     device: torch.device
+    windows: bool = False
 
     @property
     def group_size(self) -> int:
@@ -62,9 +72,10 @@ class ForwardBatch:
     input_ids int64 [N]. positions int64 [3, N] (M-RoPE: time, height, width). req_pool_indices int64 [B]. seq_lens
     int32 [B]: tokens of each request, with this step's. extend_start_loc int32 [B + 1]: where the tokens of each
     request begin in the batch, and N. prefix_lens, extend_lens: host lists of length B, tokens before and of this step.
-    out_cache_loc int64 [N]: the KV slot each token is written to. recurrent: the states of recurrent layers; None for
+    out_cache_loc int64 [N]: the KV slot each token is written to. window_cache_loc: the same of layers with windows,
+    None unless these have slots of their own. recurrent: the states of recurrent layers; None for
     models without any. tapped [layers, N, hidden]: the input of layers that `Decoder.tap` names; None makes room as the
-    decoder computes.
+    decoder computes. ngrams, blocks: what layers of Qwen4Exp need of the step, made by their decoder.
     """
 
     forward_mode: ForwardMode
@@ -79,8 +90,20 @@ class ForwardBatch:
     req_to_token_pool: ReqToTokenPool
     kv_cache: KVCache
     attn_backend: AttentionBackend
+    window_cache_loc: torch.Tensor | None = None
     recurrent: RecurrentStep | None = None
     tapped: torch.Tensor | None = None
+    ngrams: torch.Tensor | None = None
+    blocks: BlockPlan | None = None
+
+    def slots_of(self, *, windowed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots that layers with windows, or the others, write to, int64 [N]; and their table of the slots
+        of all tokens, int32 [rows, most]."""
+        pool = self.req_to_token_pool
+        if windowed and self.window_cache_loc is not None:
+            assert pool.window_table is not None, "slots of layers with windows, and no table"
+            return self.window_cache_loc, pool.window_table
+        return self.out_cache_loc, pool.req_to_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +120,19 @@ class Projected:
 
 
 class RadixAttention(nn.Module):
-    """A decoder layer's attention over the paged KV cache; owns no weights."""
+    """A decoder layer's attention over the paged KV cache; owns no weights. window: the tokens that a token sees, the
+    last of them itself; 0: all before it."""
 
-    def __init__(self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, layer_id: int) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, scaling: float, num_kv_heads: int, layer_id: int, *, window: int = 0
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.scaling = scaling
         self.num_kv_heads = num_kv_heads
         self.layer_id = layer_id
+        self.window = window
 
     def forward(
         self, qkv: torch.Tensor, rotary: Rotation, norms: HeadNorms | None, forward_batch: ForwardBatch
@@ -144,6 +171,34 @@ class AttentionBackend(ABC):
     def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend over prefix and this step's tokens, causally, for any number of tokens a request. Return [N,
         num_heads * head_dim]."""
+
+    def attend_chosen(
+        self,
+        own: Projected,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend with each token to the first `counts` int64 [N] of its own `slots` int32 [N, most]. There may be this
+        step's tokens among them. Return [N, num_heads * head_dim]."""
+        q = position_and_store(own, layer, forward_batch)
+        out, most = torch.empty_like(q), slots.shape[1]
+        each = max(1, _GATHERED // (most * layer.num_kv_heads * q.shape[2]))
+        for first in range(0, len(q), each):
+            tokens = slice(first, first + each)
+            taken = slots[tokens].long()
+            keys, values = forward_batch.kv_cache.read(layer.layer_id, taken.flatten(), q.dtype)
+            seen = torch.arange(most, device=q.device) < counts[tokens, None]
+            out[tokens] = F.scaled_dot_product_attention(
+                q[tokens].unsqueeze(2),
+                keys.unflatten(0, taken.shape).transpose(1, 2),
+                values.unflatten(0, taken.shape).transpose(1, 2),
+                attn_mask=seen[:, None, None],
+                scale=layer.scaling,
+                enable_gqa=True,
+            ).squeeze(2)
+        return out.flatten(1)
 
     def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers | None:
         """Return a function that computes whole layers, attention included. None if the decoder must call `forward`."""

@@ -114,7 +114,7 @@ def choose_backend(
 
 def try_candidate(candidate: Candidate, spec: AttentionSpec) -> Tried:
     """Make it, and let it compute. EngineError if that breaks the GPU for the rest of this process."""
-    why_not = candidate.lacks(spec)
+    why_not = "it has no sliding windows" if spec.windows else candidate.lacks(spec)
     if why_not is not None:
         return Tried(name=candidate.name, why_not=why_not)
     try:

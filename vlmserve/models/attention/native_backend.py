@@ -33,17 +33,36 @@ class NativeAttentionBackend(AttentionBackend):
     def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend; queries are replaced in qkv."""
         cache = forward_batch.kv_cache.layers[layer.layer_id]
+        slots, table = forward_batch.slots_of(windowed=layer.window > 0)
+        write_kv(own.qkv, *own.rotary, own.norms, slots, cache)
+        return attend(own.qkv, layer.scaling, self._requests, table, cache, layer.window)
+
+    def attend_chosen(
+        self,
+        own: Projected,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        slots: torch.Tensor,
+        counts: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `AttentionBackend`: each token is a request of its own, whose tokens lie in its slots."""
+        cache = forward_batch.kv_cache.layers[layer.layer_id]
         write_kv(own.qkv, *own.rotary, own.norms, forward_batch.out_cache_loc, cache)
-        return attend(own.qkv, layer.scaling, self._requests, forward_batch.req_to_token_pool.req_to_token, cache)
+        rows = torch.arange(len(slots))
+        requests = torch.stack((rows, counts - 1, torch.ones_like(rows), rows), dim=1)
+        return attend(own.qkv, layer.scaling, requests, slots, cache)
 
     def whole_layers(self, layers: DecoderLayers, rotary: Rotation, forward_batch: ForwardBatch) -> RunLayers:
         """Return the operator that computes whole layers, if it can."""
+        window_slots, window_table = forward_batch.slots_of(windowed=True)
         step = DecoderStep(
             cos=rotary[0],
             sin=rotary[1],
             slots=forward_batch.out_cache_loc,
             requests=self._requests,
             table=forward_batch.req_to_token_pool.req_to_token,
+            window_slots=window_slots,
+            window_table=window_table,
             caches=forward_batch.kv_cache.table,
         )
 

@@ -38,37 +38,44 @@ class _Extend:
 
 
 class TorchAttentionBackend(AttentionBackend):
-    """Attends request by request. Holds the plan of the current step only."""
+    """Attends request by request. Holds the plans of the current step only, by the windows of layers."""
 
     def __init__(self) -> None:
-        self._plan: list[_Extend] = []
+        self._plans: dict[int, list[_Extend]] = {}
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Find every request's runs; those of a single token include its own slot, written before it is read. The table
-        is read at once: on a GPU each reading waits for all earlier work."""
-        lengths = forward_batch.extend_lens
-        cached = [
-            prefix + 1 if length == 1 else prefix
-            for prefix, length in zip(forward_batch.prefix_lens, lengths, strict=True)
-        ]
-        table = forward_batch.req_to_token_pool.req_to_token
-        slots = table[forward_batch.req_pool_indices, : max(cached, default=0)]
-        self._plan = []
-        start = 0
-        for host, device, length, count in zip(slots.cpu().numpy(), slots, lengths, cached, strict=True):
-            self._plan.append(_Extend(start, length, _history(host[:count], device[:count])))
+        """Plan for layers without windows. Others are planned for when the first of them attends."""
+        self._plans = {}
+        self._plan(forward_batch, 0)
+
+    def _plan(self, forward_batch: ForwardBatch, window: int) -> list[_Extend]:
+        """Find every request's runs, as far as a layer's window goes (0: all); those of a single token include its own
+        slot, written before it is read. The table is read once for all such layers: on a GPU each reading waits for all
+        earlier work."""
+        if window in self._plans:
+            return self._plans[window]
+        before, lengths = forward_batch.prefix_lens, forward_batch.extend_lens
+        ends = [prefix + (length == 1) for prefix, length in zip(before, lengths, strict=True)]
+        starts = [max(0, prefix + 1 - window) if window else 0 for prefix in before]
+        _, table = forward_batch.slots_of(windowed=window > 0)
+        slots = table[forward_batch.req_pool_indices, : max(ends, default=0)]
+        plan, start = list[_Extend](), 0
+        for host, device, length, first, end in zip(slots.cpu().numpy(), slots, lengths, starts, ends, strict=True):
+            plan.append(_Extend(start, length, _history(host[first:end], device[first:end])))
             start += length
+        self._plans[window] = plan
+        return plan
 
     def forward(self, own: Projected, layer: RadixAttention, forward_batch: ForwardBatch) -> torch.Tensor:
         """Attend, one request after the other."""
         cache = forward_batch.kv_cache
         q, k, v = positioned(own, layer.num_kv_heads)
-        k, v = cache.write(layer.layer_id, forward_batch.out_cache_loc, k, v)
+        k, v = cache.write(layer.layer_id, forward_batch.slots_of(windowed=layer.window > 0)[0], k, v)
         out = torch.empty_like(q)
-        for extend in self._plan:
+        for extend in self._plan(forward_batch, layer.window):
             tokens = slice(extend.start, extend.start + extend.length)
             past = _past(extend.history, cache, layer.layer_id, q.dtype)
-            if q.is_cpu:
+            if q.is_cpu and not layer.window:
                 parts = [_attend(q[tokens], keys, values, layer, causal=False) for keys, values in past]
                 if extend.length > 1:
                     parts.append(_attend(q[tokens], k[tokens], v[tokens], layer, causal=True))
@@ -145,14 +152,16 @@ def _attend_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Rad
     length, total = q.shape[0], k.shape[0]
     # no mask where none is needed: fused kernels take none
     mask = None
-    if 1 < length < total:
+    if 1 < length < total or (length > 1 and 0 < layer.window < total):
         mask = torch.ones(length, total, dtype=torch.bool, device=q.device).tril(total - length)
+        if layer.window:
+            mask = mask.triu(total - length + 1 - layer.window)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
         v.transpose(0, 1)[None],
         attn_mask=mask,
-        is_causal=1 < length == total,
+        is_causal=mask is None and 1 < length == total,
         scale=layer.scaling,
         enable_gqa=True,
     )

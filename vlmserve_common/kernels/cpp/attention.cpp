@@ -41,15 +41,18 @@ struct Call {
   float scale;
   const int32_t* table;
   int64_t table_stride;
+  int64_t window;  // keys that a query sees, its own the last of them; 0: all
   int64_t group() const { return heads / kv_heads; }
 };
 
 // Queries first .. first + count of a request, and all they do with KV heads head .. head + heads.
 struct Block {
   const Request* request;
-  int64_t head, heads, first, count;
+  int64_t head, heads, first, count, window;
   int64_t keys() const { return request->prefix + first + count; }
-  int64_t parts() const { return (keys() + PART - 1) / PART; }
+  int64_t lowest() const { return window ? std::max<int64_t>(0, request->prefix + first + 1 - window) : 0; }  // key seen
+  int64_t first_part() const { return lowest() / PART; }
+  int64_t parts() const { return (keys() + PART - 1) / PART - first_part(); }
 };
 
 #if defined(__AVX512BW__)
@@ -321,14 +324,15 @@ class Worker {
     for (int64_t h = 0; h < block.heads; ++h) finish<T>(call_, block, block.head + h, total_[h]);
   }
 
-  // A part of a block's keys.
+  // A part of a block's keys; the first that it sees any of is number 0.
   void attend(const Block& block, int64_t part, const HeadSums& to) {
-    const int64_t rows = block.count * group_, end = std::min((part + 1) * PART, block.keys());
+    const int64_t begin = (block.first_part() + part) * PART, end = std::min(begin + PART, block.keys());
+    const int64_t rows = block.count * group_;
     take_queries(block);
     for (int64_t h = 0; h < block.heads; ++h) to[h].clear(rows, dim_);
     std::fill(lane_sums_, lane_sums_ + block.heads * rows_ * 16, 0.0f);
     const int32_t* slots = call_.table + block.request->row * call_.table_stride;
-    for (int64_t first = part * PART; first < end; first += KEYS) {
+    for (int64_t first = std::max(begin, block.lowest() / KEYS * KEYS); first < end; first += KEYS) {
       const int64_t count = std::min(KEYS, end - first), after = first + count;
       Ahead next_keys = ahead(block, call_.keys, slots + after, block.keys() - after);
       Ahead next_values = ahead(block, call_.values, slots + after, block.keys() - after);
@@ -420,12 +424,18 @@ class Worker {
     const i32x16 index = load<i32x16>(LANES);
     for (int64_t row = 0; row < block.count * group_; ++row) {
       int64_t visible = block.request->prefix + block.first + row / group_ + 1 - first;
+      int64_t hidden = block.window ? visible - block.window : 0;  // keys before the row's window
+      bool masked = visible < KEYS || hidden > 0;
+      auto seen = [&](int n) {
+        i32x16 key = index + 16 * n;
+        return (key < i32x16{} + int32_t(visible)) & (key >= i32x16{} + int32_t(hidden));
+      };
       f32x16 s[KEYS / 16];
 #pragma GCC unroll 4
       for (int n = 0; n < KEYS / 16; ++n) {
         s[n] = load<f32x16>(scores_ + row * KEYS + n * 16) * splat(call_.scale);
         if (call_.key_scales) s[n] *= load<f32x16>(key_scales_ + n * 16);
-        if (visible < KEYS) s[n] = select(index + 16 * n < i32x16{} + int32_t(visible), s[n], splat(LOWEST));
+        if (masked) s[n] = select(seen(n), s[n], splat(LOWEST));
       }
       float old = sums.highest[row], top = std::max(old, highest(larger(larger(s[0], s[1]), larger(s[2], s[3]))));
       sums.highest[row] = top;
@@ -434,7 +444,7 @@ class Worker {
 #pragma GCC unroll 4
       for (int n = 0; n < KEYS / 16; ++n) {
         f32x16 weight = exp16(s[n] - splat(top));
-        if (visible < KEYS) weight = select(index + 16 * n < i32x16{} + int32_t(visible), weight, f32x16{});
+        if (masked) weight = select(seen(n), weight, f32x16{});
         lanes += weight;
         if (call_.value_scales) weight *= load<f32x16>(value_scales_ + n * 16);
         store_floats((typename T::Element*)weights_ + row * KEYS + n * 16, weight);
@@ -455,7 +465,9 @@ void attention(const Call& call, const Request* requests, int64_t count) {
   const int64_t group = call.group(), queries = std::max<int64_t>(1, ROWS / group), threads = pool::threads();
   // Heads that read their keys together: many where there are single tokens of enough requests.
   int64_t lone = 0;
-  for (int64_t i = 0; i < count; ++i) lone += requests[i].extend == 1 ? 1 + requests[i].prefix / PART : 0;
+  const int64_t most = call.window ? call.window : INT64_MAX;
+  for (int64_t i = 0; i < count; ++i)
+    lone += requests[i].extend == 1 ? 1 + std::min(requests[i].prefix, most) / PART : 0;
   const int64_t shares = std::clamp<int64_t>(LONE_TASKS * threads / std::max<int64_t>(1, lone), 1, call.kv_heads);
   const int64_t together = (call.kv_heads + shares - 1) / shares;
   std::vector<Block> blocks;
@@ -465,10 +477,10 @@ void attention(const Call& call, const Request* requests, int64_t count) {
       for (int64_t head = 0, now; head < call.kv_heads; head += now) {
         now = requests[i].extend == 1 ? std::min(together, call.kv_heads - head) : 1;
         Block& block = blocks.emplace_back(
-            Block{&requests[i], head, now, first, std::min(queries, requests[i].extend - first)});
+            Block{&requests[i], head, now, first, std::min(queries, requests[i].extend - first), call.window});
         rows = std::max(rows, block.count * group);
         heads = std::max(heads, now);
-        elements += block.keys() * block.count * now * call.dim;
+        elements += (block.keys() - block.lowest()) * block.count * now * call.dim;
         parts += block.parts();
       }
   const int64_t tasks = int64_t(blocks.size());
@@ -521,9 +533,9 @@ void with_cache(const Call& call, int32_t kind, const Request* requests, int64_t
 extern "C" void vs_attention(int32_t narrow, int32_t kind, const void* q, int64_t q_stride, void* out, const void* keys,
                              const void* values, const float* key_scales, const float* value_scales, int64_t heads,
                              int64_t kv_heads, int64_t dim, float scale, const int32_t* table, int64_t table_stride,
-                             const int64_t* requests, int64_t count) {
+                             const int64_t* requests, int64_t count, int64_t window) {
   Call call{q,     q_stride, out, keys,  values, key_scales,  value_scales, heads, kv_heads,
-            dim,   scale,    table, table_stride};
+            dim,   scale,    table, table_stride, window};
   if (narrow) return with_cache<Narrow>(call, kind, (const Request*)requests, count);
   with_cache<Wide>(call, kind, (const Request*)requests, count);
 }

@@ -1,5 +1,6 @@
 // A decoder's layers one after another in one call: what their operators compute, in the same order, and nothing of a
 // caller's between them.
+#include <algorithm>
 #include <vector>
 
 #include "operators.h"
@@ -14,6 +15,7 @@ struct Layer {
   Weight router;            // of a sparse MLP, whose gate_up and down are those of all experts
   int64_t experts, chosen;  // 0 experts: a dense MLP
   int64_t first, here;      // which of them are here
+  int64_t window;           // of attention, see vs_attention
 };
 
 struct Cache {
@@ -35,14 +37,35 @@ struct Step {
   const int64_t *slots, *plan;  // plan: vs_attention's requests
   const int32_t* table;
   int64_t table_stride;
+  const int64_t* window_slots;  // of layers with windows, and their table
+  const int32_t* window_table;
   const Cache* caches;
   int32_t narrow_turns, cache_kind;
+  // whose adapter each row has, see vs_lora; null: none has one. factors: [layers, 4, adapters], of qkv, out, gate_up
+  // and down
+  const int32_t* of_row;
+  const Factors* factors;
+  int64_t adapters;
 };
 
-void multiply(const Decoder& d, int64_t rows, const void* x, const Weight& w, void* y, const void* residual = nullptr,
-              bool gated = false) {
+// What adapters add to one product.
+struct Adapted {
+  const Step& step;
+  const Factors* factors;  // of each adapter, or null
+};
+
+void multiply(const Decoder& d, int64_t rows, const void* x, const Weight& w, Adapted adapted, void* y,
+              const void* residual = nullptr, bool gated = false) {
+  const int64_t blocks = w.panels * 4, adapters = adapted.step.adapters;
+  float* added = nullptr;
+  if (adapted.factors && std::any_of(adapted.factors, adapted.factors + adapters, [](auto& f) { return f.a; })) {
+    static thread_local std::vector<float> memory;
+    if (int64_t(memory.size()) < rows * blocks * 16) memory.resize(size_t(rows * blocks * 16));
+    added = memory.data();
+    vs_lora(d.narrow, x, rows, w.inner, w.inner, adapted.step.of_row, adapted.factors, adapters, blocks, added);
+  }
   vs_linear(w.kind, d.narrow, d.narrow, x, rows, w.inner, w.inner, w.data, w.panels, w.outputs, w.group, w.shifted,
-            w.bias, gated ? d.act : 0, gated, residual, y, w.outputs);
+            w.bias, added, gated ? d.act : 0, gated, residual, y, w.outputs);
 }
 
 void normalise(const Decoder& d, int64_t rows, const void* x, const void* weight, void* out) {
@@ -55,18 +78,19 @@ int64_t add_parts(const Decoder& d, int64_t rows, const void* part, void* x) {
 }
 
 // out = residual + the MLP of `normed`; residual may be null, or out.
-void dense_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, const void* residual, void* out,
-               void* scratch) {
-  multiply(d, n, normed, l.gate_up, scratch, nullptr, true);
-  multiply(d, n, scratch, l.down, out, residual);
+void dense_mlp(const Decoder& d, const Layer& l, const Step& s, const Factors* factors, int64_t n, const void* normed,
+               const void* residual, void* out, void* scratch) {
+  multiply(d, n, normed, l.gate_up, {s, factors ? factors + 2 * s.adapters : nullptr}, scratch, nullptr, true);
+  multiply(d, n, scratch, l.down, {s, factors ? factors + 3 * s.adapters : nullptr}, out, residual);
 }
 
-void sparse_mlp(const Decoder& d, const Layer& l, int64_t n, const void* normed, const void* residual, void* out,
-                void* scratch) {
+// Adapters that change routers or experts do not come here.
+void sparse_mlp(const Decoder& d, const Layer& l, const Step& s, const Factors*, int64_t n, const void* normed,
+                const void* residual, void* out, void* scratch) {
   const int64_t element = d.narrow ? 2 : 4;
   std::vector<int64_t> ids(n * l.chosen);
   char* scores = (char*)scratch + n * l.experts * element;
-  multiply(d, n, normed, l.router, scratch);
+  multiply(d, n, normed, l.router, {s, nullptr}, scratch);
   vs_route(d.narrow, scratch, n, l.experts, l.chosen, ids.data(), scores);
   for (int64_t& id : ids) id = id < l.first || id >= l.first + l.here ? -1 : id - l.first;
   vs_experts(d.narrow, &l.gate_up, &l.down, l.here, l.chosen, d.act, normed, n, ids.data(), scores, residual, out,
@@ -94,16 +118,18 @@ extern "C" int64_t vs_decoder_layers(const void* decoder, const void* step, int6
     const Layer& l = d.layers[i];
     const Cache& c = s.caches[i];
     normalise(d, n, x, l.attention_norm, normed);
-    multiply(d, n, normed, l.qkv, qkv);
+    const Factors* factors = s.of_row ? s.factors + i * 4 * s.adapters : nullptr;
+    multiply(d, n, normed, l.qkv, {s, factors}, qkv);
     vs_qkv(d.narrow, s.narrow_turns, s.cache_kind, qkv, n, d.heads, d.kv_heads, d.dim, l.q_norm, l.k_norm, d.eps, s.cos,
-           s.sin, s.slots, c.keys, c.values, c.key_scales, c.value_scales);
+           s.sin, l.window ? s.window_slots : s.slots, c.keys, c.values, c.key_scales, c.value_scales);
     vs_attention(d.narrow, s.cache_kind, qkv, all_heads * d.dim, attended, c.keys, c.values, c.key_scales,
-                 c.value_scales, d.heads, d.kv_heads, d.dim, d.scale, s.table, s.table_stride, s.plan, s.requests);
-    multiply(d, n, attended, l.out, made, residual);
+                 c.value_scales, d.heads, d.kv_heads, d.dim, d.scale, l.window ? s.window_table : s.table,
+                 s.table_stride, s.plan, s.requests, l.window);
+    multiply(d, n, attended, l.out, {s, factors ? factors + s.adapters : nullptr}, made, residual);
     if (d.group)
       if (int64_t lost = add_parts(d, n, made, x)) return lost;
     normalise(d, n, x, l.mlp_norm, normed);
-    (l.experts ? sparse_mlp : dense_mlp)(d, l, n, normed, residual, made, inside);
+    (l.experts ? sparse_mlp : dense_mlp)(d, l, s, factors, n, normed, residual, made, inside);
     if (d.group)
       if (int64_t lost = add_parts(d, n, made, x)) return lost;
   }

@@ -86,6 +86,18 @@ void run_experts(const Weight& gate_up, const Weight& down, int64_t experts, int
   });
 }
 
+// Each row times the sigmoid of its gate, which is rounded first.
+template <class T>
+void open_rows(T* x, const T* gates, int64_t rows, int64_t size) {
+  pool::parallel_for(rows, grain_of(rows, size), [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      T gate;
+      from_float(&gate, 1 / (1 + std::exp(-to_float(gates[row]))));
+      for (T* at = x + row * size; at < x + (row + 1) * size; ++at) from_float(at, to_float(*at) * to_float(gate));
+    }
+  });
+}
+
 }  // namespace
 
 // logits [rows, experts] -> ids and scores [rows, chosen]: softmax in float32, the largest, divided
@@ -109,4 +121,26 @@ extern "C" void vs_experts(int32_t narrow, const void* gate_up, const void* down
                        (const bf16*)residual, (bf16*)out, (bf16*)scratch);
   run_experts(first, second, experts, chosen, act, (const float*)x, rows, ids, (const float*)scores,
               (const float*)residual, (float*)out, (float*)scratch);
+}
+
+// A whole sparse MLP with an expert that all rows go through, times a gate: x [rows, size] -> out [rows, size]. All
+// pointers before x: Weights. scratch: for each row router outputs + chosen * (1 + size + gates) + shared gates + size
+// + 1 elements of x's type.
+extern "C" void vs_shared_mlp(int32_t narrow, const void* router, const void* gate_up, const void* down,
+                              const void* shared_gate_up, const void* shared_down, const void* shared_gate,
+                              int64_t chosen, int32_t act, const void* x, int64_t rows, void* out, void* scratch) {
+  const auto &r = *(const Weight*)router, &first = *(const Weight*)shared_gate_up, &second = *(const Weight*)shared_down;
+  const int64_t element = narrow ? 2 : 4, size = r.inner;
+  char *logits = (char*)scratch, *scores = logits + rows * r.outputs * element;
+  char *inside = scores + rows * chosen * element, *beside = inside + rows * first.outputs * element;
+  char *gates = beside + rows * size * element, *rest = gates + rows * element;
+  multiply(narrow, x, rows, first, inside, act, true);
+  multiply(narrow, inside, rows, second, beside);
+  multiply(narrow, x, rows, *(const Weight*)shared_gate, gates);
+  if (narrow) open_rows((bf16*)beside, (const bf16*)gates, rows, size);
+  else open_rows((float*)beside, (const float*)gates, rows, size);
+  std::vector<int64_t> ids(rows * chosen);
+  multiply(narrow, x, rows, r, logits);
+  vs_route(narrow, logits, rows, r.outputs, chosen, ids.data(), scores);
+  vs_experts(narrow, gate_up, down, r.outputs, chosen, act, x, rows, ids.data(), scores, beside, out, rest);
 }

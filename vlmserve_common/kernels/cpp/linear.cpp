@@ -30,6 +30,8 @@ constexpr int64_t AMX_SLAB = 1024;        // AMX does so much that taking up sum
 constexpr int64_t AMX_CHUNK = 512 << 10;  // numbers of x that stay in the second cache while panels pass
 #endif
 constexpr int64_t CHUNK_ROWS = 192;  // rows that pass a slab of a panel while it is in the first cache
+constexpr int64_t CHUNK_BYTES = 512 << 10;   // of these rows stay in the second cache while panels pass,
+constexpr int64_t WEIGHT_BYTES = 16 << 20;   // if all panels of so many bytes stay in the third
 constexpr int64_t AHEAD = 4096;              // bytes that are prefetched
 constexpr int64_t ALONE = 1 << 20;           // multiplications that are not worth waking another thread for
 
@@ -41,6 +43,7 @@ struct Product {
   int64_t group, groups;            // inputs of a group; one group for weights that are not quantised
   const float* sums;                // of x over the groups, [rows, groups]; null where nothing is shifted
   const float* bias;                // [panels * 64] in packed order, or null
+  const float* added;               // by adapters: [rows, panels * 64] in packed order, or null
   int32_t act;
   bool gated;                       // a panel is 32 gates and their 32 ups: y = act(gate) * up
   const void* residual;             // [rows, outputs], or null
@@ -48,6 +51,8 @@ struct Product {
   void* y;                          // [rows, outputs]
   int64_t y_stride;
   bool tiled = false;               // whether AMX multiplies
+  bool x_bf16 = false;              // or x is float32
+  bool passed = false;              // whether panels pass a few rows of x, or chunks of rows a panel
   const bf16* x_tiles = nullptr;    // see tiles_of
 #if defined(HAS_BYTES)
   const int8_t* x_numbers = nullptr;        // x in whole numbers, [rows, inner]; see bytes.h
@@ -144,11 +149,16 @@ void finish_as(const Product& p, int64_t row, int rows, int64_t panel, const f32
   for (int m = 0; m < rows; ++m) {
     auto* y = (Y*)p.y + (row + m) * p.y_stride;
     auto* residual = p.residual ? (const Y*)p.residual + (row + m) * p.outputs : nullptr;
+    auto* added = p.added ? p.added + (row + m) * p.panels * PANEL + panel * PANEL : nullptr;
+    auto whole = [&](int n) {
+      f32x16 value = sums[m][n] + bias[n];
+      return added ? value + load<f32x16>(added + n * BLOCK) : value;
+    };
     for (int n = 0; n < blocks; ++n) {
       int64_t column = first + n * BLOCK;
       if (column >= p.outputs) break;
-      f32x16 value = activate(sums[m][n] + bias[n], p.act);
-      if (p.gated) value *= sums[m][n + blocks] + bias[n + blocks];
+      f32x16 value = activate(whole(n), p.act);
+      if (p.gated) value *= whole(n + blocks);
       put(y + column, value, p.outputs - column, residual ? residual + column : nullptr);
     }
   }
@@ -347,6 +357,12 @@ void whole_rows(const Product& p, int64_t row, int64_t rows, int64_t panel, cons
 }
 #endif
 
+void plan(Product& p, int32_t kind, bool x_bf16) {
+  p.x_bf16 = x_bf16;
+  p.tiled = is_tiled(kind, x_bf16);
+  p.passed = p.tiled || p.panels * PANEL * p.inner * (x_bf16 ? 2 : 4) <= WEIGHT_BYTES;
+}
+
 // Rows of a product that one of several weights multiplies, split by panels and these by chunks of rows.
 struct Share {
   const uint8_t* weights;
@@ -355,6 +371,7 @@ struct Share {
 
 Share share_of(const Product& p, const uint8_t* weights, int64_t row, int64_t rows, int64_t done) {
   int64_t most = CHUNK_ROWS;
+  if (p.passed) most = std::clamp(CHUNK_BYTES / (p.inner * (p.x_bf16 ? 2 : 4)) / 48 * 48, int64_t(48), CHUNK_ROWS);
 #if defined(HAS_AMX)
   if (p.tiled) most = std::clamp<int64_t>(AMX_CHUNK / p.inner / 64 * 64, 64, 512);
 #endif
@@ -365,7 +382,7 @@ Share share_of(const Product& p, const uint8_t* weights, int64_t row, int64_t ro
 template <class Weights, class X>
 void run_task(const Product& p, const Share& share, int64_t task) {
   int64_t panel = task / share.chunks, chunk = task % share.chunks;
-  if (p.tiled) panel = task % p.panels, chunk = task / p.panels;  // the rows stay in the cache, and panels pass
+  if (p.passed) panel = task % p.panels, chunk = task / p.panels;  // the rows stay in the cache, and panels pass
   const int64_t even = (share.rows + share.chunks - 1) / share.chunks;
   const int64_t chunk_rows = p.tiled ? (even + 31) / 32 * 32 : even;  // rows that lie together stay so
   const int64_t skipped = chunk * chunk_rows, row = share.row + skipped;
@@ -493,11 +510,11 @@ void multiply_by(int32_t kind, bool x_bf16, bool shifted, Product& p, const Shar
 // inputs of a group of quantised weights, and whether any shift is not 0. See Product for the rest.
 extern "C" void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const void* x, int64_t rows, int64_t inner,
                           int64_t row_stride, const void* weights, int64_t panels, int64_t outputs, int64_t group,
-                          int32_t shifted, const float* bias, int32_t act, int32_t gated, const void* residual, void* y,
-                          int64_t y_stride) {
+                          int32_t shifted, const float* bias, const float* added, int32_t act, int32_t gated,
+                          const void* residual, void* y, int64_t y_stride) {
   Product p{x,    rows, inner, row_stride,  (const uint8_t*)weights, panels, outputs, group,
-            (inner + group - 1) / group, nullptr, bias, act,  bool(gated), residual, bool(y_bf16), y, y_stride};
-  p.tiled = is_tiled(kind, x_bf16);
+            (inner + group - 1) / group, nullptr, bias, added, act, bool(gated), residual, bool(y_bf16), y, y_stride};
+  plan(p, kind, x_bf16);
   const Share all = share_of(p, p.weights, 0, rows, 0);
   multiply_by(kind, x_bf16, shifted, p, &all, 1);
 }
@@ -507,8 +524,8 @@ extern "C" void vs_linear(int32_t kind, int32_t x_bf16, int32_t y_bf16, const vo
 void grouped_linear(const Weight& w, bool narrow, int64_t count, const int64_t* starts, const void* x, int32_t act,
                     bool gated, void* y) {
   Product p{x, starts[count], w.inner, w.inner, (const uint8_t*)w.data, w.panels, w.outputs, w.group,
-            (w.inner + w.group - 1) / w.group, nullptr, nullptr, act, gated, nullptr, narrow, y, w.outputs};
-  p.tiled = is_tiled(w.kind, narrow);
+            (w.inner + w.group - 1) / w.group, nullptr, nullptr, nullptr, act, gated, nullptr, narrow, y, w.outputs};
+  plan(p, w.kind, narrow);
   std::vector<Share> shares;
   for (int64_t i = 0; i < count; ++i)
     if (const int64_t rows = starts[i + 1] - starts[i])

@@ -9,16 +9,9 @@ namespace {
 
 template <class T>
 void rms_norm_row(const T* x, const T* weight, int64_t size, float eps, T* out) {
-  f32x16 squares = {};
+  float scale = inverse_rms(x, size, eps);
   int64_t k = 0;
-  float rest = 0;
-  for (; k + 16 <= size; k += 16) {
-    f32x16 v = load_floats(x + k);
-    squares += v * v;
-  }
-  for (int64_t i = k; i < size; ++i) rest += to_float(x[i]) * to_float(x[i]);
-  float scale = 1.0f / std::sqrt((sum(squares) + rest) / float(size) + eps);
-  for (k = 0; k + 16 <= size; k += 16)
+  for (; k + 16 <= size; k += 16)
     store_floats(out + k, load_floats(x + k) * splat(scale) * load_floats(weight + k));
   for (; k < size; ++k) from_float(out + k, to_float(x[k]) * scale * to_float(weight[k]));
 }

@@ -1,19 +1,18 @@
 // Packs weights in the order in which products read them; see weights.h.
-#include <algorithm>
-
 #include "pool.h"
 #include "weights.h"
 
-// Packs rows of a weight [*, inner] (inner even): packed column c is row order[c], zeros where that is negative.
-// columns: a multiple of 64.
+// Packs rows of a weight [*, inner] (inner even): packed column c is row order[c], and stays as it is where that is
+// negative. columns: a multiple of 64.
 extern "C" void vs_pack_bf16(const bf16* weight, int64_t inner, const int64_t* order, int64_t columns, uint32_t* packed) {
   pool::parallel_for(columns / PANEL, 1, [&](int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; ++panel)
       for (int64_t column = 0; column < PANEL; ++column) {
         int64_t row = order[panel * PANEL + column];
+        if (row < 0) continue;
         uint32_t* to = packed + panel * (inner / 2) * PANEL;
         for (int64_t pair = 0; pair < inner / 2; ++pair)
-          to[pair_place(pair, column, inner)] = row < 0 ? 0 : load<uint32_t>(weight + row * inner + 2 * pair);
+          to[pair_place(pair, column, inner)] = load<uint32_t>(weight + row * inner + 2 * pair);
       }
   });
 }
@@ -23,9 +22,9 @@ extern "C" void vs_pack_f32(const float* weight, int64_t inner, const int64_t* o
     for (int64_t panel = first; panel < last; ++panel)
       for (int64_t column = 0; column < PANEL; ++column) {
         int64_t row = order[panel * PANEL + column];
+        if (row < 0) continue;
         float* to = packed + panel * inner * PANEL + column / BLOCK * 2 * BLOCK + column % BLOCK;
-        for (int64_t k = 0; k < inner; ++k)
-          to[k / 2 * 2 * PANEL + k % 2 * BLOCK] = row < 0 ? 0.0f : weight[row * inner + k];
+        for (int64_t k = 0; k < inner; ++k) to[k / 2 * 2 * PANEL + k % 2 * BLOCK] = weight[row * inner + k];
       }
   });
 }
@@ -40,7 +39,6 @@ void pack_quantised(const uint8_t* numbers, int64_t inner, const f16* scales, co
     for (int64_t panel = first; panel < last; ++panel) {
       uint8_t* to = packed + panel * bytes;
       auto* own = (f16*)(to + number_bytes<Weights>(inner));
-      std::fill(to, to + bytes, uint8_t(0));
       for (int64_t column = 0; column < PANEL; ++column) {
         int64_t row = order[panel * PANEL + column];
         if (row < 0) continue;

@@ -58,7 +58,7 @@ INLINE f32x16 power_of_two(f32x16 x) {
 
 struct Attention {
   const void* qkv;               // [patches, 3, heads, dim]
-  const float *cos, *signed_sin; // [patches, dim]: see `rotation` in vlmserve_common/compute/rotary.py
+  const float *cos, *signed_sin; // [patches, dim]: see `rotation` in vlmserve_common/compute/rotary.py; or null
   int64_t heads, dim;
   float scale;
   void* out;                     // [patches, heads, dim]
@@ -85,7 +85,16 @@ struct Layout {
 };
 
 template <class X, class Element>
+INLINE void copy(const X* x, int64_t count, float scale, Element* to) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store_floats(to + i, load_floats(x + i) * splat(scale));
+  for (; i < count; ++i) from_float(to + i, to_float(x[i]) * scale);
+}
+
+// x turned by the patch's position, if there are any, times `scale`.
+template <class X, class Element>
 INLINE void turn(const Attention& a, const X* x, int64_t patch, float scale, Element* to) {
+  if (!a.cos) return copy(x, a.dim, scale, to);
   const int64_t half = a.dim / 2;
   const float *cos = a.cos + patch * a.dim, *sin = a.signed_sin + patch * a.dim + half;
   int64_t i = 0;
@@ -102,13 +111,6 @@ INLINE void turn(const Attention& a, const X* x, int64_t patch, float scale, Ele
   }
 }
 
-template <class X, class Element>
-INLINE void copy(const X* x, int64_t count, Element* to) {
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store_floats(to + i, load_floats(x + i));
-  for (; i < count; ++i) from_float(to + i, to_float(x[i]));
-}
-
 template <class X>
 const X* part_of(const Attention& a, int part, int64_t patch, int64_t head) {
   return (const X*)a.qkv + ((patch * 3 + part) * a.heads + head) * a.dim;
@@ -123,7 +125,7 @@ void pack(const Attention& a, const Block& block, int64_t head, uint32_t* keys, 
     const int64_t patch = block.first + lane, within = lane % Unit::ELEMENTS;
     if (patch < block.end) {
       turn(a, part_of<X>(a, 1, patch, head), patch, 1.0f, key);
-      copy(part_of<X>(a, 2, patch, head), a.dim, value[within]);
+      copy(part_of<X>(a, 2, patch, head), a.dim, 1.0f, value[within]);
     } else {
       std::fill_n(key, a.dim, 0);
       std::fill_n(value[within], a.dim, 0);
@@ -341,8 +343,8 @@ auto by_width(int32_t narrow, Run run) {
 
 }  // namespace
 
-// For all below: qkv and out are float32 or bfloat16; bounds [segments + 1]: where segments begin, and the end of the
-// last. dim: even, 128 at the most.
+// For all below: qkv and out are float32 or bfloat16; cos and signed_sin are null to turn nothing; bounds [segments + 1]:
+// where segments begin, and the end of the last. dim: even, 128 at the most.
 
 // Bytes of `memory` for so many blocks: 16 patches each, or fewer at the end of a segment.
 extern "C" int64_t vs_segment_memory(int32_t narrow, int64_t heads, int64_t dim, int64_t blocks) {

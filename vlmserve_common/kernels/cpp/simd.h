@@ -1,5 +1,7 @@
 // Operations on sixteen lanes at a time.
 #pragma once
+#include <cmath>
+
 #include "lanes.h"
 
 using bf16 = uint16_t;  // the upper half of a float's bits
@@ -85,6 +87,20 @@ INLINE float sum(f32x16 v) {
   float total = 0;
   for (int lane = 0; lane < 16; ++lane) total += v[lane];
   return total;
+}
+
+// 1 / sqrt(mean(x^2) + eps) of a row.
+template <class T>
+INLINE float inverse_rms(const T* x, int64_t size, float eps) {
+  f32x16 squares = {};
+  int64_t k = 0;
+  float rest = 0;
+  for (; k + 16 <= size; k += 16) {
+    f32x16 v = load_floats(x + k);
+    squares += v * v;
+  }
+  for (; k < size; ++k) rest += to_float(x[k]) * to_float(x[k]);
+  return 1.0f / std::sqrt((sum(squares) + rest) / float(size) + eps);
 }
 
 INLINE f32x16 select(i32x16 where, f32x16 yes, f32x16 no) {

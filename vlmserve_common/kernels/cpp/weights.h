@@ -113,7 +113,7 @@ struct Int8Weights {
     auto places = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
     return (u32x16)_mm512_shuffle_epi8(_mm512_xor_si512(bytes, flipped), places);
   }
-  // Puts a number from 0 to 255, which is less by 128, into a panel of zeros.
+  // Puts a number from 0 to 255, which is less by 128, into a panel.
   static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
     int64_t lane = column % BLOCK;
     uint8_t* chunk = panel + (k / 4 * PANEL_BLOCKS + column / BLOCK) * CHUNK;
@@ -135,7 +135,7 @@ struct Int8Weights {
     floats(at, pair, even, odd);
     return pairs_of_whole(even, odd);
   }
-  // Puts a number from 0 to 255, which is less by 128, into a panel of zeros.
+  // Puts a number from 0 to 255, which is less by 128, into a panel.
   static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
     panel[(k / 2 * PANEL_BLOCKS + column / BLOCK) * CHUNK + k % 2 * BLOCK + column % BLOCK] = uint8_t(number - 128);
   }
@@ -167,10 +167,12 @@ struct Int4Weights {
     return pairs_of_whole(even, odd);
 #endif
   }
-  // Puts a number from 0 to 15, which is less by 8, into a panel of zeros.
+  // Puts a number from 0 to 15, which is less by 8, into a panel.
   static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
     auto* words = (uint16_t*)(panel + (k / 8 * PANEL_BLOCKS + column / BLOCK) * CHUNK);
-    words[column % BLOCK * 2 + k % 2] |= uint16_t((number & 15) << (k % 8 / 2 * 4));
+    uint16_t& word = words[column % BLOCK * 2 + k % 2];
+    const int shift = k % 8 / 2 * 4;
+    word = uint16_t((word & ~(15 << shift)) | (number & 15) << shift);
   }
 };
 

@@ -24,14 +24,28 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import KernelInterface
 
+from vlmserve_common.compute.delta_rule import ChunkTable, KeptGuesses
 from vlmserve_common.compute.expert_part import part_of_experts
 from vlmserve_common.compute.fp8 import FP8, GROUP, Blocks, ExpertScales
+from vlmserve_common.compute.int_weights import IntForm, IntWeights
 from vlmserve_common.compute.tensors import dtype_name
 from vlmserve_common.kernels.attention import CacheLayer, HeadNorms
-from vlmserve_common.kernels.gpu import decode, extend, fp8, positions, sampling, segments
+from vlmserve_common.kernels.delta_step import DeltaWeights
+from vlmserve_common.kernels.gpu import (
+    decode,
+    delta_conv,
+    delta_rule,
+    extend,
+    fp8,
+    int_linear,
+    lora,
+    positions,
+    sampling,
+    segments,
+)
 from vlmserve_common.kernels.gpu.activation import silu_mul
 from vlmserve_common.kernels.gpu.experts import run_experts
-from vlmserve_common.kernels.gpu.norm import add_rms_norm, rms_norm
+from vlmserve_common.kernels.gpu.norm import add_rms_norm, gated_rms_norm, rms_norm
 from vlmserve_common.kernels.gpu.page_table import page_indices
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -39,6 +53,7 @@ _BF16, _HALF, _FULL, _INT8, _INT, _LONG = (
     torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.int32, torch.int64,
 )  # fmt: skip
 _TYPES = {_FULL: "fp32", _BF16: "bf16", _HALF: "fp16", FP8: "fp8e4nv", _INT8: "i8", _INT: "i32", _LONG: "i64"}
+_TYPES |= {torch.uint8: "u8", torch.int16: "i16"}  # of numbers and zeros
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _CACHES = ((_BF16, _BF16), (_BF16, FP8), (_BF16, _INT8), (_HALF, _HALF), (_FULL, _FULL))
 """The dtypes of queries and of the cache."""
@@ -143,6 +158,7 @@ def _launches() -> Iterator[str]:
         _attend(_BF16, _BF16, dim, 2, context=5 * _CONTEXT)
     yield from _vision()
     yield from _between_products()
+    yield from _delta_nets()
     yield from _products()
 
 
@@ -202,6 +218,51 @@ def _between_products() -> Iterator[str]:
         sampling.choose(scores, some, ids[:, 0], ids[:, 0])
 
 
+def _delta_nets() -> Iterator[str]:
+    """In the shapes of Qwen3.5: 16 key heads, and 2 or 4 value heads for each."""
+    for dtype, heads in ((_BF16, 32), (_BF16, 64), (_HALF, 32), (_FULL, 32)):
+        channels, dim, rows, layers = (32 + heads) * 128, 128, 3, 4
+        one = _empty(heads, dtype=dtype)
+        conv, norm = _empty(channels, 4, dtype=dtype), _empty(dim, dtype=dtype)
+        weights = DeltaWeights(
+            conv=conv,
+            a_log=one,
+            dt_bias=one,
+            norm=norm,
+            eps=1e-6,
+            sigmoid_gate=False,
+            key_heads=16,
+            value_heads=heads,
+            key_dim=dim,
+            value_dim=dim,
+        )
+        mixed, gate = _empty(rows, channels + heads * dim, dtype=dtype).split([channels, heads * dim], dim=1)
+        b, a = _empty(rows, 2 * heads, dtype=dtype).chunk(2, dim=1)
+        states = _empty(9, layers, 3, channels, dtype=dtype)[:, 1]
+        recurrent = _empty(9, layers, heads, dim, dim, dtype=_FULL)
+        out = _empty(rows, heads, dim, dtype=dtype)
+        x = mixed.new_empty(mixed.shape)
+        net = delta_rule.NetStep(mixed=x, b=b, a=a, weights=weights, recurrent=recurrent[:, 1], out=out)
+        table = ChunkTable(chunks=_empty(2, 5, dtype=_INT), starts=_empty(2, dtype=_INT))
+        yield f"{dtype_name(dtype)}, {heads} heads"
+        delta_conv.convolve_chunks(mixed, conv, states, table, x)
+        delta_rule.run_chunks(net, table)
+        gated_rms_norm(out, norm, gate.view_as(out), 1e-6, sigmoid=False)
+        numbers, tokens = _empty(rows, dtype=_LONG), _empty(rows, 5, dtype=_LONG)
+        for name, some in (("every token", None), ("some tokens", tokens[:, :1])):
+            yield f"{dtype_name(dtype)}, {heads} heads, {name}"
+            delta_conv.convolve_few(mixed, conv, states, numbers, some, x)
+            delta_rule.run_few(net, numbers, some)
+        yield f"{dtype_name(dtype)}, {heads} heads, guesses"
+        keys = _empty(rows, layers, 5, heads, dim, dtype=_FULL)
+        whole = KeptGuesses(keys=keys, corrections=keys, decay=keys[..., 0], rows=numbers)
+        kept = KeptGuesses(keys=keys[:, 1], corrections=keys[:, 1], decay=keys[:, 1, ..., 0], rows=numbers)
+        inputs = _empty(rows, layers, 8, channels, dtype=dtype)[:, 1]
+        delta_conv.convolve_few(mixed, conv, states, numbers, tokens, x, (inputs, numbers))
+        delta_rule.run_few(net, numbers, tokens, kept)
+        delta_rule.advance(recurrent, whole, numbers, numbers, numbers)
+
+
 def _products() -> Iterator[str]:
     for total, rows, dtype, biased in (
         *((total, rows, _BF16, False) for total in (1, 64, 8192) for rows in (GROUP, 1)),
@@ -216,6 +277,25 @@ def _products() -> Iterator[str]:
     for size, scale in ((_HIDDEN, None), (_INTERMEDIATE, None), (_INTERMEDIATE, _empty(1, dtype=_FULL))):
         yield f"groups of {size}{'' if scale is None else ', scale given'}"
         fp8.quantize(_empty(2, size, dtype=_BF16), size, scale)
+    for dtype, bits, total, group in (
+        *((_BF16, bits, total, 128) for bits in (4, 8) for total in (1, 64, 8192)),
+        *((_BF16, 4, total, 32) for total in (1, 8192)),
+        *((dtype, 4, 1, 128) for dtype in (_HALF, _FULL)),
+    ):
+        yield f"{dtype_name(dtype)}, {total} rows, groups of {group}, {bits} bits"
+        weights = _ints(1, _INTERMEDIATE, _HIDDEN, bits, group, dtype)
+        int_linear.int_linear(_empty(total, _HIDDEN, dtype=dtype), weights, None)
+    for dtype, bits, rows in (*((_BF16, 4, rows) for rows in (8, 4096, 16384)), (_BF16, 8, 16384), (_FULL, 4, 8)):
+        yield f"{dtype_name(dtype)}, {rows} rows, {bits} bits"
+        gate_up, down = (_ints(128, *sizes, bits, 128, dtype) for sizes in ((2 * 768, 2048), (2048, 768)))
+        x, ids = _empty(rows // 8, 2048, dtype=dtype), _empty(rows // 8, 8, dtype=_INT)
+        run_experts(x, ids, torch.empty_like(ids, dtype=dtype), gate_up, down, x)
+    for dtype in (_BF16, _HALF, _FULL):
+        yield f"{dtype_name(dtype)}, two adapters"
+        a, b = _empty(48, _HIDDEN, dtype=dtype), _empty(16, _INTERMEDIATE, dtype=dtype)
+        factors = lora.DeviceFactors(a=a, b=b, parts=_empty(_INTERMEDIATE, dtype=_INT))
+        table = lora.FactorsTable.of([factors, None], a.device)
+        lora.added(_empty(3, _HIDDEN, dtype=dtype), table, _empty(3, dtype=_INT))
     many = {_BF16: (8, 4096, 16384), _HALF: (16384,), _FULL: (8,)}
     for dtype, inputs_first, scaled in product(many, (True, False), (True, False)):
         for rows in many[dtype] if dtype == _BF16 or not scaled else ():
@@ -226,6 +306,11 @@ def _products() -> Iterator[str]:
     for dtype, experts in product((_BF16, _FULL), (128, 512)):
         yield f"{dtype_name(dtype)}, {experts} experts"
         route(_empty(2, experts, dtype=dtype), 8)
+
+
+def _ints(count: int, outer: int, inner: int, bits: int, group: int, dtype: torch.dtype) -> IntWeights:
+    with torch.device("meta"):
+        return IntWeights(IntForm(outer=outer, inner=inner, bits=bits, group=group, dtype=dtype), count)
 
 
 def _run_experts(dtype: torch.dtype, tokens: int, *, inputs_first: bool, scaled: bool) -> None:

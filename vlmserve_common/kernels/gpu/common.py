@@ -1,4 +1,4 @@
-"""Parts that the kernels' modules share: rounding and softmax inside kernels.
+"""Parts that the kernels' modules share: the order of tiles, rounding and softmax inside kernels.
 
 Triton's interpreter runs the kernels where there is no GPU. Two of its operations differ from a GPU's. Its `tl.dot` is
 exact in float32 and float16 and plainly wrong in bfloat16. Its conversion cuts bfloat16 off and rounds 8-bit floats
@@ -26,6 +26,20 @@ class Shape:
     keys: int
     warps: int
     stages: int
+
+
+@triton.jit
+def banded_tile(
+    total: tl.tensor, outer: tl.tensor, M: tl.constexpr, N: tl.constexpr, BAND: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The row and the column of this program's tile [M, N]. Tiles are taken in bands of BAND rows of tiles, whose
+    inputs stay in the L2 cache."""
+    tile = tl.program_id(0)
+    tiles_m, tiles_n = tl.cdiv(total, M), tl.cdiv(outer, N)
+    band = tile // (BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * BAND, BAND)
+    in_band = tile % (BAND * tiles_n)
+    return band * BAND + in_band % height, in_band // height
 
 
 @triton.jit

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.compute.fp8 import Blocks, ExpertScales, step_of
+from vlmserve_common.compute.int_weights import IntWeights
 from vlmserve_common.kernels.gpu.common import INTERPRETED, rounded
+from vlmserve_common.kernels.gpu.int_linear import int_grouped
 from vlmserve_common.kernels.gpu.routing import make_plan
 
 _COLUMNS = 1024  # of a row that a program adds up
@@ -45,8 +47,8 @@ def run_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     scores: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: torch.Tensor | IntWeights,
+    down: torch.Tensor | IntWeights,
     residual: torch.Tensor | None = None,
     fp8: ExpertScales | None = None,
 ) -> torch.Tensor:
@@ -54,9 +56,13 @@ def run_experts(
     ids: int32 [N, chosen], the experts; ids below 0 are not here.
 
     gate_up [experts, 2 * inner, size], gates first, for SiLU; down [experts, size, inner]: of x's dtype, any strides.
-    fp8: they are 8-bit floats, with such scales.
+    fp8: they are 8-bit floats, with such scales. Or both are whole numbers of a few bits.
     """
-    (tokens, size), chosen, (experts, _, inner) = x.shape, ids.shape[1], down.shape
+    (tokens, size), chosen = x.shape, ids.shape[1]
+    if isinstance(down, IntWeights):
+        experts, inner = down.count, down.form.inner
+    else:
+        experts, _, inner = down.shape
     out = torch.empty_like(x)
     if not tokens:
         return out
@@ -65,6 +71,11 @@ def run_experts(
     inside, made = x.new_empty(rows, inner), x.new_empty(rows, size)
     for weights, source, target, gated in ((gate_up, x, inside, True), (down, inside, made, False)):
         tile = tile_for(rows, experts, x.dtype, gated=gated)
+        if isinstance(weights, IntWeights):
+            options = {"num_warps": tile.warps, "num_stages": tile.stages}
+            sizes = {"ROWS": tile.rows, "OUTPUTS": tile.outputs, **options}
+            int_grouped(source, weights, target, plan, chosen=chosen, gated=gated, tile=sizes)
+            continue
         outputs = target.shape[1]
         blocks, scales, strides = Blocks(outputs=1, inputs=tile.inputs), weights, (0, 0)
         if fp8 is not None:

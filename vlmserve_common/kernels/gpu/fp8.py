@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from vlmserve_common.compute.fp8 import FP8, GROUP
-from vlmserve_common.kernels.gpu.common import INTERPRETED, rounded
+from vlmserve_common.kernels.gpu.common import INTERPRETED, banded_tile, rounded
 
 _ROUNDED = 16  # groups that a program rounds
 _MOST, _SMALLEST = tl.constexpr(448.0), tl.constexpr(1e-12)
@@ -73,22 +73,16 @@ def block_linear_kernel(
     K: tl.constexpr,
     BAND: tl.constexpr,
 ) -> None:
-    """A tile [M, N] of out = x @ weight^T + bias. Tiles are taken in bands of BAND rows of
-    tiles, whose inputs stay in the L2 cache."""
-    tile = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(total, M), tl.cdiv(outer, N)
-    band = tile // (BAND * tiles_n)
-    height = tl.minimum(tiles_m - band * BAND, BAND)
-    in_band = tile % (BAND * tiles_n)
-    rows = (band * BAND + in_band % height) * M + tl.arange(0, M)
-    outputs = (in_band // height) * N + tl.arange(0, N)
+    """A tile [M, N] of out = x @ weight^T + bias."""
+    tile_m, tile_n = banded_tile(total, outer, M, N, BAND)
+    rows, outputs = tile_m * M + tl.arange(0, M), tile_n * N + tl.arange(0, N)
     columns = tl.arange(0, K)
     row_mask, output_mask = rows < total, outputs < outer
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
     weight_ptrs = weight_ptr + outputs.to(tl.int64)[None, :] * inner + columns[:, None]
     SAME: tl.constexpr = SCALE_ROWS % N == 0  # all outputs of a tile have one scale
     if SAME:
-        scale_ptrs = scales_ptr + (in_band // height) * N // SCALE_ROWS * groups
+        scale_ptrs = scales_ptr + tile_n * N // SCALE_ROWS * groups
     else:
         scale_ptrs = scales_ptr + (outputs // SCALE_ROWS) * groups
     sums = tl.zeros((M, N), dtype=tl.float32)

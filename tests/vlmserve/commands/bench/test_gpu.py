@@ -43,6 +43,7 @@ def test_it_runs_and_tells_what_it_measured(tmp_path, capsys):
     assert failed == {}
     measured_here = {"copy", "gemm", "logits", "prefill", "tower", "encode", "first-token", "overlap"}
     measured_here |= {"many-batched", "many-alone", *(f"decode-{batch}" for batch in SMALL.batches)}
+    measured_here |= {"delta-net-prefill", *(f"delta-net-{batch}" for batch in SMALL.batches)}
     assert set(figures) == measured_here
     assert all(figures[key]["ours"] for key in measured_here)
     # not of those that are differences of two times: here they are tiny

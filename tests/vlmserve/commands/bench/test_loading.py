@@ -11,7 +11,9 @@ import torch
 from tests.tiny_checkpoints import make_checkpoint
 from vlmserve.commands.bench.checkpoints import SHAPES, ModelShape, write_random_checkpoint
 from vlmserve.commands.bench.loading import measure_loading, with_layers, write_filled
+from vlmserve.commands.plan.published import PUBLISHED
 from vlmserve.models.registry import load_model
+from vlmserve_common.checkpoint.reader import read_json
 from vlmserve_common.checkpoint.text_tokenizer import load_text_tokenizer
 from vlmserve_common.errors import EngineError
 
@@ -34,6 +36,18 @@ def test_it_loads_here_and_in_transformers_and_is_reproducible(tmp_path, monkeyp
         assert torch.equal(value, again.state_dict()[name]), name
     _, info = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
+
+
+def test_it_has_names_of_published_checkpoints_of_qwen4_exp(tmp_path):
+    text = dict(next(shape.text for shape in PUBLISHED if shape.family == "qwen4_exp")) | TEXT
+    text |= {"num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    text |= {"num_hidden_layers": 4, "ple_embed_dim": 64, "ngram_vocab_size_base": 100, "vocab_size": 4096}
+    vision = VISION | {"deepstack_visual_indexes": []}
+    folder = write_random_checkpoint(tmp_path, text_sizes=text, vision_sizes=vision, family="qwen4_exp")
+    names = read_json(folder, "model.safetensors.index.json")["weight_map"]
+    assert "model.language_model.hyper_connection_mixer.hc_norm.weight" in names
+    assert "model.language_model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight" in names
+    assert load_model(folder).config.num_index_layers == 1
 
 
 def test_rows_beyond_the_tokenizer_are_zero(tmp_path):

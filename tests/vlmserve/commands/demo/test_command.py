@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -22,7 +24,8 @@ from vlmserve import cli
 from vlmserve.api.listening import listen
 from vlmserve.commands.bench.processes import children_of
 from vlmserve.commands.client.chat_client import ChatClient
-from vlmserve.commands.demo.command import WaitingPage
+from vlmserve.commands.client.own_server import ChatTarget
+from vlmserve.commands.demo.command import DemoError, WaitingPage, _with_adapter
 from vlmserve_common.installing import install
 
 _NO_GRADIO = """
@@ -136,6 +139,16 @@ def test_a_taken_port_is_told_before_anything_is_started(capsys):
         port = taken.getsockname()[1]
         assert cli.main(["demo", "--port", str(port)]) == 1
     assert capsys.readouterr().err.startswith(f"vlmserve: error: cannot listen on --host 127.0.0.1 --port {port}: ")
+
+
+def test_an_adapter_of_the_server_is_chosen_by_name():
+    async def models() -> list[str]:
+        return ["base", "captions"]
+
+    served = ChatTarget(client=cast(Any, SimpleNamespace(models=models)), model="base")
+    assert [_with_adapter(served, name).model for name in (None, "captions")] == ["base", "captions"]
+    with pytest.raises(DemoError, match="--adapter is 'other'; the server has 'base', 'captions'"):
+        _with_adapter(served, "other")
 
 
 def test_nobody_at_the_url(monkeypatch, capsys):

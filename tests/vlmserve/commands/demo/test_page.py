@@ -15,6 +15,7 @@ import pytest
 
 from tests.vlmserve.api.fake_engine import MODEL, WAIT_S, Served
 from tests.vlmserve.commands.served import fake_server
+from tests.vlmserve.server_process import await_that
 from vlmserve.api.listening import listen
 from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.commands.client.conversation import OptionError
@@ -43,7 +44,7 @@ PICTURE = FOLDER / "red-circle.png"
 
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
-    """The server, and the address of the page."""
+    """The server, the address of the page, and the server's own."""
     with pytest.MonkeyPatch.context() as patch, fake_server(checkpoint) as (served, url):
         keep_gradio_to_itself(str(tmp_path_factory.mktemp("gradio")), patch.setenv)
         from vlmserve.commands.demo.page import DemoPage
@@ -51,8 +52,8 @@ def server(checkpoint, tmp_path_factory):
         with closing(listen("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         client = ChatClient(url)
-        page = DemoPage(Chat(client, MODEL), load_samples(), defaults=asyncio.run(client.defaults()))
-        yield served, page.launch("127.0.0.1", port, share=False, allowed_paths=[FOLDER])
+        page = DemoPage(Chat(client, MODEL), load_samples(), "no embedder", defaults=asyncio.run(client.defaults()))
+        yield served, page.launch("127.0.0.1", port, share=False, allowed_paths=[FOLDER]), url
         page.close()
         served.assert_idle()
 
@@ -104,6 +105,39 @@ def test_a_conversation_with_a_picture(client, served):
     one, two = served.scheduler.requests[before:]
     assert len(one.mm_inputs.items) == len(two.mm_inputs.items) == 1
     assert two.sampling_params.max_new_tokens == 40
+
+
+def show(page: httpx2.Client, name: str) -> None:
+    """Let a page's camera show a frame, and wait until that is done."""
+    functions = page.get("/config").json()["dependencies"]
+    [stream] = [one["id"] for one in functions if one["targets"] and one["targets"][0][1] == "stream"]
+    frame = {"url": data_url(PICTURE.read_bytes()), "is_stream": True}
+    body = {"data": [frame, "What?", 2, None], "fn_index": stream, "session_hash": name}
+    page.post("/gradio_api/queue/join", json=body).raise_for_status()
+    with page.stream("GET", "/gradio_api/queue/data", params={"session_hash": name}) as events:
+        for line in events.iter_lines():
+            event = json.loads(line.removeprefix("data: ") or "{}")
+            assert event.get("success", True), event
+            if event.get("msg") == "process_streaming":
+                return
+
+
+def test_the_session_of_a_camera_ends_with_its_page(server, served):
+    """Gradio knows of the end by a connection that each page holds open."""
+
+    def sessions() -> list[Any]:
+        return httpx2.get(f"{server[2]}/v1/sessions").json()["data"]
+
+    with httpx2.Client(base_url=server[1], timeout=WAIT_S) as page:
+        for name in ("one", "two"):
+            with page.stream("GET", f"/gradio_api/heartbeat/{name}") as alive:
+                lines = alive.iter_lines()
+                next(lines)
+                show(page, name)
+                assert [one["live"]["received"] for one in sessions()] == [1]
+            await_that(lambda: not sessions(), WAIT_S)
+        show(page, "two")  # which was on its way
+        assert not sessions()
 
 
 def test_settings_reach_the_server(client, served):
@@ -168,7 +202,7 @@ def test_files_of_earlier_questions_are_named_and_other_places_stay():
 def test_empty_fields_show_the_servers_values(url, checkpoint):
     def shown(config: dict[str, Any]) -> dict[str, str]:
         fields = [part["props"] for part in config["components"] if part["type"] == "textbox"]
-        return {field["label"]: field["placeholder"] for field in fields}
+        return {field["label"]: field["placeholder"] for field in fields if "placeholder" in field}
 
     assert shown(httpx2.get(url + "config").json()) == {
         "most tokens of an answer": "what fits in 256",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.default_model import copy_default_model
+from tests.quantized_checkpoints import make_quantized
 from tests.tiny_checkpoints import HYBRID, make_checkpoint
 from tests.vlmserve.server_process import ROOT
 from vlmserve.commands.doctor import engine_probes, machine
@@ -26,8 +27,10 @@ from vlmserve.config.model_path import DEFAULT_MODEL
 from vlmserve.memory import sizing
 from vlmserve.models.attention.base import AttentionSpec
 from vlmserve.models.attention.choice import Candidate, Tried
+from vlmserve.models.registry import outline_model
+from vlmserve_common.compute.linear import Linear
 from vlmserve_common.compute.memory import total_host_memory
-from vlmserve_common.kernels import build
+from vlmserve_common.kernels import build, library
 
 
 def run(*words: str, python: Path | str = sys.executable, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -410,3 +413,18 @@ def test_a_model_of_the_hub_is_not_downloaded(tmp_path: Path, monkeypatch: pytes
     nowhere = model_folder("no-such-model")
     assert isinstance(nowhere, Finding)
     assert nowhere.status is Status.PROBLEM
+
+
+def test_weights_of_a_few_bits_are_counted_as_the_engine_holds_them(tmp_path: Path) -> None:
+    plain = make_checkpoint("qwen3_vl", tmp_path / "plain", tied=False)
+    made, _ = make_quantized(plain, tmp_path, "awq")
+    outline = outline_model(plain)
+    linears = sum(
+        sizing.weight_bytes(part) for part in outline.language_model.layers.modules() if isinstance(part, Linear)
+    )
+    try:
+        facts = examine_model(str(made))
+    finally:
+        library.activate("off", threads=1)
+    # of 32 bits, and with a scale and a zero of 16 bits for 32 numbers
+    assert facts["weight_bytes"] == sizing.weight_bytes(outline) - linears * (32 - 5) / 32

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.tiny_checkpoints import HYBRID, make_checkpoint
+from tests.quantized_checkpoints import make_quantized
+from tests.tiny_checkpoints import HYBRID, MOE, STREAMED, make_checkpoint
+from tests.vlmserve.models.edits import edit_config
 from tests.vlmserve.test_eagle import LAYOUTS, make_head
 from vlmserve import cli
 from vlmserve.commands.bench.checkpoints import write_folder
@@ -24,11 +27,13 @@ from vlmserve.engine.model_loading import attach_guessing, bytes_per_token, for_
 from vlmserve.engine.rank_processes import rank_shard
 from vlmserve.engine.recurrent import state_shape
 from vlmserve.memory.sizing import weight_bytes
+from vlmserve.models.floors import expert_bytes
 from vlmserve.models.random_weights import random_model
 from vlmserve.models.registry import outline_model
 from vlmserve_common.compute.shard import Shard
 from vlmserve_common.errors import EngineError
 from vlmserve_common.installing import hf
+from vlmserve_common.kernels import fused
 
 _235B = SHAPES["235b-a22b"]
 _GIB = 2**30
@@ -192,6 +197,31 @@ def test_weights_are_those_that_the_engine_loads(tmp_path, family, tp):
     assert stage.head == head
 
 
+@pytest.mark.parametrize(
+    ("form", "some", "said"),
+    [
+        ("awq", "", {}),
+        ("awq", "mlp", {"modules_to_not_convert": ["visual", "self_attn"]}),
+        ("gptq", "experts", {"dynamic": {"-:.*attn.*": {}, r"-:.*layers\.1\.mlp.*": {}, "+:.*": {"bits": 4}}}),
+        ("compressed-tensors", "layers.2.", {"ignore": ["lm_head", r"re:.*layers\.[01]\..*"]}),
+        ("compressed-tensors", "", {"ignore": ["model.language_model.layers.0.mlp.gate"]}),
+    ],
+)
+def test_weights_of_few_bits_are_those_that_a_gpu_keeps(tmp_path: Path, form: str, some: str, said: dict) -> None:
+    plain = make_checkpoint(MOE, tmp_path / "plain", sizes={"moe_intermediate_size": 128})
+    made, _ = make_quantized(plain, tmp_path, form, some=some)
+    edit_config(made, said, "quantization_config")
+    [stage] = lay_out(made, EngineArgs(model=str(made))).stages
+    fused.activate("triton", torch.device("cpu"))
+    try:
+        outline = outline_model(made)
+    finally:
+        fused.activate("torch", torch.device("cpu"))
+    assert any(parameter.dtype == torch.uint8 for parameter in outline.parameters())
+    assert stage.weights == weight_bytes(outline)
+    assert stage.experts == expert_bytes(outline)
+
+
 def test_a_smaller_model_that_guesses_is_held_too(tmp_path: Path) -> None:
     folder, draft = (make_checkpoint("qwen3_vl", tmp_path / name) for name in ("model", "draft"))
     alone, guessing = EngineArgs(model=str(folder)), {"speculative_draft_model_path": str(draft)}
@@ -201,11 +231,11 @@ def test_a_smaller_model_that_guesses_is_held_too(tmp_path: Path) -> None:
     assert (more.tower, more.kv) == (2 * plain.tower, 2 * plain.kv)
 
 
-@pytest.mark.parametrize("algorithm", ["draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("algorithm", ["draft_model", "eagle3", "mtp", "ngram"])
 def test_each_stage_holds_what_the_engine_loads_there(tmp_path: Path, algorithm: str) -> None:
     hybrid = algorithm == "mtp"
     mixers = ("linear_attention", "full_attention") * 2
-    family = HYBRID if hybrid else "qwen3_vl"
+    family = {"mtp": HYBRID, "ngram": STREAMED}.get(algorithm, "qwen3_vl")
     folder = make_checkpoint(family, tmp_path / "model", tied=False, mtp=hybrid, mixers=mixers)
     path = None
     if algorithm == "draft_model":
@@ -244,6 +274,31 @@ def test_what_cannot_be_is_refused_with_numbers(folders, capsys, model, words, c
     error = capsys.readouterr().err
     assert complaint in error
     assert len(error.splitlines()) == 1
+
+
+def test_layers_with_windows_have_slots_of_their_own(tmp_path, capsys):
+    """Of 28 layers, 8 keep 8 windows of 1024 tokens, and what is in flight."""
+    write_config(SHAPES["qwen2.5-7b"], tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    found = {}
+    for name, more in {"full": {}, "windows": {"use_sliding_window": True, "sliding_window": 1024}}.items():
+        config["text_config"] = config["text_config"] | more | {"max_window_layers": 20}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        words = f"plan {tmp_path} --gpu h200 --max-running-requests 8 --context 100000".split()
+        assert cli.main([*words, "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    full, windows = found["full"], found["windows"]
+    assert windows["window_tokens"] == 8 * (1024 + 2 + 8 + 32) + 2 * 2048
+    [stage] = windows["stages"]
+    layer = stage["kv_bytes_per_token"] // 28
+    spared = (windows["kv_tokens"] - windows["window_tokens"]) * 8 * layer
+    taken = windows["kv_tokens"] * stage["kv_bytes_per_token"] - spared
+    assert stage["kv_cache"] - 16 * stage["kv_bytes_per_token"] < taken <= stage["kv_cache"]
+    assert full["window_tokens"] == full["kv_tokens"] < windows["kv_tokens"]
+    read = {name: one["decode"]["8"]["bytes_read"] for name, one in found.items()}
+    assert read["full"] - read["windows"] == 8 * (100000 - 1024) * 8 * layer
+    assert cli.main(words) == 0
+    assert f"Layers with windows, {8 * layer / 1024:g} KiB of it, keep 12624 tokens" in capsys.readouterr().out
 
 
 def test_settings_are_the_engine_s(plan, folders, capsys):
@@ -292,7 +347,10 @@ def test_published_models_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     names = [shape.hub_id for shape in PUBLISHED]
     assert list(found) == names
     large = {name for name in names if re.search(r"-\d{2,3}B", name)}
-    assert {name for name in names if "error" in found[name]} == large | {"Qwen/Qwen3.5-9B"}, "states take 3 GiB"
+    assert {name for name in names if "error" in found[name]} == large | {
+        "Qwen/Qwen3.5-9B",
+        "Qwen/Qwen3.8-Flash-Next",
+    }, "states take 3 GiB"
 
 
 def test_published_models_have_the_published_sizes(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.fp8_checkpoints import make_fp8
-from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, make_checkpoint
+from tests.text_checkpoints import make_text_checkpoint
+from tests.tiny_checkpoints import ALL_FAMILIES, HYBRIDS, STREAMED, make_checkpoint
 
 # isort: split
 import numpy as np
@@ -46,7 +47,7 @@ SETTINGS = RunSettings(dtype="float32", device="cpu", max_tokens=8, num_threads=
 # test_engine.py compares the engine itself with transformers, for each family
 FEW_FAMILIES = [
     family if family == "qwen3_vl" else pytest.param(family, marks=pytest.mark.slow)
-    for family in (*ALL_FAMILIES, *HYBRIDS)
+    for family in (*ALL_FAMILIES, *HYBRIDS, STREAMED)
 ]
 FEW = ["--max-tokens", "8", "--num-threads", "1"]
 TOLERANCE = 1e-4
@@ -90,6 +91,14 @@ def test_every_family_agrees(folder: Path) -> None:
     for finding in findings:
         assert (finding.cached_tokens > 0) == (finding.variant == "warm cache")
         assert finding.prompt_tokens > 32 or finding.case == "text, several turns"  # more than a chunk
+
+
+def test_a_model_that_reads_text_only_is_asked_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_text_checkpoint("qwen3", tmp_path)
+    assert cli.main(["verify", str(folder), *FEW]) == 0
+    assert "6 of 6 agree with transformers" in capsys.readouterr().out
+    assert cli.main(["verify", str(folder), "--cases", "image", *FEW]) == 1
+    assert "the model reads text only" in capsys.readouterr().err
 
 
 @pytest.mark.slow

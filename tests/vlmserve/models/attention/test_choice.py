@@ -186,3 +186,12 @@ def test_triton_passes_its_trial(cache_dtype, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     about = dataclasses.replace(SPEC, dtype=torch.bfloat16, cache_dtype=cache_dtype)
     assert type(choose_backend("triton", about)).__name__ == "TritonAttentionBackend"
+
+
+def test_windows_are_for_torch_on_a_gpu(on_a_gpu):
+    good = candidate("good", lambda spec: TorchAttentionBackend())
+    windows = dataclasses.replace(CUDA, windows=True)
+    assert try_candidate(good, CUDA).backend is not None
+    assert try_candidate(good, windows).why_not == "it has no sliding windows"
+    with pytest.raises(EngineError, match="good cannot be used here: it has no sliding windows"):
+        choose_backend("good", windows, [good])

@@ -16,14 +16,16 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("page", [1, 20, 200], ids=["scattered", "runs", "run"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("lengths", [[(0, 9), (37, 5)], [(50, 1), (8, 1), (1, 1)], [(20, 1), (0, 12), (33, 30)]])
-def test_equals_attention_written_out(page, dtype, lengths):
+@pytest.mark.parametrize("window", [0, 1, 6, 21])
+def test_equals_attention_written_out(page, dtype, lengths, window):
     step = make_step(lengths, heads=(6, 2), dtype=dtype, page=page, device=CPU)
     backend = TorchAttentionBackend()
     batch = step.batch(backend)
     backend.init_forward_metadata(batch)
     unturned = rotation(torch.zeros(len(step.qkv), 8), dtype)
-    out = RadixAttention(6, 16, 0.3, 2, layer_id=0)(step.qkv, unturned, None, batch)
-    assert torch.allclose(out.double(), step.truth(0.3).flatten(1), atol=1e-5 if dtype == torch.float32 else 3e-2)
+    out = RadixAttention(6, 16, 0.3, 2, layer_id=0, window=window)(step.qkv, unturned, None, batch)
+    wanted = step.truth(0.3, window=window).flatten(1)
+    assert torch.allclose(out.double(), wanted, atol=1e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_a_history_in_few_runs_is_read_where_it_lies():

@@ -22,6 +22,7 @@ from vision.towers.runner import TowerRunner, pixel_values
 from vision.towers.temporal_patch import TemporalPatch, temporal_patches
 from vlmserve.commands.bench.checkpoints import published_tensors, save_weights
 from vlmserve.commands.bench.figures import Spread
+from vlmserve.commands.bench.gpu.delta_nets import DeltaNet
 from vlmserve.commands.bench.gpu.run import GpuRun
 from vlmserve.commands.bench.media import Question, jpeg, make_questions
 from vlmserve.commands.bench.processes import run_python
@@ -308,6 +309,26 @@ def loading(run: GpuRun) -> Iterator[GpuFigure]:
     )
 
 
+def delta_nets(run: GpuRun) -> Iterator[GpuFigure]:
+    """A gated delta net of Qwen3.5-9B: a decode step of each batch, beside the bytes of its states, and a prompt."""
+    for batch in run.load.batches:
+        net = DeltaNet(run, batch)
+        seconds = run.seconds(net.decoding(batch))
+        yield GpuFigure(
+            key=f"delta-net-{batch}",
+            name=f"gated delta net, decode step of {batch}",
+            unit="ms",
+            ours=Spread.of(seconds, 1e3),
+            value=net.bandwidth(batch, seconds) / run.ceilings.bandwidth,
+            of="of the rate of copying",
+            about="a layer of Qwen3.5-9B, launched kernel by kernel",
+        )
+    tokens = run.load.prompt
+    seconds = run.seconds(DeltaNet(run, 1).reading(tokens))
+    name = f"gated delta net, prefill of {tokens} tokens"
+    yield GpuFigure(key="delta-net-prefill", name=name, unit="tokens/s", ours=_rates(tokens, seconds))
+
+
 PARTS: Mapping[str, Callable[[GpuRun], Iterator[GpuFigure]]] = MappingProxyType(
     {
         "ceilings": ceilings,
@@ -318,6 +339,7 @@ PARTS: Mapping[str, Callable[[GpuRun], Iterator[GpuFigure]]] = MappingProxyType(
         "first-token": first_token,
         "overlap": overlap,
         "many": many,
+        "delta-nets": delta_nets,
         "loading": loading,
     }
 )

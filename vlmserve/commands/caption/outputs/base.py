@@ -217,14 +217,14 @@ class JsonLinesOutput(Output):
         self._file = Appended(self._path, 0 if anew else state.get("bytes", 0))
         if anew:
             for record in journal.records():
-                self._file.append(_line(record))
+                self._file.append(self._line(record))
             self._file.sync()
         if anew or not state:  # from here on the journal owns the file
             journal.add((), (), {"bytes": self._file.size})
 
     def write(self, results: Sequence[Captioned]) -> Mapping[str, Any]:
         assert self._file is not None
-        self._file.append(b"".join(_line(result.record) for result in results))
+        self._file.append(b"".join(self._line(result.record) for result in results))
         self._file.sync()
         return {"bytes": self._file.size}
 
@@ -232,9 +232,8 @@ class JsonLinesOutput(Output):
         if self._file is not None:
             self._file.close()
 
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(output_line(record), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    def _line(self, record: Mapping[str, Any]) -> bytes:
+        return json.dumps(output_line(record), ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 _NO_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

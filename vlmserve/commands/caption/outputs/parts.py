@@ -15,7 +15,7 @@ import json
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from processors.formats import file_format
 from processors.inputs import Modality
@@ -25,6 +25,9 @@ from vlmserve.commands.caption.outputs.base import Appended, Output, OutputError
 from vlmserve.commands.caption.result import Captioned, Touched, as_text, output_line, texts
 from vlmserve_common.files import flush_folder, replacing
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _ROWS_AT_A_TIME = 1000
 _COLUMNS = (
     *("id", "caption", "captions", "model", "finish_reason"),
@@ -32,20 +35,23 @@ _COLUMNS = (
 )
 
 
-class Parquet(Output):
-    """An output of parquet files. names: of the parts. items_per_file: rows in a part.
+class Whole(Output):
+    """An output of files that are written whole. names: of the parts. items_per_file: items in a part.
 
     A single file is written again at the end of each run, from all records of the journal.
     """
 
     def __init__(self, names: PartNames, *, items_per_file: int) -> None:
-        need(f"--output {str(names.path(0))!r}", "pyarrow")
         self._names = names
         self._items_per_file = items_per_file
         self._next_part = 0
         self._rows = 0  # in no part yet; fewer than there are, if a run was killed with more than a part
         self._exported = 0  # records in the one file
         self._changed = False
+
+    def write_part(self, path: Path, records: Iterator[dict[str, Any]], count: int) -> None:
+        """Write a file of so many records. It is on disk, and complete, when this returns."""
+        raise NotImplementedError
 
     def paths(self, others: Sequence[Path]) -> Sequence[Path]:
         return [self._names.path(0), *(self._names.among(others) if self._names.many else ())]
@@ -84,7 +90,7 @@ class Parquet(Output):
             while self._end_part():
                 pass
         elif self._changed:
-            _write(self._names.path(0), self.journal.records())
+            self.write_part(self._names.path(0), self.journal.records(), self.journal.count())
             self._exported, self._changed = self.journal.count(), False
             self.journal.add((), (), self._state())
 
@@ -92,7 +98,7 @@ class Parquet(Output):
         """Write the next part. Returns False if the journal has no items for it."""
         rows = self.journal.left_over(self._items_per_file)
         if rows:
-            _write(self._names.path(self._next_part), (record for _, record in rows))
+            self.write_part(self._names.path(self._next_part), (record for _, record in rows), len(rows))
             self._next_part += 1
             self.journal.set_part(rows[-1][0], self._next_part - 1, self._state())
         self._rows = max(0, self._rows - len(rows))
@@ -100,6 +106,40 @@ class Parquet(Output):
 
     def _state(self) -> dict[str, int]:
         return {"next_part": self._next_part, "exported": self._exported}
+
+
+class Parquet(Whole):
+    """An output of parquet files. schema, row: what a row is, for captions by default."""
+
+    def __init__(self, names: PartNames, *, items_per_file: int) -> None:
+        need(f"--output {str(names.path(0))!r}", "pyarrow")
+        super().__init__(names, items_per_file=items_per_file)
+
+    def schema(self, first: Mapping[str, Any] | None) -> pa.Schema:
+        """Return the schema of rows. first: the first row, if there is one."""
+        import pyarrow as pa
+
+        kinds = {"captions": pa.list_(pa.string()), "prompt_tokens": pa.int64(), "completion_tokens": pa.int64()}
+        return pa.schema([(name, kinds.get(name, pa.string())) for name in _COLUMNS])
+
+    def row(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the row of a record."""
+        return _row(record)
+
+    def write_part(self, path: Path, records: Iterator[dict[str, Any]], count: int) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        rows: Iterator[dict[str, Any]] = map(self.row, records)
+        first = next(rows, None)
+        schema = self.schema(first)
+        rows = itertools.chain([] if first is None else [first], rows)
+        with (
+            replacing(path, on_disk=True) as unfinished,
+            pq.ParquetWriter(unfinished, schema, compression="zstd") as writer,
+        ):
+            while chunk := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
+                writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
 
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,21 +152,6 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "finish_reason": ",".join(map(str, finish)) if isinstance(finish, list) else finish,
         "fields": json.dumps(record["fields"], ensure_ascii=False) if "fields" in record else None,
     }
-
-
-def _write(path: Path, records: Iterator[dict[str, Any]]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    kinds = {"captions": pa.list_(pa.string()), "prompt_tokens": pa.int64(), "completion_tokens": pa.int64()}
-    schema = pa.schema([(name, kinds.get(name, pa.string())) for name in _COLUMNS])
-    rows = map(_row, records)
-    with (
-        replacing(path, on_disk=True) as unfinished,
-        pq.ParquetWriter(unfinished, schema, compression="zstd") as writer,
-    ):
-        while chunk := list(itertools.islice(rows, _ROWS_AT_A_TIME)):
-            writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
 
 
 _MOST_BYTES = 3 * 2**30
@@ -249,4 +274,6 @@ def _suffix(data: bytes, modality: Modality | None) -> str:
     assert found is not None  # it has been decoded
     if modality is Modality.VIDEO:
         return {"matroska": "mkv", "gif": "gif"}.get(found.ffmpeg or "", "mp4")
+    if modality is Modality.AUDIO:
+        return {"mov": "m4a"}.get(found.ffmpeg or "", found.ffmpeg or "wav")
     return {"jpeg": "jpg", "tiff": "tif"}.get(found.name.lower(), found.name.lower())

@@ -1,0 +1,1 @@
+"""Sounds: files to samples, samples to log-mel features."""

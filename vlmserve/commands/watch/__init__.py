@@ -1,0 +1,1 @@
+"""`vlmserve watch`: a camera or a file, and what the model says about it."""

@@ -1,0 +1,1 @@
+"""Weights that change while the engine serves, and memory that it gives back for a while."""
