@@ -93,7 +93,8 @@ def make_checkpoint(
     deepstack: tower layers whose rows Qwen3-VL adds to the decoder's first layers.
     nested_names: `model.language_model.*`/`model.visual.*` rather than `model.*`/`visual.*`; default as published.
     experts: how the weights of experts are stored. mixers: what the layers of `HYBRIDS` are. mtp: with the head of
-    `HYBRIDS` that guesses further tokens; its experts are stored one by one. sizes: other ones of the decoder.
+    `HYBRIDS` or STREAMED that guesses further tokens, whose experts `HYBRIDS` have one by one. sizes: other ones of the
+    decoder.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     tied = family not in ("qwen2_5_vl", MOE, HYBRID_MOE, STREAMED) if tied is None else tied
@@ -123,7 +124,7 @@ def make_checkpoint(
     head = _mtp_head(tensors, mixers.index("full_attention"), seed) if mtp else {}
     tensors = _store_experts(tensors, "outputs_first" if family in (HYBRID_MOE, STREAMED) else experts)
     tensors = _cut_tables(tensors, config.get("text_config", {}).get("split_ngram_parts", 1))
-    tensors |= _store_experts(head, "each")
+    tensors |= _store_experts(head, "outputs_first" if family == STREAMED else "each")
     if not nested_names:
         tensors = {_flat_name(name): value for name, value in tensors.items()}
     write_safetensors(out_dir, {name: value.to(getattr(torch, dtype)) for name, value in tensors.items()}, shards)
@@ -392,17 +393,29 @@ def _random_tensors(out_dir: Path, tokenizer: Tokenizer, tied: bool, seed: int) 
 
 
 def _mtp_head(tensors: dict[str, torch.Tensor], like: int, seed: int) -> dict[str, torch.Tensor]:
-    """A head like attention layer number `like`."""
-    layer, generator = f"model.language_model.layers.{like}.", torch.Generator().manual_seed(seed + 1)
-    shapes = {f"layers.0.{name.removeprefix(layer)}": t.shape for name, t in tensors.items() if name.startswith(layer)}
-    (size,) = shapes["layers.0.input_layernorm.weight"]
-    shapes |= {name: torch.Size([size]) for name in ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")}
-    shapes |= {"norm.weight": torch.Size([size]), "fc.weight": torch.Size([size, 2 * size])}
+    """A head like attention layer number `like`, with a mixer of streams in place of a norm if the model has one."""
+    text, generator = "model.language_model.", torch.Generator().manual_seed(seed + 1)
+    own = {f"{text}layers.{like}.": "layers.0.", f"{text}hyper_": "hyper_"}
+    shapes = {
+        name.replace(theirs, ours): t.shape
+        for name, t in tensors.items()
+        for theirs, ours in own.items()
+        if name.startswith(theirs)
+    }
+    size = tensors[f"{text}embed_tokens.weight"].shape[1]
+    (width,) = shapes.get("hyper_connection_mixer.hc_norm.weight", (size,))
+    shapes |= {"pre_fc_norm_embedding.weight": (size,), "pre_fc_norm_hidden.weight": (width,)}
+    if width == size:
+        shapes |= {"norm.weight": (size,), "fc.weight": (size, 2 * size)}
+    else:
+        shapes |= {"fc_embedding.weight": (size, size), "fc_hidden.weight": (size, size)}
     made = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
         gain = next(gain for fragment, gain in _GAINS if fragment in name)
         made[f"mtp.{name}"] = noise * (0.3 if len(shape) == 1 else gain / math.sqrt(shape[-1]))
+        if name.endswith("index_qk_proj.weight"):
+            made[f"mtp.{name}"] = without_ties(made[f"mtp.{name}"])
     return made
 
 

@@ -486,9 +486,9 @@ class EngineArgs:
     speculative_algorithm: Literal["none", "ngram", "mtp", "eagle3", "draft_model"] = _scheduling(
         "none",
         "guess next tokens and check several in one step, with the same answers; ngram: guess the tokens that "
-        "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 checkpoint; "
-        "eagle3: guess with the EAGLE-3 head of --speculative-draft-model-path; draft_model: guess with the smaller "
-        "model there",
+        "followed the last ones earlier in prompt or answer; mtp: guess with the MTP head of a Qwen3.5 or Qwen4Exp "
+        "checkpoint; eagle3: guess with the EAGLE-3 head of --speculative-draft-model-path; draft_model: guess with "
+        "the smaller model there",
         common=True,
     )
     speculative_draft_model_path: str | None = _scheduling(

@@ -107,7 +107,7 @@ def estimate_activations(model: VisionLanguageModel, limits: StepLimits) -> Acti
         _linear_width(config),
         _streams_width(config),
     )
-    beside = (model.visual.row_width + len(model.language_model.tapped) * config.hidden_size) * itemsize
+    beside = (model.visual.row_width + len(model.language_model.tapped) * config.stream_size) * itemsize
     if config.index is not None:  # the chosen slots, as they are found and as they are attended to
         beside += 3 * config.index.most * torch.int64.itemsize
     logits = limits.rows * config.vocab_size * torch.float32.itemsize * _LOGITS

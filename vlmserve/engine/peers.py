@@ -140,9 +140,8 @@ def _parts(args: EngineArgs, model: VisionLanguageModel) -> list[LayerPart]:
     numbers = [layer for layer in range(whole.num_layers) if layer not in linear and layer in own]
     heads = attention.kv_heads(whole.num_kv_heads)
     first = attention.rank * whole.num_kv_heads // attention.size
+    numbers += [whole.num_layers + at for at in range(model.config.num_kv_layers - len(numbers))]  # of an MTP head
     parts = [LayerPart(layer=layer, first=first, heads=heads) for layer in numbers]
-    mtp = model.config.num_kv_layers - len(parts)
-    parts += [LayerPart(layer=whole.num_layers + at, first=first, heads=heads) for at in range(mtp)]
     # negative numbers: keys of the index of a layer, all of which every rank has
     parts += [LayerPart(layer=-1 - layer, first=0, heads=1) for layer in numbers[: model.config.num_index_layers]]
     for at, shape in enumerate(model.guessing_kv):  # each rank has its own part, or all have the same

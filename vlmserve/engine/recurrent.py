@@ -30,7 +30,7 @@ def state_shape(config: ModelConfig, dtype: torch.dtype) -> StateShape | None:
         conv=(layers, linear.conv_width - 1, linear.conv_size),
         recurrent=(layers, linear.num_value_heads, linear.key_dim, linear.value_dim),
         conv_dtype=dtype,
-        hidden=config.hidden_size if config.mtp_layers else 0,
+        hidden=config.stream_size if config.mtp_layers else 0,
         ngram_conv=(0, 0, 0) if ngrams is None else (len(ngrams.layers), ngrams.conv_inputs, config.stream_size),
         ngram_ids=0 if ngrams is None else ngrams.size - 1,
     )

@@ -61,7 +61,7 @@ class DecodeGraphs:
         device = req_to_token_pool.req_to_token.device
         self.hidden = torch.zeros(max_batch_size, model.config.hidden_size, dtype=model.dtype, device=device)
         layers = len(model.language_model.tapped)
-        self.tapped = self.hidden.new_zeros((layers, *self.hidden.shape))
+        self.tapped = self.hidden.new_zeros((layers, max_batch_size, model.config.stream_size))
         self._rows = torch.zeros(self._num_rows * max_batch_size, dtype=torch.int64, device=device)
         self._seq_lens = torch.ones(max_batch_size, dtype=torch.int32, device=device)
         self._starts = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)

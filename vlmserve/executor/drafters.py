@@ -123,7 +123,7 @@ class HeadDrafter(Drafter):
 
     def join(self, rounds: Sequence[Sequence[int]]) -> None:
         """See `Drafter`."""
-        none = torch.empty(0, dtype=torch.int64, device=self._head.norm.weight.device)
+        none = torch.empty(0, dtype=torch.int64, device=next(self._head.parameters()).device)
         for sizes in rounds:
             with self._model.comm.among(sizes):
                 x = self._embed(none)
@@ -148,8 +148,8 @@ class HeadDrafter(Drafter):
 
 
 class MTPDrafter(HeadDrafter):
-    """The head goes on from the last token's hidden state and position, which are part of a request's state. So they
-    come along with chunks, cached prefixes, and states that go back behind wrong guesses.
+    """The head goes on from what the model handed on for the last token, and from its position. Both are part of a
+    request's state. So they come along with chunks, cached prefixes, and states that go back behind wrong guesses.
     """
 
     def __init__(self, model: VisionLanguageModel, head: MTPHead, cache: RecurrentCache) -> None:
@@ -168,10 +168,13 @@ class MTPDrafter(HeadDrafter):
         assert step.tapped is not None
         assert inputs.states is not None
         states = inputs.states.tensor
+        embeds, *streams = step.tapped
+        if streams:
+            embeds, hidden = embeds[:, : self._model.config.hidden_size], streams[0]
         starts, lasts = step.extend_start_loc[:-1], step.extend_start_loc[1:] - 1
         before, positions = hidden.roll(1, 0), step.positions.roll(1, 1)
         before[starts], positions[:, starts] = cache.hidden[states], cache.positions[states].t()
-        self._head.store(step.tapped[0], before, positions, step)
+        self._head.store(embeds, before, positions, step)
         cache.hidden[states], cache.positions[states] = hidden[lasts], step.positions[:, lasts].t()
         for span in recurrent.spans:
             for tokens, state in span.kept.items():

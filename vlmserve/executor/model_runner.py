@@ -281,7 +281,7 @@ class ModelRunner:
 
     def _room_for_taps(self, tokens: int) -> torch.Tensor:
         model = self.model
-        shape = len(model.language_model.tapped), tokens, model.config.hidden_size
+        shape = len(model.language_model.tapped), tokens, model.config.stream_size
         return torch.empty(shape, dtype=model.dtype, device=self.device)
 
     def _embed(

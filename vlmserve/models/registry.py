@@ -16,7 +16,7 @@ from vision.towers.no_tower import NoTower
 from vlmserve.config.model_path import resolve_model
 from vlmserve.models.config import ModelConfig, ModelDefaults, read_model_config
 from vlmserve.models.kv_scales import KVScales
-from vlmserve.models.mtp import MTPHead
+from vlmserve.models.mtp import HybridMTPHead
 from vlmserve.models.qwen import (
     QWEN2_DEFAULTS,
     QWEN3_DEFAULTS,
@@ -28,6 +28,7 @@ from vlmserve.models.qwen import (
 )
 from vlmserve.models.qwen3_5 import QWEN3_5_DEFAULTS, QWEN3_5_MOE_DEFAULTS, Qwen3_5Decoder
 from vlmserve.models.qwen4_exp.decoder import QWEN4_EXP_DEFAULTS, Qwen4ExpDecoder
+from vlmserve.models.qwen4_exp.mtp import StreamsMTPHead
 from vlmserve.models.qwen4_exp.ngrams import read_stored_hashes, take_stored_tables
 from vlmserve.models.vlm import OF_THE_MTP_HEAD, WEIGHT_RULES, LanguageModel, VisionLanguageModel
 from vlmserve_common.checkpoint.fields import Fields
@@ -53,7 +54,7 @@ class Family:
 
     decoder: type[Qwen2Decoder] | type[Qwen3Decoder] | type[Qwen3_5Decoder] | type[Qwen4ExpDecoder]
     defaults: ModelDefaults
-    mtp: type[MTPHead] | None = None
+    mtp: type[HybridMTPHead] | type[StreamsMTPHead] | None = None
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -62,9 +63,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2_5_vl": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen3_vl": Family(decoder=Qwen3Decoder, defaults=QWEN3_DEFAULTS),
         "qwen3_vl_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
-        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS, mtp=MTPHead),
-        "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS, mtp=MTPHead),
-        "qwen4_exp": Family(decoder=Qwen4ExpDecoder, defaults=QWEN4_EXP_DEFAULTS),
+        "qwen3_5": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_DEFAULTS, mtp=HybridMTPHead),
+        "qwen3_5_moe": Family(decoder=Qwen3_5Decoder, defaults=QWEN3_5_MOE_DEFAULTS, mtp=HybridMTPHead),
+        "qwen4_exp": Family(decoder=Qwen4ExpDecoder, defaults=QWEN4_EXP_DEFAULTS, mtp=StreamsMTPHead),
         "qwen2_5_omni": Family(decoder=Qwen2Decoder, defaults=QWEN2_DEFAULTS),
         "qwen3_omni_moe": Family(decoder=Qwen3Decoder, defaults=QWEN3_MOE_DEFAULTS),
     }
@@ -81,8 +82,8 @@ TEXT_FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen2": Family(decoder=Qwen2Decoder, defaults=TEXT_DEFAULTS),
         "qwen3": Family(decoder=Qwen3Decoder, defaults=TEXT_DEFAULTS),
         "qwen3_moe": Family(decoder=Qwen3Decoder, defaults=TEXT_MOE_DEFAULTS),
-        "qwen3_5_text": Family(decoder=Qwen3_5Decoder, defaults=_text(QWEN3_5_DEFAULTS), mtp=MTPHead),
-        "qwen3_5_moe_text": Family(decoder=Qwen3_5Decoder, defaults=_text(QWEN3_5_MOE_DEFAULTS), mtp=MTPHead),
+        "qwen3_5_text": Family(decoder=Qwen3_5Decoder, defaults=_text(QWEN3_5_DEFAULTS), mtp=HybridMTPHead),
+        "qwen3_5_moe_text": Family(decoder=Qwen3_5Decoder, defaults=_text(QWEN3_5_MOE_DEFAULTS), mtp=HybridMTPHead),
     }
 )
 """Models without a tower."""
@@ -403,11 +404,6 @@ def _mtp_layers(hf_config: Mapping[str, Any], family: Family) -> int:
     embedding of its own."""
     text = text_fields(Fields(hf_config, "config.json"))
     layers = text.integer("mtp_num_hidden_layers", 0)
-    if family.mtp is None and layers:
-        raise CheckpointError(
-            f"--speculative-algorithm mtp: the MTP head of a {hf_config['model_type']} is not supported; ngram and "
-            "draft_model guess for it"
-        )
     if family.mtp is None or not layers:
         which = ", ".join(name for name, one in FAMILIES.items() if one.mtp is not None)
         raise CheckpointError(f"{_NO_MTP} ({which}), and this {hf_config['model_type']} has none")

@@ -172,7 +172,7 @@ class VisionLanguageModel(LanguageModel):
         self.mtp = mtp
         self.draft: LanguageModel | None = None
         if config.mtp_layers:
-            decoder.tap((0,))
+            decoder.tap((0,) if config.streams is None else (0, config.num_layers))
 
     def attach_eagle(self, config: EagleConfig, head: EagleHead | None) -> None:
         """Let a head guess further tokens, before `pack`. head: None where another stage of a pipeline has it."""

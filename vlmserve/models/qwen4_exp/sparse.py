@@ -51,14 +51,8 @@ class BlockPlan:
     @staticmethod
     def of(step: ForwardBatch, index: IndexConfig) -> BlockPlan:
         """Make the plan of a step."""
-        lengths, before = np.array(step.extend_lens), np.array(step.prefix_lens)
-        starts = lengths.cumsum() - lengths
-        places = np.arange(lengths.sum()) + np.repeat(before - starts, lengths)
-        device, table = step.input_ids.device, step.req_to_token_pool.req_to_token
-        owners = np.repeat(np.arange(len(lengths)), lengths)
-        last = np.flatnonzero((places + 1) % index.block == 0)
-        of_blocks = _on(places[last, None] - np.arange(index.block)[::-1], device)
-        ends = table[step.req_pool_indices[_on(owners[last], device)][:, None], of_blocks].long()
+        lengths, before, starts, places = _places(step)
+        device, ends = step.input_ids.device, completed_blocks(step, index)
         if (before + lengths).max(initial=0) <= index.most:
             return BlockPlan(ends=ends, asking=None)
         asking = []
@@ -75,6 +69,24 @@ class BlockPlan:
                 )
             )
         return BlockPlan(ends=ends, asking=tuple(asking))
+
+
+def completed_blocks(step: ForwardBatch, index: IndexConfig) -> torch.Tensor:
+    """Return the slots int64 [M, block] of blocks that a step completes. Tokens at places before 0 are in none."""
+    lengths, _, _, places = _places(step)
+    device, table = step.input_ids.device, step.req_to_token_pool.req_to_token
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    last = np.flatnonzero((places >= 0) & ((places + 1) % index.block == 0))
+    of_blocks = _on(places[last, None] - np.arange(index.block)[::-1], device)
+    return table[step.req_pool_indices[_on(owners[last], device)][:, None], of_blocks].long()
+
+
+def _places(step: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return, of each request, its tokens in the step, those before, and the number of its first one in the batch; and
+    the place of each token in its request."""
+    lengths, before = np.array(step.extend_lens), np.array(step.prefix_lens)
+    starts = lengths.cumsum() - lengths
+    return lengths, before, starts, np.arange(lengths.sum()) + np.repeat(before - starts, lengths)
 
 
 def _on(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -101,9 +113,7 @@ class Indexer(nn.Module):
         """Keep the index keys of x [N, hidden]. Return the arguments `slots` and `counts` of `attend_chosen`; None if
         attention is causal attention."""
         assert step.blocks is not None, "a step without blocks"
-        heads, dim = self._index.heads, self._index.head_dim
-        queries, keys = self.index_qk_proj(x).unflatten(-1, (heads + 1, dim)).split([heads, 1], dim=1)
-        self._keep(keys, rotary, step)
+        queries = self.store(x, rotary, step)
         if step.blocks.asking is None:
             return None
         queries = self.q_layernorm(queries.contiguous())
@@ -119,7 +129,10 @@ class Indexer(nn.Module):
                 slots[part.tokens, : chosen.shape[1]] = chosen
         return slots, counts
 
-    def _keep(self, keys: torch.Tensor, rotary: Rotation, step: ForwardBatch) -> None:
+    def store(self, x: torch.Tensor, rotary: Rotation, step: ForwardBatch) -> torch.Tensor:
+        """Keep the index keys of x [N, hidden]. Return its queries [N, heads, dim]."""
+        heads, dim = self._index.heads, self._index.head_dim
+        queries, keys = self.index_qk_proj(x).unflatten(-1, (heads + 1, dim)).split([heads, 1], dim=1)
         cos, sin = rotary
         half = cos.shape[-1] // 2
         turns = keys.new_zeros(keys.shape)
@@ -128,13 +141,14 @@ class Indexer(nn.Module):
         assert step.blocks is not None
         ends = step.blocks.ends
         if not len(ends):
-            return
+            return queries
         layer = step.kv_cache.layers[self._layer_id]
         pooled = self.k_layernorm(layer.keys[ends].float().mean(dim=1).to(keys.dtype))
         cos, sin = layer.values[ends[:, 0]][..., : 2 * half].chunk(2, dim=-1)
         turned = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         pooled[..., : 2 * half] = rotate(pooled[..., : 2 * half], *turned)
         layer.values[ends[:, -1]] = pooled
+        return queries
 
     def _parts(self, asking: Asking) -> Iterator[Asking]:
         """Cut what asks together, so that its scores take little memory."""
@@ -196,3 +210,8 @@ class SparseAttention(GatedAttention):
         if chosen is None:
             return super().attend(x, own, rotary, forward_batch)
         return forward_batch.attn_backend.attend_chosen(own, self.attn, forward_batch, *chosen)
+
+    def store(self, x: torch.Tensor, rotary: Rotation, forward_batch: ForwardBatch) -> None:
+        """See `GatedAttention`."""
+        super().store(x, rotary, forward_batch)
+        self.indexer.store(x, rotary, forward_batch)
