@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -59,18 +60,35 @@ def mrope_positions(length: int, spans: Sequence[MediaSpan], *, time_counts: boo
     block's last time. The token generated at index i has position i + delta in all three, after all positions of the
     prompt. Raises ValueError when the spans do not fit the prompt.
     """
-    positions = np.empty((3, length), np.int64)
+    text = np.broadcast_to(np.arange(length), (3, length))
+    parts: list[tuple[int, np.ndarray]] = []  # where each begins, and the positions in it
     at = 0  # tokens done
     position = 0  # next free position
     for span in spans:
-        if not at <= span.start < span.end <= length:
-            raise ValueError(f"media span [{span.start}, {span.end}) overlaps, is empty or exceeds {length} tokens")
-        positions[:, at : span.start] = np.arange(position, position + span.start - at)
+        end = span.end
+        if not at <= span.start < end <= length:
+            raise ValueError(f"media span [{span.start}, {end}) overlaps, is empty or exceeds {length} tokens")
+        parts.append((position, text[:, : span.start - at]))
         position += span.start - at + span.skipped
-        block = grid_positions(span.grid, span.time_interval, span.first)
-        positions[:, span.start : span.end] = position + (block if span.mask is None else block[:, span.mask])
-        position += int(block[0 if time_counts else 1 :].max()) + 1
-        at = span.end
-    positions[:, at:] = np.arange(position, position + length - at)
+        make = _patch_positions if span.grid[0] == 1 else _block_positions
+        block, taken = make(span.grid, span.time_interval, span.first, time_counts)
+        parts.append((position, block if span.mask is None else block[:, span.mask]))
+        position += taken
+        at = end
+    parts.append((position, text[:, : length - at]))
+    starts, blocks = zip(*parts, strict=True)
+    positions = np.concatenate(blocks, axis=1) + np.repeat(starts, [block.shape[1] for block in blocks])
     # the end of a block whose last places have no token counts, too
     return positions, max(position + length - at, int(positions.max(initial=-1)) + 1) - length
+
+
+def _block_positions(
+    grid: tuple[int, int, int], time_interval: float, first: int, time_counts: bool
+) -> tuple[np.ndarray, int]:
+    """Return the positions of a block, and how many it takes."""
+    block = grid_positions(grid, time_interval, first)
+    return block, int(block[0 if time_counts else 1 :].max()) + 1
+
+
+# A clip has hundreds of equal temporal patches, and a live video is expanded again with each one that comes.
+_patch_positions = lru_cache(32)(_block_positions)

@@ -75,7 +75,7 @@ class VideoBlock:
     counted from the start of `ids`. `skip`: how many prompt ids after the placeholder the block has replaced.
     """
 
-    ids: list[int]
+    ids: Sequence[int] | np.ndarray
     offsets: list[tuple[int, int]]
     skip: int = 0
 

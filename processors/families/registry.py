@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,25 @@ class Qwen3VLProcessor(MultimodalProcessor):
         published = self.limits.video_options.reference == "published"
         marked = bool(before) and before[-1] == tokens.vision_start and after == tokens.vision_end
         replaced = published and marked
-        counts = video.patch_tokens
-        stamps = [f"<{time:.1f} seconds>" for time in video.patch_times]
+        first, *further = (f"<{time:.1f} seconds>" for time in video.patch_times)
         # The first one may stand behind text, which it is tokenized together with.
-        ids = self._continue_text(before[:-1] if replaced else before, stamps[0])
-        offsets: list[tuple[int, int]] = []
+        stamps = [self._continue_text(before[:-1] if replaced else before, first), *map(self._stamp, further)]
+        counts = video.patch_tokens
+        ids = np.full(sum(map(len, stamps)) + sum(counts) + 2 * len(counts), tokens.video_pad, np.int64)
+        offsets, at = list[tuple[int, int]](), 0
         for stamp, count in zip(stamps, counts, strict=True):
-            if offsets:
-                ids += self._continue_text((), stamp)
-            ids.append(tokens.vision_start)
-            offsets.append((len(ids), len(ids) + count))
-            ids += [*[tokens.video_pad] * count, tokens.vision_end]
+            start = at + len(stamp) + 1
+            ids[at:start] = *stamp, tokens.vision_start
+            offsets.append((start, start + count))
+            ids[start + count] = tokens.vision_end
+            at = start + count + 1
         return VideoBlock(ids=ids, offsets=offsets, skip=int(replaced))
+
+    @cached_property
+    def _stamp(self) -> Callable[[str], list[int]]:
+        """Tokenizes the text of a time. A live video is expanded again with each temporal patch that comes."""
+        assert self._continue_text is not None
+        return lru_cache(4096)(partial(self._continue_text, ()))
 
 
 class HybridProcessor(Qwen3VLProcessor):
