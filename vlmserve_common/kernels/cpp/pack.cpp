@@ -46,7 +46,7 @@ void pack_quantised(const uint8_t* numbers, int64_t inner, const f16* scales, co
           own[group * 2 * PANEL + column] = scales[row * groups + group];
           own[(group * 2 + 1) * PANEL + column] = shifts[row * groups + group];
         }
-        for (int64_t k = 0; k < inner; ++k) Weights::put(to, k, column, numbers[row * inner + k]);
+        Weights::put(to, column, numbers + row * inner, inner);
       }
     }
   });

@@ -113,12 +113,14 @@ struct Int8Weights {
     auto places = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
     return (u32x16)_mm512_shuffle_epi8(_mm512_xor_si512(bytes, flipped), places);
   }
-  // Puts a number from 0 to 255, which is less by 128, into a panel.
-  static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
-    int64_t lane = column % BLOCK;
-    uint8_t* chunk = panel + (k / 4 * PANEL_BLOCKS + column / BLOCK) * CHUNK;
-    chunk[lane / 4 * 16 + k % 4 / 2 * 8 + lane % 4 * 2 + k % 2] =
-        number < 128 ? uint8_t(128 | (127 - number)) : uint8_t(number - 128);
+  // Puts a column's numbers from 0 to 255, which are less by 128, into a panel.
+  static void put(uint8_t* panel, int64_t column, const uint8_t* numbers, int64_t inner) {
+    const int64_t lane = column % BLOCK;
+    for (int64_t k = 0; k < inner; ++k) {
+      uint8_t* chunk = panel + (k / 4 * PANEL_BLOCKS + column / BLOCK) * CHUNK;
+      chunk[lane / 4 * 16 + k % 4 / 2 * 8 + lane % 4 * 2 + k % 2] =
+          numbers[k] < 128 ? uint8_t(128 | (127 - numbers[k])) : uint8_t(numbers[k] - 128);
+    }
   }
 };
 #else
@@ -135,9 +137,11 @@ struct Int8Weights {
     floats(at, pair, even, odd);
     return pairs_of_whole(even, odd);
   }
-  // Puts a number from 0 to 255, which is less by 128, into a panel.
-  static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
-    panel[(k / 2 * PANEL_BLOCKS + column / BLOCK) * CHUNK + k % 2 * BLOCK + column % BLOCK] = uint8_t(number - 128);
+  // Puts a column's numbers from 0 to 255, which are less by 128, into a panel.
+  static void put(uint8_t* panel, int64_t column, const uint8_t* numbers, int64_t inner) {
+    for (int64_t k = 0; k < inner; ++k)
+      panel[(k / 2 * PANEL_BLOCKS + column / BLOCK) * CHUNK + k % 2 * BLOCK + column % BLOCK] =
+          uint8_t(numbers[k] - 128);
   }
 };
 #endif
@@ -167,12 +171,20 @@ struct Int4Weights {
     return pairs_of_whole(even, odd);
 #endif
   }
-  // Puts a number from 0 to 15, which is less by 8, into a panel.
-  static void put(uint8_t* panel, int64_t k, int64_t column, uint8_t number) {
-    auto* words = (uint16_t*)(panel + (k / 8 * PANEL_BLOCKS + column / BLOCK) * CHUNK);
-    uint16_t& word = words[column % BLOCK * 2 + k % 2];
-    const int shift = k % 8 / 2 * 4;
-    word = uint16_t((word & ~(15 << shift)) | (number & 15) << shift);
+  // Puts a column's numbers from 0 to 15, which are less by 8, into a panel: eight, of one chunk, at a time.
+  static void put(uint8_t* panel, int64_t column, const uint8_t* numbers, int64_t inner) {
+    auto* to = panel + column / BLOCK * CHUNK + column % BLOCK * 4;
+    for (int64_t k = 0; k < inner; k += 8, to += PANEL_BLOCKS * CHUNK) {
+      const auto eight = load<uint64_t>(numbers + k);
+      store(to, of_four(eight) | of_four(eight >> 8) << 16);
+    }
+  }
+
+ private:
+  // The lowest four bits of the first byte and every second one behind it, side by side.
+  static uint32_t of_four(uint64_t bytes) {
+    bytes &= 0x000f000f000f000full;
+    return uint32_t(bytes | bytes >> 12 | bytes >> 24 | bytes >> 36) & 0xffffu;
   }
 };
 
