@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+import weakref
 
-from vlmserve_common.process.stop_signals import STOP_SIGNALS, StopRequested, stop_signals_raise
+import pytest
+
+from vlmserve_common.process.stop_signals import STOP_SIGNALS, StopRequested, made_whole, stop_signals_raise
 
 
 def test_later_signals_do_not_break_off_what_the_first_has_set_going() -> None:
@@ -19,3 +23,43 @@ def test_later_signals_do_not_break_off_what_the_first_has_set_going() -> None:
             done.append(str(stop))
     assert done == ["SIGINT"]
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_a_signal_in_a_weak_reference_s_callback_is_not_lost() -> None:
+    class Thing:
+        pass
+
+    def wait() -> None:
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+        del thing
+        assert reference() is None
+        signal.pause()
+
+    with stop_signals_raise(), pytest.raises(StopRequested, match="SIGTERM"):
+        wait()
+
+
+def test_a_signal_in_a_callback_of_an_event_loop_is_not_lost() -> None:
+    async def wait() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+        await asyncio.Event().wait()
+
+    with stop_signals_raise(), pytest.raises(StopRequested):
+        asyncio.run(wait())
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_what_must_be_made_whole_is(number: signal.Signals) -> None:
+    made = []
+
+    def make() -> str:
+        made.append("half")
+        signal.raise_signal(number)
+        made.append("whole")
+        return "it"
+
+    with stop_signals_raise(), pytest.raises(StopRequested):
+        made_whole(make)
+    assert made == ["half", "whole"]
+    assert made_whole(lambda: "it") == "it"

@@ -6,33 +6,73 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopRequested(BaseException):
-    """A stop signal came inside `stop_signals_raise`."""
+_AGAIN_S = 0.01
+T = TypeVar("T")
+
+
+class StopRequested(KeyboardInterrupt):
+    """A stop signal came inside `stop_signals_raise`. As KeyboardInterrupt, it goes through an event loop's
+    callbacks."""
 
 
 @contextlib.contextmanager
 def stop_signals_raise() -> Iterator[None]:
     """Raise StopRequested in the main thread at the first stop signal; call this in the main thread.
 
-    Later signals are ignored, so that they cannot interrupt the work that the first one started.
+    Later signals are ignored, so that they cannot interrupt the work that the first one started. Python passes over
+    what is raised in finalizers and callbacks of weak references. Then the signal comes again.
     """
+    requested, report = False, sys.unraisablehook
+    timers: list[threading.Timer] = []
 
     def stop(number: int, frame: object) -> None:
-        for other in STOP_SIGNALS:
-            signal.signal(other, lambda *_: None)  # SIG_IGN would have Python complain of one that is on its way
-        raise StopRequested(signal.Signals(number).name)
+        nonlocal requested
+        if not requested:
+            requested = True
+            raise StopRequested(signal.Signals(number).name)
+
+    def passed_over(what: sys.UnraisableHookArgs) -> None:
+        nonlocal requested
+        if not issubclass(what.exc_type, StopRequested):
+            report(what)
+            return
+        requested = False
+        again = signal.Signals[str(what.exc_value)]
+        timers.append(threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, again)))
+        timers[-1].start()
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    sys.unraisablehook = passed_over
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+        sys.unraisablehook = report
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def made_whole(make: Callable[[], T]) -> T:
+    """Return what `make` makes. In the main thread, a stop signal meanwhile takes effect when it is made."""
+    if threading.current_thread() is not threading.main_thread():
+        return make()
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in STOP_SIGNALS}
+    try:
+        return make()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import secrets
 import signal
@@ -14,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -21,6 +21,7 @@ from vlmserve.commands.client.chat_client import ChatClient
 from vlmserve.config.settings import ENV_PREFIX
 from vlmserve_common.errors import EngineError, SettingsError
 from vlmserve_common.process.child import die_with_parent
+from vlmserve_common.process.stop_signals import made_whole
 
 
 class OwnServer:
@@ -40,14 +41,14 @@ class OwnServer:
         startup_timeout_s: float = float("inf"),
         command: Sequence[str] = ("vlmserve.cli", "serve"),
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="vlmserve-own-")
+        self._folder = made_whole(partial(tempfile.TemporaryDirectory, prefix="vlmserve-own-"))
         port_file = Path(self._folder.name) / "port"
         whole = [sys.executable, "-m", *command, *words]
         whole += ["--host", "127.0.0.1", "--port", "0", "--port-file", str(port_file)]
         self._process = subprocess.Popen(
             whole,
             env={**os.environ, **(environment or {})},
-            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             process_group=0,  # a terminal's Ctrl-C reaches the command alone, which may go on
         )
         self.pid = self._process.pid

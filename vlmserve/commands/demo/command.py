@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from vlmserve.config.model_path import DEFAULT_MODEL_NAME
 from vlmserve.config.settings import ENV_PREFIX
 from vlmserve_common.errors import EngineError, VlmserveError
 from vlmserve_common.installing import install
-from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, stop_signals_raise
+from vlmserve_common.process.stop_signals import StopRequested, ignore_stop_signals, made_whole, stop_signals_raise
 
 if TYPE_CHECKING:
     from vlmserve.commands.client.own_server import ChatTarget
@@ -170,7 +171,8 @@ def _run(args: argparse.Namespace, stack: ExitStack) -> None:
         address = f"http://{host}:{port}/"
         shown = f"{address} can be opened now, and shows the progress until the page is there"
         print(f"{doing} and loading the page: {shown}", file=sys.stderr, flush=True)
-        keep_gradio_to_itself(stack.enter_context(tempfile.TemporaryDirectory(prefix="vlmserve-demo-")))
+        folder = made_whole(partial(tempfile.TemporaryDirectory, prefix="vlmserve-demo-"))
+        keep_gradio_to_itself(stack.enter_context(folder))
         served = _with_adapter(_connect(args, stack), args.adapter)
         waiting.doing = f"{served.model} is loaded; loading the page ..."
         waiting.pause_ms = 2500  # in between, nobody listens at this port
