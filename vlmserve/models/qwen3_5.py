@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -85,6 +86,9 @@ def _unturned(rotary: Rotation, dim: int) -> Rotation:
     return cos.new_ones(shape), cos.new_zeros(shape)
 
 
+Attention = TypeVar("Attention", bound=GatedAttention)
+
+
 class SharedExpertMLP(SparseMLP):
     """A sparse MLP with one more expert, which all tokens go through, times a gate."""
 
@@ -165,6 +169,20 @@ def make_hybrid_mlp(config: ModelConfig, comm: Communicator) -> nn.Module:
     return SharedExpertMLP(size, experts, act, comm)
 
 
+def make_mixers(config: ModelConfig, comm: Communicator, attention: type[Attention]) -> list[GatedDeltaNet | Attention]:
+    """Make the delta net, or else the attention, of each layer here."""
+    assert config.linear is not None
+    mixers: list[GatedDeltaNet | Attention] = []
+    recurrent = 0
+    for place, layer in enumerate(config.own_layers):
+        if layer in config.linear.layers:
+            mixers.append(GatedDeltaNet(config, comm, config.linear, recurrent))
+            recurrent += 1
+        else:
+            mixers.append(attention(config, comm, place - recurrent))
+    return mixers
+
+
 def make_rotary(config: ModelConfig, dtype: torch.dtype) -> MRotary:
     """Make what turns the first part of each head."""
     return MRotary(config.rotary_dim, config.rope, interleaved_axes(config.mrope_section), dtype)
@@ -174,16 +192,6 @@ class Qwen3_5Decoder(Decoder):
     """A decoder of gated delta nets and gated attention. dtype: of its computation."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
-        assert config.linear is not None
-        own, layers = config.own_layers, []
-        recurrent = 0
-        for index in own:
-            mixer: GatedDeltaNet | GatedAttention
-            if index in config.linear.layers:
-                mixer = GatedDeltaNet(config, comm, config.linear, recurrent)
-                recurrent += 1
-            else:
-                mixer = GatedAttention(config, comm, index - own.start - recurrent)
-            layers.append(HybridLayer(config, comm, mixer))
+        layers = [HybridLayer(config, comm, mixer) for mixer in make_mixers(config, comm, GatedAttention)]
         norm = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         super().__init__(config, comm, layers, norm, make_rotary(config, dtype))

@@ -12,7 +12,7 @@ from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.decoder import Decoder
 from vlmserve.models.delta_net import GatedDeltaNet
-from vlmserve.models.qwen3_5 import QWEN3_5_MOE_DEFAULTS, make_hybrid_mlp, make_rotary
+from vlmserve.models.qwen3_5 import QWEN3_5_MOE_DEFAULTS, make_hybrid_mlp, make_mixers, make_rotary
 from vlmserve.models.qwen4_exp.ngrams import NGramLayer, ngram_contexts
 from vlmserve.models.qwen4_exp.sparse import BlockPlan, SparseAttention
 from vlmserve.models.qwen4_exp.streams import HyperConnection, StreamMixer
@@ -56,16 +56,8 @@ class Qwen4ExpDecoder(Decoder):
     """A decoder with several residual streams. dtype: of its computation. Its final norm mixes the streams into one."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator = ALONE) -> None:
-        assert config.linear is not None
-        own, layers = config.own_layers, []
-        recurrent = with_ngrams = 0
-        for index in own:
-            mixer: GatedDeltaNet | SparseAttention
-            if index in config.linear.layers:
-                mixer = GatedDeltaNet(config, comm, config.linear, recurrent)
-                recurrent += 1
-            else:
-                mixer = SparseAttention(config, comm, index - own.start - recurrent)
+        layers, with_ngrams = [], 0
+        for index, mixer in zip(config.own_layers, make_mixers(config, comm, SparseAttention), strict=True):
             ple = None
             if config.ngrams is not None and index in config.ngrams.layers:
                 ple = NGramLayer(config, config.ngrams.layers.index(index), with_ngrams, comm)
