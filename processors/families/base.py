@@ -89,8 +89,7 @@ class ExpandedPrompt(NamedTuple):
 
 
 class MultimodalProcessor(ABC):
-    """Processes the pictures, videos and prompts of one checkpoint. It has no state, so any number of threads can use
-    it.
+    """Processes the pictures, videos and prompts of one checkpoint. Any number of threads can use it.
 
     `continue_text`: the checkpoint's tokenizer, for families that write the time into a video's tokens. `allocate`:
     makes the arrays that patches are written to. `sees`: whether the model takes any. `even_times`: positions take all

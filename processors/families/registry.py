@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +84,11 @@ class Qwen3VLProcessor(MultimodalProcessor):
         return VideoBlock(ids=ids, offsets=offsets, skip=int(replaced))
 
     @cached_property
-    def _stamp(self) -> Callable[[str], list[int]]:
+    def _stamp(self) -> Callable[[str], tuple[int, ...]]:
         """Tokenizes the text of a time. A live video is expanded again with each temporal patch that comes."""
-        assert self._continue_text is not None
-        return lru_cache(4096)(partial(self._continue_text, ()))
+        encode = self._continue_text
+        assert encode is not None
+        return lru_cache(4096)(lambda text: tuple(encode((), text)))
 
 
 class HybridProcessor(Qwen3VLProcessor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import weakref
 
 import pytest
@@ -25,7 +26,18 @@ def test_later_signals_do_not_break_off_what_the_first_has_set_going() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_a_signal_in_a_weak_reference_s_callback_is_not_lost() -> None:
+@pytest.mark.parametrize("another", [False, True])
+def test_a_signal_in_a_weak_reference_s_callback_is_not_lost(another: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may come before Python has told that the first one was passed over."""
+    if another:
+        start = threading.Timer.start
+
+        def start_and_signal(timer: threading.Timer) -> None:
+            start(timer)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(threading.Timer, "start", start_and_signal)
+
     class Thing:
         pass
 

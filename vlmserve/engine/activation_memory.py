@@ -215,7 +215,7 @@ def _decode(model: VisionLanguageModel, batch: ForwardBatch) -> torch.Tensor:
     if model.comm.shard.stage.is_first:
         embeds = model.embed_tokens(batch.input_ids)
     else:
-        shape = len(batch.input_ids), model.config.hidden_size
+        shape = len(batch.input_ids), model.config.stream_size
         embeds = torch.zeros(shape, dtype=model.dtype, device=batch.input_ids.device)
     layers = model.visual.num_deepstack_layers
     every = torch.arange(len(embeds), device=embeds.device)

@@ -132,8 +132,8 @@ class HeadDrafter(Drafter):
 
     @abstractmethod
     def _last(self, step: ForwardBatch, inputs: StepInputs, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the first entries of requests number `order` int64 [n] are made of, [n, hidden], and their
-        positions int64 [3, n]."""
+        """Return what the first entries of requests number `order` int64 [n] are made of, as the head takes it, and
+        their positions int64 [3, n]."""
 
     def _backend(self, step: ForwardBatch) -> AttentionBackend:
         return step.attn_backend

@@ -23,7 +23,7 @@ from vlmserve_common.kernels import fused
 class StateShape:
     """The shape of one request's state over all recurrent layers. conv: the last width - 1 inputs of the convolutions,
     [layers, width - 1, channels] in conv_dtype. recurrent: [layers, heads, key_dim, value_dim] in float32. hidden: size
-    of the last token's hidden state, in conv_dtype, which an MTP head goes on from; 0 without one.
+    of what the model hands on for the last token, in conv_dtype, which an MTP head goes on from; 0 without one.
 
     ngram_conv: the last inputs of the convolutions over n-gram embeddings, [layers, inputs, channels] in conv_dtype.
     ngram_ids: how many of the last token ids n-grams need, kept as numbers that are 0 before a text.
@@ -57,7 +57,7 @@ class StateShape:
 
     @property
     def _token_bytes(self) -> int:
-        """Bytes of a token's hidden state and position."""
+        """Bytes of what an MTP head goes on from: of a token, and its position."""
         return self.hidden * self.conv_dtype.itemsize + self.axes * torch.int64.itemsize
 
     @property

@@ -206,7 +206,7 @@ class Taps(Protocol):
     """Reads the input of some layers, once all of them are computed."""
 
     def write(self, tapped: torch.Tensor, forward_batch: ForwardBatch) -> None:
-        """Take what is tapped of a step, [layers, N, hidden]."""
+        """Take what is `tapped` of a step; see `ForwardBatch`."""
 
 
 class Decoder(nn.Module):

@@ -4,7 +4,7 @@ Qwen3.5."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +16,8 @@ from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.layers import ZeroCentredRMSNorm
 from vlmserve_common.compute.linear import Linear
 
-Layer = TypeVar("Layer", bound=nn.Module)
 
-
-class MTPHead(nn.Module, ABC, Generic[Layer]):
+class MTPHead(nn.Module, ABC):
     """One decoder layer over entries. The entry of token i joins what the model handed on for token i - 1 with the
     embedding of token i, and predicts token i + 1. It has the rotary position of token i - 1.
 
@@ -30,7 +28,7 @@ class MTPHead(nn.Module, ABC, Generic[Layer]):
     For a further guess, the head's own output takes the model's place. Embedding and head are the model's.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, layer: Layer) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, layer: nn.Module) -> None:
         super().__init__()
         self.pre_fc_norm_embedding = ZeroCentredRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_hidden = ZeroCentredRMSNorm(config.stream_size, config.rms_norm_eps)
@@ -57,14 +55,14 @@ class MTPHead(nn.Module, ABC, Generic[Layer]):
 
     def join(self, x: torch.Tensor) -> None:
         """Join the collectives of other groups' entries while this group has none, given x [0, hidden]."""
-        cast(HybridLayer, self._layer).mlp(x)
+        self._layer.mlp(x)
 
     @property
-    def _layer(self) -> Layer:
-        return cast(Layer, self.layers[0])
+    def _layer(self) -> Any:
+        return self.layers[0]
 
 
-class HybridMTPHead(MTPHead[HybridLayer]):
+class HybridMTPHead(MTPHead):
     """The head of Qwen3.5. It goes on from final hidden states."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, comm: Communicator) -> None:
@@ -85,10 +83,8 @@ class HybridMTPHead(MTPHead[HybridLayer]):
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> None:
         """See `MTPHead`."""
-        attention = self._layer.self_attn
-        assert attention is not None
         x = self._layer.input_layernorm(self._join(embeds, hidden))
-        attention.store(x, self._rotary(positions), forward_batch)
+        self._layer.self_attn.store(x, self._rotary(positions), forward_batch)
 
     def _join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(hidden)), dim=-1))

@@ -26,9 +26,10 @@ def stop_signals_raise() -> Iterator[None]:
     """Raise StopRequested in the main thread at the first stop signal; call this in the main thread.
 
     Later signals are ignored, so that they cannot interrupt the work that the first one started. Python passes over
-    what is raised in finalizers and callbacks of weak references. Then the signal comes again.
+    what is raised in finalizers and callbacks of weak references. Then the signal comes again, unless the block ends
+    first.
     """
-    requested, report = False, sys.unraisablehook
+    requested, report, main = False, sys.unraisablehook, threading.main_thread()
     timers: list[threading.Timer] = []
 
     def stop(number: int, frame: object) -> None:
@@ -37,14 +38,17 @@ def stop_signals_raise() -> Iterator[None]:
             requested = True
             raise StopRequested(signal.Signals(number).name)
 
-    def passed_over(what: sys.UnraisableHookArgs) -> None:
+    def again(number: int) -> None:
         nonlocal requested
+        requested = False  # in the hook, the next signal would be passed over, too
+        assert main.ident is not None
+        signal.pthread_kill(main.ident, number)
+
+    def passed_over(what: sys.UnraisableHookArgs) -> None:
         if not issubclass(what.exc_type, StopRequested):
             report(what)
             return
-        requested = False
-        again = signal.Signals[str(what.exc_value)]
-        timers.append(threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, again)))
+        timers.append(threading.Timer(_AGAIN_S, again, (signal.Signals[str(what.exc_value)],)))
         timers[-1].start()
 
     before = {number: signal.signal(number, stop) for number in STOP_SIGNALS}

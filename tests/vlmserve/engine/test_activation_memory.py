@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import vlmserve
+from tests.tiny_checkpoints import HYBRID, STREAMED, make_checkpoint
 from vlmserve import LLM
 from vlmserve.config.engine_args import EngineArgs
 from vlmserve.engine import activation_memory, build, encoder
@@ -25,6 +26,7 @@ from vlmserve.memory import sizing
 from vlmserve.memory.sizing import weight_bytes
 from vlmserve.models.attention.torch_backend import TorchAttentionBackend
 from vlmserve.models.registry import load_model, outline_model
+from vlmserve_common.compute.communicator import Communicator
 
 FOLDER = Path(vlmserve.__file__).parent / "default_model"
 CPU = torch.device("cpu")
@@ -52,6 +54,16 @@ def test_the_estimate_is_enough_and_not_far_off(dtype):
         assert 0.9 < ratio < 2.5, (name, ratio)
     without = estimate_activations(outline_model(FOLDER, dtype), StepLimits(tokens=400, rows=32, patches=0))
     assert (without.tower, without.step) == (0, estimated.step)
+
+
+@pytest.mark.parametrize("family", [HYBRID, STREAMED])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_each_stage_of_a_pipeline_is_measured(family, stage, tmp_path):
+    folder = make_checkpoint(family, tmp_path / "model", mtp=True, mixers=("linear_attention", "full_attention") * 2)
+    shard = rank_shard(EngineArgs(model=str(folder), pp_size=2), stage)
+    model = load_model(folder, comm=Communicator(shard), mtp=True)
+    limits = StepLimits(tokens=100, rows=2, patches=0)
+    assert measure_activations(model, TorchAttentionBackend(), limits, peak).step
 
 
 def limits(auto_pixels: int | None = None, context: int = 4096, **settings: object) -> StepLimits:

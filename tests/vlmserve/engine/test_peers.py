@@ -1,4 +1,4 @@
-"""What servers that hand KV over say of it."""
+"""How servers name the layers of KV that they hand over."""
 
 import pytest
 

@@ -74,8 +74,8 @@ class ForwardBatch:
     request begin in the batch, and N. prefix_lens, extend_lens: host lists of length B, tokens before and of this step.
     out_cache_loc int64 [N]: the KV slot each token is written to. window_cache_loc: the same of layers with windows,
     None unless these have slots of their own. recurrent: the states of recurrent layers; None for
-    models without any. tapped [layers, N, hidden]: the input of layers that `Decoder.tap` names; None makes room as the
-    decoder computes. ngrams, blocks: what layers of Qwen4Exp need of the step, made by their decoder.
+    models without any. tapped [layers, N, streams * hidden]: the input of layers that `Decoder.tap` names; None makes
+    room as the decoder computes. ngrams, blocks: what layers of Qwen4Exp need of the step, made by their decoder.
     """
 
     forward_mode: ForwardMode

@@ -10,14 +10,15 @@ from vlmserve.models.attention.base import ForwardBatch
 from vlmserve.models.config import ModelConfig
 from vlmserve.models.mtp import MTPHead
 from vlmserve.models.qwen4_exp.decoder import StreamsLayer
-from vlmserve.models.qwen4_exp.sparse import BlockPlan, SparseAttention, completed_blocks
+from vlmserve.models.qwen4_exp.sparse import BlockPlan, SparseAttention
 from vlmserve.models.qwen4_exp.streams import StreamMixer
 from vlmserve_common.compute.communicator import Communicator
 from vlmserve_common.compute.linear import Linear
 
 
-class StreamsMTPHead(MTPHead[StreamsLayer]):
-    """It goes on from all residual streams behind the model's last layer, and hands its own on to the next guess.
+class StreamsMTPHead(MTPHead):
+    """The head of Qwen4Exp. It goes on from all residual streams behind the model's last layer, and hands its own on to
+    the next guess.
 
     All streams are normed as one vector; then each goes through the same product, and the token's embedding is added.
     Blocks of its sparse attention are blocks of entries, so the first one begins with the entry of the second token.
@@ -44,16 +45,14 @@ class StreamsMTPHead(MTPHead[StreamsLayer]):
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> None:
         """See `MTPHead`."""
-        attention = self._layer.self_attn
-        assert attention is not None
         entries = replace(
             forward_batch,
             prefix_lens=[length - 1 for length in forward_batch.prefix_lens],
             req_to_token_pool=forward_batch.req_to_token_pool.without_first(),
         )
-        blocks = BlockPlan(ends=completed_blocks(entries, self._index), asking=None)
+        blocks = BlockPlan.of(entries, self._index, asks=False)
         x, _ = self._layer.attn_hyper_connection.read(self._join(embeds, hidden))
-        attention.store(x, self._rotary(positions), replace(entries, blocks=blocks))
+        self._layer.self_attn.store(x, self._rotary(positions), replace(entries, blocks=blocks))
 
     def _join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         token = self.fc_embedding(self.pre_fc_norm_embedding(embeds))

@@ -49,11 +49,18 @@ class BlockPlan:
     asking: tuple[Asking, ...] | None
 
     @staticmethod
-    def of(step: ForwardBatch, index: IndexConfig) -> BlockPlan:
-        """Make the plan of a step."""
-        lengths, before, starts, places = _places(step)
-        device, ends = step.input_ids.device, completed_blocks(step, index)
-        if (before + lengths).max(initial=0) <= index.most:
+    def of(step: ForwardBatch, index: IndexConfig, *, asks: bool = True) -> BlockPlan:
+        """Make the plan of a step. asks: whether its tokens attend to others. A place below 0 is in no block: an MTP
+        head has no entry for the first token of a prompt."""
+        lengths, before = np.array(step.extend_lens), np.array(step.prefix_lens)
+        starts = lengths.cumsum() - lengths
+        places = np.arange(lengths.sum()) + np.repeat(before - starts, lengths)
+        device, table = step.input_ids.device, step.req_to_token_pool.req_to_token
+        owners = np.repeat(np.arange(len(lengths)), lengths)
+        last = np.flatnonzero((places >= 0) & ((places + 1) % index.block == 0))
+        of_blocks = _on(places[last, None] - np.arange(index.block)[::-1], device)
+        ends = table[step.req_pool_indices[_on(owners[last], device)][:, None], of_blocks].long()
+        if not asks or (before + lengths).max(initial=0) <= index.most:
             return BlockPlan(ends=ends, asking=None)
         asking = []
         single = np.flatnonzero(lengths == 1)
@@ -69,24 +76,6 @@ class BlockPlan:
                 )
             )
         return BlockPlan(ends=ends, asking=tuple(asking))
-
-
-def completed_blocks(step: ForwardBatch, index: IndexConfig) -> torch.Tensor:
-    """Return the slots int64 [M, block] of blocks that a step completes. Tokens at places before 0 are in none."""
-    lengths, _, _, places = _places(step)
-    device, table = step.input_ids.device, step.req_to_token_pool.req_to_token
-    owners = np.repeat(np.arange(len(lengths)), lengths)
-    last = np.flatnonzero((places >= 0) & ((places + 1) % index.block == 0))
-    of_blocks = _on(places[last, None] - np.arange(index.block)[::-1], device)
-    return table[step.req_pool_indices[_on(owners[last], device)][:, None], of_blocks].long()
-
-
-def _places(step: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return, of each request, its tokens in the step, those before, and the number of its first one in the batch; and
-    the place of each token in its request."""
-    lengths, before = np.array(step.extend_lens), np.array(step.prefix_lens)
-    starts = lengths.cumsum() - lengths
-    return lengths, before, starts, np.arange(lengths.sum()) + np.repeat(before - starts, lengths)
 
 
 def _on(array: np.ndarray, device: torch.device) -> torch.Tensor:
