@@ -17,6 +17,11 @@ WORDS = "How many red circles are there on the left side of the blue square? "
 FOUR = {"speculative_num_draft_tokens": DRAFTS}  # always so many
 PP = {"pp_size": 2}
 GROUPS = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "load_balance_method": "round_robin"}
+SMALL = {"max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01}
+HYBRID_CHUNKS = [
+    {"chunked_prefill_size": 112, "page_size": 16, "mamba_track_interval": 64},
+    pytest.param({"chunked_prefill_size": 16, "page_size": 1, "attention_backend": "torch"}, marks=pytest.mark.slow),
+]
 MORE_SHARED = [
     pytest.param(one, marks=pytest.mark.slow)
     for one in ({"tp_size": 2}, PP | {"tp_size": 2, "disable_overlap_schedule": True}, GROUPS | {"tp_size": 4})

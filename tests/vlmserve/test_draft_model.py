@@ -20,6 +20,7 @@ from tests.vlmserve.known_guesses import (
     MORE_SHARED,
     NEW,
     PP,
+    SMALL,
     Known,
     agree,
     check_many,
@@ -121,7 +122,7 @@ def test_guesses_are_the_reference_s(pair, settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"chunked_prefill_size": 48, "max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01},
+        {"chunked_prefill_size": 48, **SMALL},
         {
             "speculative_num_draft_tokens": "auto",
             "enable_hierarchical_cache": True,

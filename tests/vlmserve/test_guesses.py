@@ -14,9 +14,11 @@ from tests.vlmserve.known_guesses import (
     DRAFTS,
     FOUR,
     GROUPS,
+    HYBRID_CHUNKS,
     MORE_SHARED,
     NEW,
     PP,
+    SMALL,
     Known,
     check_guesses,
     check_shared,
@@ -129,15 +131,7 @@ sparse = pytest.mark.parametrize("family", [HYBRID_MOE], indirect=True)
 
 
 @each_family
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"chunked_prefill_size": 112, "page_size": 16, "mamba_track_interval": 64},
-        pytest.param(
-            {"chunked_prefill_size": 16, "page_size": 1, "attention_backend": "torch"}, marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("settings", HYBRID_CHUNKS)
 def test_guesses_are_the_reference_s(family, settings):
     """Token by token."""
     folder, cases = family
@@ -169,9 +163,6 @@ class Knowing:
         index = len(req.output_ids)
         drafts = self.answers[req.arrival % len(self.answers)].token_ids[index : index + DRAFTS]
         return (*drafts[: index % 5], *((token + 1) % 448 for token in drafts[index % 5 :]))
-
-
-SMALL = {"max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01}
 
 
 @sparse

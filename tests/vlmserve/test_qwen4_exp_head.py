@@ -15,9 +15,11 @@ from tests.vlmserve.known_guesses import (
     DRAFTS,
     FOUR,
     GROUPS,
+    HYBRID_CHUNKS,
     MORE_SHARED,
     NEW,
     PP,
+    SMALL,
     Known,
     check_guesses,
     check_many,
@@ -105,15 +107,7 @@ def family(tmp_path_factory):
     return folder, known(folder)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"chunked_prefill_size": 112, "page_size": 16, "mamba_track_interval": 64},
-        pytest.param(
-            {"chunked_prefill_size": 16, "page_size": 1, "attention_backend": "torch"}, marks=pytest.mark.slow
-        ),
-    ],
-)
+@pytest.mark.parametrize("settings", HYBRID_CHUNKS)
 def test_guesses_are_the_reference_s(family, settings):
     """Token by token, with contexts that are longer than the budget of sparse attention."""
     folder, cases = family
@@ -121,10 +115,7 @@ def test_guesses_are_the_reference_s(family, settings):
         check_guesses(llm, cases, OF_THE_HEAD)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"chunked_prefill_size": 48}, {"max_total_tokens": 384, "page_size": 4, "schedule_conservativeness": 0.01}],
-)
+@pytest.mark.parametrize("settings", [{"chunked_prefill_size": 48}, SMALL])
 def test_no_answer_changes(family, settings):
     folder, cases = family
     check_many(folder, cases, settings, speculative_algorithm="mtp")
