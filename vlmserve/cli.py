@@ -82,7 +82,7 @@ examples:
   vlmserve doctor                                    what this machine and installation have, and lack
 """
 _SERVE_ABOUT = """\
-Serve a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5 checkpoint behind an OpenAI-compatible API.
+Serve a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, Qwen4Exp or Omni checkpoint behind an OpenAI-compatible API.
 
 Every setting is a flag, an environment variable and a key of the --config file; a flag wins over the variable,
 the variable over the file, the file over the default:
